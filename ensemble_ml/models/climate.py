@@ -112,6 +112,7 @@ class Climate:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for suffix in ("p", "s"):
+            # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads.
             if values[f"level_spread_{suffix}"] is None:
                 values[f"level_spread_{suffix}"] = _level_spread(spec, values[f"spread_{suffix}"])
         for name, shape in climate_shapes(spec).items():
@@ -196,5 +197,6 @@ def _lift_zeros(values: dict[str, np.ndarray], suffix: str) -> None:
     np.maximum(spread, floor[..., None, None], out=spread)
     np.maximum(values[f"level_spread_{suffix}"], least, out=values[f"level_spread_{suffix}"])
     np.maximum(values[f"shrink_{suffix}"], np.float32(_LEAST), out=values[f"shrink_{suffix}"])
+    # The loss divides by the error, so an error of zero is replaced by one.
     error = values[f"error_{suffix}"]
     error[error == 0] = 1

@@ -62,6 +62,7 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     """
     if family is Family.NORMAL:
         return scale * _crps_standard((y - location) / scale)
+    # The formulas hold within the bounds only. Outside, the score grows by the distance, as the CRPS does.
     inside = torch.clamp(y, *family.bounds)
     outside = (y - inside).abs()
     if family in skewed.LAWS:
@@ -155,6 +156,7 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l = (at - mu) / sigma, -mu / sigma
     if family is Family.TRUNCATED_NORMAL:
+        # The ratio of two tails is computed from their logarithms: far out, both would underflow to zero.
         found = torch.where(at > 0, -torch.expm1(log_ndtr(-torch.maximum(z, l)) - log_ndtr(-l)), 0.0)
     else:
         lower, upper = family.bounds
@@ -230,6 +232,7 @@ def _censored_moments(lower: Tensor, nearest: Tensor, upper: Tensor) -> tuple[Te
 
 def _excess(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Return the integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
+    # Beyond this the tail is zero in float64, and x * ndtr(-x) would be infinity times zero.
     start, end = (torch.clamp(x, max=_NOTHING) for x in (start, end))
     first = [_phi(x) - x * ndtr(-x) for x in (start, end)]
     second = [(1 - x * x) * ndtr(-x) + x * _phi(x) for x in (start, end)]
@@ -309,6 +312,7 @@ def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """Return `location_of_mean` by interpolation in the table, without the floor for small means."""
     location, means = MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
     wanted = (mean.double() / scale.double()).contiguous()
+    # The means grow with the location, so the table can be searched by the mean.
     right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
     share = (wanted - means[right - 1]) / (means[right] - means[right - 1])
     found = location[right - 1] + share.clamp(0, 1) * (location[right] - location[right - 1])
@@ -426,6 +430,7 @@ def remap_members(
         place = (members - mean) / torch.where(equal, 1.0, spread)
         place[:, equal] = _even_places(members[:, equal], order)
         return location + scale * place
+    # The raw members of these variables are far from normal, so only their ranks are used.
     rank = _ranks(members, order)
     there = ~torch.isnan(members)
     count = there.sum(0)
@@ -437,6 +442,7 @@ def remap_members(
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     # True also where both are zero, because the mean of the distribution is too small for a float.
     alone = total <= 1e-6 * wanted
+    # A factor cannot give zeros a mean, so the member of the last rank gets all of it.
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(there, found, torch.nan).to(location.dtype)

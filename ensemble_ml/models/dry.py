@@ -67,6 +67,7 @@ def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[T
         mean' and sigma', (...).
     """
     narrow = scale * (share + (1 - share) * (mean / scale.clamp(min=_TINY)).clamp(0, 1))
+    # This is max(mean, 0) in value. Its gradient is one everywhere, where that of a clamp would be zero below zero.
     positive = mean - mean.clamp(max=0).detach()
     return (positive + torch.hypot(positive, (2 * least).clamp(min=_LEAST) * narrow)) / 2, narrow
 
@@ -83,10 +84,13 @@ def fitted(family: Family, often: Tensor, much: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         a and b, (...).
     """
+    # At scale one, the chance of rain and the mean both grow with the location. So the table of locations gives the
+    # mean b that belongs to a chance of rain.
     location, means = distributions.MEAN_TABLES[family]
     chance = 1 - distributions.cdf(family, location, torch.ones_like(location), torch.zeros_like(location))
     least = torch.as_tensor(np.interp(often.numpy(), chance.numpy(), means.numpy()), dtype=often.dtype)
     least = least.clamp(_TINY, _MOST)
     share = (much / least).clamp(*_SHARES)
+    # If a had to be raised to its lower bound, b is lowered so that the amount of rain stays right.
     wet = (often > 0) & (much > 0)
     return torch.where(wet, share, 1.0), torch.where(wet, torch.minimum(least, much / share), 0.0)

@@ -176,7 +176,9 @@ class Features(nn.Module):
         found: dict[str, Tensor] = {}
         for suffix, masked in zip(("p", "s"), self.spec.masked_positions, strict=True):
             mean, spread, member, valid = (getattr(x, f"{n}_{suffix}") for n in ("mean", "spread", "member", "valid"))
+            # A NaN would spread through the convolutions to every point of the field.
             hidden = torch.isnan(mean)
+            # If the input does not say how many members have a value, it is all of them or none.
             found[f"valid_{suffix}"] = (~hidden[:, :, masked]).to(mean.dtype) if valid is None else valid
             mean = torch.where(hidden, self._standard(suffix)[0].to(mean.dtype), mean)
             found |= {f"mean_{suffix}": mean, f"spread_{suffix}": torch.where(hidden, 0.0, spread)}

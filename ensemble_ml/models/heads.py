@@ -206,16 +206,21 @@ class Heads(nn.Module):
         # The gradient of `unbind` is one copy; each slice would give a gradient padded to the full size.
         parts = network.unbind(1)
         if self.postprocess:
+            # The error MLP was fitted to what is left after bias and linear correction, so it comes after them here as
+            # well.
             centre, inflation = mean + self.bias, self.inflation[None]
             if residuals is not None:
                 centre, inflation = informed(centre, spread0, inflation, residuals.transpose(0, 1))
             base, spread0 = self._base(centre, spread0, inflation)
             scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
+            # The learned bias dL is in units of s_clim, which is the same on every date. The network's shift is in
+            # units of s0, which is not.
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
             found |= {"location": base + shift, "scale": scale}
         if self.spread:
+            # A factor keeps the spread positive, and its bound keeps it finite.
             found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
         return found
 
@@ -224,6 +229,7 @@ class Heads(nn.Module):
 
         The locations are written into `base`, which must belong to the caller.
         """
+        # s0 is changed only for the distributions with a mass at zero, and in a copy: autograd needs the original.
         narrow = spread0.clone() if any(family in AT_ZERO for family in self.families) else spread0
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:

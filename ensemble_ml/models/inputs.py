@@ -318,6 +318,7 @@ class Prediction:
             location, scale = getattr(self, f"location_{suffix}"), getattr(self, f"scale_{suffix}")
             if scale is not None:
                 fields = scale.shape[2:-2]
+                # The factors are listed for all fields in one axis. Each set takes its own from the front.
                 own, left = left.tensor_split([fields.numel()], -1)
                 width = own.unflatten(-1, fields)[..., None, None].to(scale)
                 parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, :, i]) for i, law in enumerate(laws)]
@@ -392,6 +393,7 @@ def _check_spec(spec: ModelSpec) -> None:
         raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
     if not spec.leads_out:
         raise UserError("data.leads_out: empty; name at least one lead time")
+    # The model corrects the ensemble at the lead that it predicts, so it must be given the ensemble there.
     missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
     if missing:
         raise UserError(

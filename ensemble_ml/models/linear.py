@@ -79,6 +79,7 @@ def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
     """
     nodes = np.array(NODES)[_hats(latitude).any(1)]
     every = range(len(nodes))
+    # Nodes at the same distance from the equator coincide in the mirror.
     alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
     levels = [[list(every)], alike, [[band] for band in every]]
     # The levels are sorted before they are compared: on a grid that lies in the south alone, the second level has the
@@ -154,6 +155,7 @@ class LinearCorrection(nn.Module):
         south = hemisphere(spec)[:, 0] < 0
         self.register_buffer("south", torch.from_numpy(south), persistent=False)
         self.pieces = []
+        # A basis function that spans the equator is split there, because its rows in the south use mirrored weights.
         for (band, share), mirrored in product(enumerate(bands), (False, True)):
             rows = np.flatnonzero((share > 0) & (south == mirrored))
             if len(rows):
@@ -236,6 +238,8 @@ class LinearCorrection(nn.Module):
         Returns:
             The same shape; points north of the equator keep their values.
         """
+        # Here the rows of the neighbourhood are flipped instead of those of the kernel, so that points of both
+        # hemispheres share one matrix product.
         turned = near.unflatten(0, (-1, 3, 3)).flip(1) * self.turn[:, None, None, None]
         return torch.where(self.south[rows], turned.flatten(0, 2), near)
 
@@ -274,6 +278,8 @@ def departures(
     """
     freedom = (count - 1).reshape(-1, *[1] * (mean.ndim - 1))
     apart = (mean - anchor) / typical
+    # The anomaly of the spread is shrunk by the same factor as in s0 and s1. With one member it is zero.
     more = freedom / (freedom + shrink) * (spread - climatology) / typical
     found = torch.stack([apart, more.expand_as(apart)], 1)
+    # A missing value counts as a climatological one, so its neighbours still get a correction.
     return torch.where(torch.isnan(found), 0.0, found)

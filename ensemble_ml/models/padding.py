@@ -135,6 +135,8 @@ def deepest(grid: Grid, pole: Pole) -> int | None:
     if not grid.wraps:
         return None
     columns = grid.shape[1]
+    # How often two divides the number of columns. Crossing a pole rolls a row by half the circle, which needs one
+    # factor of two at every level.
     twos = (columns & -columns).bit_length() - 1
     return max(0, twos - 1) if _crosses(grid, pole) else twos
 
@@ -200,6 +202,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, geometry: Geometry, sign: Tensor | None, offset: Tensor | None) -> Tensor:
+        """Return the padded tensor."""
         ctx.geometry, ctx.sign = geometry, sign
         batch, channels, rows, columns, levels = x.shape
         padded = empty_in_order_of(x, (batch, channels, rows + 2, columns + 2, levels))
@@ -216,6 +219,7 @@ class _Pad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         geometry = ctx.geometry
+        # The adjoint runs in the reverse order of the forward pass: first the columns, then the rows.
         inner = _fold_columns(grad[:, :, 1:-1], geometry.wraps)
         for row, outer, rule in ((0, grad[:, :, :1], geometry.north), (-1, grad[:, :, -1:], geometry.south)):
             if rule.beyond is not Beyond.ZERO:
@@ -233,6 +237,7 @@ def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
     Returns:
         The tensor, in the dtype and on the device of `x`.
     """
+    # The order of the axes in memory must survive, or the convolution that follows would copy its input.
     if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
         return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 4, 1, 2, 3)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -242,6 +247,7 @@ def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _source_row(row: int, rule: EdgeRule, rows: int) -> int:
     """Return which row gives the values beyond the first row (`row` = 0) or the last row (`row` = -1)."""
+    # A grid of one row has no second row that a mirror could use.
     source = min(rule.source(1), rows - 1)
     return source if row == 0 else rows - 1 - source
 
@@ -253,6 +259,7 @@ def _beyond(x: Tensor, row: int, rule: EdgeRule, sign: Tensor | None, offset: Te
     values = x[:, :, _source_row(row, rule, x.shape[2])]
     if rule.beyond is Beyond.REPLICATE:
         return values
+    # The point beyond the pole lies on the opposite meridian, which is half the columns away.
     values = values.roll(values.shape[2] // 2, 2)
     if sign is not None:
         values = values * sign[:, None].to(x.dtype)

@@ -51,6 +51,7 @@ def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
         (P - 4, Y, X).
     """
     lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
+    # Sines and cosines, because a longitude as a number would jump where the circle closes.
     planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
     shape = len(lat), len(lon)
     place = torch.from_numpy(np.stack([np.broadcast_to(p, shape) for p in planes]).astype(np.float32))

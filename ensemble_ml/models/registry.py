@@ -19,6 +19,7 @@ from ensemble_ml.models.rivals.rival import Rival
 
 AnyModel = EnsembleModel | Rival
 
+# A new model needs an entry here and its name in `config.model.NETWORKS`.
 MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
     "unet3d": EnsembleModel,
     "emos": EmosModel,

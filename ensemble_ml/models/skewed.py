@@ -96,6 +96,7 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
         found = torch.exp(mu + sigma * ndtri(p))
     else:
         r = _ratio((x + GAMMA_SHIFT).clamp(max=_HIGHEST))
+        # Torch has no inverse of the incomplete gamma function, so SciPy computes it on the CPU.
         shape, share = np.broadcast_arrays((r * r).detach().cpu().numpy(), p.detach().cpu().numpy())
         inverse = torch.from_numpy(np.asarray(scipy.special.gammaincinv(shape, share))).to(location.device)
         found = torch.where(_is_normal(x), x + ndtri(p), (inverse / r - GAMMA_SHIFT)).clamp(min=0)
@@ -159,6 +160,8 @@ def _crps_gamma(x: Tensor, v: Tensor) -> Tensor:
     """Return the CRPS of the censored shifted gamma distribution at scale one, for x and v = y / scale."""
     r = _ratio((x + GAMMA_SHIFT).clamp(max=_HIGHEST))
     k, low, at = r * r, GAMMA_SHIFT * r, (v + GAMMA_SHIFT) * r
+    # The gamma branch is also evaluated where it is not used. A harmless argument keeps its value and gradient finite
+    # there.
     at = torch.where(_is_normal(x), 1.0, at)
     f_low, f_at = _incomplete(k, low), _incomplete(k, at)
     next_low, next_at = f_low - _density(k, low), f_at - _density(k, at)  # of shape k + 1
@@ -183,12 +186,14 @@ class _Incomplete(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, x: Tensor) -> Tensor:
+        """Return F_k(x)."""
         ctx.save_for_backward(k, x)
         return gammainc(k, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         k, x = ctx.saved_tensors
+        # The step is relative, because shapes range over many powers of ten.
         by_shape = (gammainc(k * (1 + _STEP), x) - gammainc(k * (1 - _STEP), x)) / (2 * _STEP * k)
         by_x = torch.exp((k - 1) * x.clamp(min=_TINY).log() - x - torch.lgamma(k))
         return grads[0] * by_shape, grads[0] * by_x

@@ -67,6 +67,8 @@ class Speed:
             if isinstance(module, nn.Conv3d | nn.Conv2d):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
+        # Only float64 changes the dtype of the weights. In bfloat16 they stay float32, and autocast casts them where it
+        # is used.
         if self.precision is Precision.float64:
             model.double()
         # With TF32, a GPU would round float32 to ten bits. Whoever wants speed can take bfloat16.

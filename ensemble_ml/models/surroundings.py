@@ -68,6 +68,8 @@ def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """
     channels = correction_shape(spec)[3]
     inputs, fields = (_STENCILS + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
+    # Both networks read the anomalies of the linear correction, so they need it. The error MLP is fitted to what the
+    # spread MLP leaves, so it needs that one too.
     width = spec.config.surroundings if channels else 0
     wide = spec.config.residuals if width and spec.config.postprocess else 0
     shapes = {}
@@ -147,6 +149,7 @@ class Surroundings(nn.Module):
         return self._frame(*(of_rows[rows][..., None, None] for of_rows in (self.stretch, self.hemisphere)))
 
     def _frame(self, stretch: Tensor, hemisphere: Tensor) -> Frame:
+        """Return the geometry with the signs of the mirror."""
         return Frame(stretch, hemisphere, torch.where(hemisphere < 0, self.turn, torch.ones_like(self.turn)))
 
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
@@ -228,6 +231,7 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
     slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch, across.chunk(KINDS, 1)[0])
     logs = (spread + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
     stencils = centre * turn, along * turn, across * (turn * side), around * turn
+    # The mirror image of a southern point has the season of the north, half a year away.
     common = with_own_season(common_BPYX.to(centre.dtype), side)
     return torch.cat([*stencils, mean.abs(), slope, logs, common], 1)
 
@@ -245,5 +249,6 @@ def _stretch(spec: ModelSpec) -> Tensor:
     """Return the distance from row to row, divided by that between neighbours in the row: (Y, 1)."""
     latitude, longitude = np.asarray(spec.latitude, float), np.asarray(spec.longitude, float)
     steps = [float(np.abs(np.diff(axis)).mean()) if len(axis) > 1 else 1.0 for axis in (latitude, longitude)]
+    # Meridians draw together towards the poles, so a difference along a row belongs to a shorter distance there.
     narrow = np.cos(np.deg2rad(latitude)).clip(1e-6)
     return torch.from_numpy((steps[0] / steps[1] / narrow).clip(max=_MOST_STRETCH).astype(np.float32))[:, None]

@@ -141,6 +141,7 @@ def assemble(
         UserError: settings, store and ranks do not fit together.
     """
     session, progress = session or solo(), progress or Progress()
+    # A batch is divided by samples among the data ranks, so ranks beyond the batch size would get none.
     if (parts := session.topology.data) > config.batch_size:
         idle = "batch_size=%d: parallel.data=%d share it, so %d compute nothing; give batch_size=%d or more"
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
@@ -155,6 +156,7 @@ def assemble(
         agreement.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
     overlap = Overlap(config.parallel.overlap is True)
+    # The baselines train on one rank and are never partitioned.
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh, overlap)
     facts = {
@@ -173,6 +175,7 @@ def assemble(
     }
     loss = _loss(config, reader.spec, state, shard, session.mesh.model)
     run = Run(config, own, train, validation, state, loss, facts, session)
+    # Without a partition there is no halo exchange, and nothing to overlap.
     if config.parallel.overlap == "auto" and shard is not None:
         _settle_overlap(run, overlap, checkpoint)
     if checkpoint is not None:
@@ -216,6 +219,7 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     """Return this rank's part of the grid; None if it holds the whole grid."""
     topology = session.topology
     setup.refuse_trainers(topology.trainer)
+    # Only our network can be partitioned.
     if topology.size > 1 and spec.config.name != "unet3d":
         raise UserError(
             f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
@@ -257,6 +261,7 @@ def whole_dates(
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
         text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
         log.warning(text, config.data.validation_members, reader.full_size)
+    # Errors that follow the sun differ between 00 and 12 UTC, and one bias map cannot hold both.
     hours = np.unique(hour_of_day(reader.source.layout.init_time[train]))
     if len(hours) > 1:
         text = (
@@ -277,6 +282,7 @@ def _begin(
     candidates(session.device, config.model.precision)
     first = batches_of(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
+    # A run that starts from another one must not choose by dates that the other one was trained on.
     if given is not None:
         agreement.refuse_other_layout(reader.spec, given)
         earlier = agreement.earlier_dates(given)
@@ -286,6 +292,7 @@ def _begin(
     if progress.took:
         log.info("fits: done in %s; the longest: %s", duration(fit.seconds), progress.longest())
     progress.doing("fits are done; the model is put together, and a step of each arithmetic is timed")
+    # The seed is set after the fits, which draw numbers of their own. So the first weights depend on it alone.
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
@@ -405,6 +412,8 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
         return speed
 
     model, spec, batch = state.model, own.spec, first.batch(0)
+    # Timing the partitioned model would need halo exchanges. An unpartitioned one on the same rows and columns takes
+    # the same local work.
     if session.topology.spatial > 1:
         (top, bottom), (left, right) = own.window
         spec = replace(spec, latitude=spec.latitude[top:bottom], longitude=spec.longitude[left:right])
@@ -433,6 +442,7 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
     spread_p, spread_s = (torch.from_numpy(v) for v in split(spec, state.spread_error.cpu().numpy(), 2))
     device = next(state.model.parameters()).device
     area = torch.from_numpy(spec.grid.area_weights()).float()
+    # The areas are those of the whole grid, with mean one there. A rank takes its part of them, so that parts add up.
     area = area if shard is None else shard.cut(area)
     buffers = dict(state.model.named_buffers())
     return Loss(

@@ -269,6 +269,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
                     log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
         if isinstance(module, EmosModel):
             weights.setdefault(".".join(filter(None, (module_name, "sizes"))), module.sizes)
+    # Names and shapes are compared here, because torch's own message would list all of them.
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     found = {k: tuple(v.shape) for k, v in weights.items()}
     differ = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
@@ -291,6 +292,7 @@ def point(folder: Path, link: str, target: str) -> None:
     """
     if (folder / link).is_symlink() and os.readlink(folder / link) == target:
         return
+    # A symbolic link cannot be changed in one step, but a rename replaces it at once.
     temporary = folder / f"{PARTIAL}{link}"
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
@@ -314,6 +316,9 @@ def mend_links(folder: Path) -> None:
         copy, aside = folder / link, folder / f"{PARTIAL}copy-{link}"
         if copy.is_symlink() or not copy.is_dir():
             continue
+        # A tool that follows links leaves two folders in the place of one folder and a link to it. Three cases follow:
+        # both are equal, so the copy is moved aside; the step's own folder is missing; or it is damaged and the copy is
+        # whole.
         step = folder / f"{STEP}{_read_meta(copy)['step']:08d}"
         shutil.rmtree(aside, ignore_errors=True)
         if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
@@ -439,6 +444,7 @@ def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path}: format {number}; this version reads {FORMAT}; use the version that wrote it"
         )
+    # The hash guards against a file that was cut off or edited.
     if meta.get("sha256") != digest(meta):
         raise _damaged(path, META)
     return meta
@@ -482,6 +488,7 @@ def sync(path: Path) -> None:
     Args:
         path: the file or folder.
     """
+    # Without this, a power failure after the rename could leave a folder whose files are empty.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -136,6 +136,8 @@ class Dates:
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
         full_spread = self.target(Part.SPREAD, date)
+        # With all members in, the spread of all is an input. As a target it would teach the model nothing but to copy
+        # it.
         if len(chosen) == len(whole):
             full_spread = torch.full_like(full_spread, torch.nan)
         return Sample(mean, spread, full_spread, day)
@@ -213,6 +215,7 @@ class Dates:
         Returns:
             Moments of each field, (F,).
         """
+        # The store has moments for each year, which spares reading the fields again.
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
             return self._stored_moments(self.reader.source.statistics(years))
@@ -426,8 +429,10 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
     """
     if len(validation):
         return train, validation
+    # Less than one date would be held out.
     if len(train) < 5:
         return train, train[:0]
+    # Held-out dates next to training dates would be too much alike, so whole stretches are held out.
     stretches = np.array_split(np.arange(len(train)), 5 * min(max(1, len(train) // _STRETCH), 5))
     apart = np.concatenate(stretches[2::5])
     return np.delete(train, apart), train[apart]
@@ -456,6 +461,7 @@ def neighbours(times: np.ndarray) -> np.ndarray:
     """
     if len(times) < 2:
         return np.zeros(len(times), bool)
+    # Correlation between dates is estimated from neighbours only. A gap, such as one between two years, must not count.
     gaps = np.diff(times).astype(np.int64)
     return np.concatenate([[False], gaps <= 1.5 * gaps.min()])
 

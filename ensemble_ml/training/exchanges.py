@@ -58,6 +58,7 @@ def _refuse_uneven_nodes(session: Session) -> None:
     Each node would then form other groups, and ranks would wait for each other forever.
     """
     size, own = session.mesh.world.size, session.world.local_size
+    # One sum over ranks shows on every rank whether all numbers are equal, so that all ranks raise the error together.
     sums = torch.tensor([own, own**2], dtype=torch.float64, device=session.device)
     session.mesh.world.all_reduce(sums)
     if int(sums[0]) ** 2 != size * int(sums[1]):  # equal only if all numbers are equal (Cauchy-Schwarz inequality)
@@ -65,6 +66,8 @@ def _refuse_uneven_nodes(session: Session) -> None:
             f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
             f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
         )
+    # Equal numbers do not suffice: the ranks of a node must also be consecutive, because groups are made of consecutive
+    # ranks.
     first = session.topology.rank // own * own
     apart = torch.tensor(float(not session.on_one_host([first])), device=session.device)
     session.mesh.world.all_reduce(apart)

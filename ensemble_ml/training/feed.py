@@ -95,6 +95,7 @@ def lane_of(session: Session) -> Lane:
         The group, with a function that gathers bytes from all of its ranks.
     """
     topology, place = session.topology, session.topology.place
+    # A rank that shares its rows with nobody has nobody to fetch samples from.
     if topology.data * topology.lon == 1:
         return Lane(on_host=session.world.local_size)
 
@@ -153,6 +154,7 @@ def describe(
     if config.loading.name is LoaderName.torch:
         return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
     train, validation = dates
+    # Ranks are planned for that do not run here. So the window of rows comes from the topology, not from the session.
     window = None
     if topology.spatial > 1:
         shard = shard_of(whole.spec, topology)

@@ -81,6 +81,7 @@ def kept_fit(
     found = session.once(lambda: _read(path))
     if found is not None:
         return found
+    # The lines of the fits are kept with the result, because they say what the fits lacked.
     told, package = _Told(), logging.getLogger(_PACKAGE)
     package.addHandler(told)
     try:
@@ -118,6 +119,7 @@ def _key(
 ) -> str:
     """Return the hash of everything that a fit depends on."""
     spec = reader.spec.to_json()
+    # Settings of the U-Net alone change nothing in the fits, so trials that differ in them share a file.
     spec["config"] = {k: v for k, v in spec["config"].items() if k not in _OF_THE_NETWORK}
     given: dict[str, Any] = {
         "store": reader.source.fingerprint(),

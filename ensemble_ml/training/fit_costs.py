@@ -89,6 +89,8 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         solutions = sum(len(groups) * len(linear_fit.penalties_of(groups)) for groups in levels)
         solved = solutions * ((TERMS * predictors) ** 3 / 3 + 4.0 * (TERMS * predictors) ** 2 * outputs)
         whole = 4.0 * cells * predictors * outputs
+    # Each network reads its own points, and is then tried on validation dates. The error MLP keeps one array more: the
+    # loss needs an error and a sigma.
     networks = surroundings_shapes(spec)
     tried_of = {"surroundings": surroundings_fit.VALIDATION_DATES, "residuals": truth_fit.VALIDATION_DATES}
     for (name, tried), arrays in zip(tried_of.items(), (1, 2), strict=True):
@@ -127,6 +129,7 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
         dates.sample(date)
     read = (time.perf_counter() - began) / _TRIED
     single, double = _operations_a_second(torch.float32), _operations_a_second(torch.float64)
+    # Without bfloat16 on the CPU, the sums and the networks run in float32.
     half = _operations_a_second(torch.bfloat16) if has_bfloat16(torch.device("cpu")) else single
     seconds = work.samples * read + (work.sums + work.points) / half + work.fields / single + work.solved / double
     return seconds / ranks

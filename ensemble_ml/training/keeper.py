@@ -169,6 +169,7 @@ class Keeper:
         pending = self._pending
         if self._renaming is not None and self._renaming.done():
             self._renaming.result()
+        # Either there is nothing to rename, or some rank is still writing.
         if pending is None or pending.snapshot.own is None or not all_done:
             if pending is not None and pending.job is not None and pending.job.done():
                 pending.job.result()  # raises an error now, and not only at the next checkpoint
@@ -203,6 +204,8 @@ class Keeper:
 
     def _submit(self, partial: Path, snapshot: Snapshot) -> Future[dict[str, str]] | Future[Path] | None:
         """Give the writing of a checkpoint to the thread; None on ranks that have nothing to write."""
+        # Nothing is kept apart: the first rank writes, renames and changes the links in one go, and nobody has to
+        # agree.
         if snapshot.own is None:
             return self._threads.submit(save_checkpoint, self.folder, snapshot) if self._first else None
         return self._threads.submit(_write_part, partial, snapshot, self._first)
@@ -235,6 +238,7 @@ def _write_part(partial: Path, snapshot: Snapshot, first: bool) -> dict[str, str
     if own.keep:
         name = rank_file(own.rank)
         found = _write_tensors(partial / name, own.tensors)
+        # The first rank needs this hash for checkpoint.json, and reads it from the folder.
         note = partial / f"{name}{_HASH}"
         note.write_text(found)
         sync(note)
@@ -260,6 +264,7 @@ def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _os_error(error: SafetensorError, file: Path) -> OSError:
     """Return the OSError that caused an error of safetensors."""
+    # safetensors gives the number of a system error only within its message.
     found = re.search(r"\(os error (\d+)\)", str(error))
     number = int(found[1]) if found else errno.EIO
     return OSError(number, os.strerror(number) if found else str(error), str(file))
@@ -290,6 +295,7 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
     sync(partial)
     if final.exists() and not is_target(folder, final.name):
         shutil.rmtree(final)  # left by a run that died between the rename and the change of the link
+    # A step that is there already, and that a link leads to, is kept if it holds the same tensors.
     if not final.exists():
         os.rename(partial, final)
     elif _other(final, files):

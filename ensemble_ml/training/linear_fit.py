@@ -129,6 +129,7 @@ class Linear:
             (Y, X).
         """
         count, shrink = torch.tensor([float(members)]), self.shrink[..., None, None]
+        # The prior spread is used, because with one member there is no other, and with two it hardly says anything.
         s0 = shrunk_spread(spread[None], count, self.climatology, shrink)[0]
         ratio = (s0 / self.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
         return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
@@ -240,13 +241,16 @@ def fit_linear(
         targets: from a date, its sample and M to the errors of mean and spread to explain, (T, F, Y, X) each, NaN where
             absent.
     """
+    # Validation dates without a target cannot choose a penalty. Then training dates are held out instead.
     asked = telling(dates, targets, validation)
     train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
     rows = Rows(linear, dates, targets, train)
+    # Three ensemble sizes suffice for two terms in 1/M, and each size costs another pass over the dates.
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
+    # With 1/M centred, the first term is the correction at a middle size, and the second is its change with M.
     centre = float(np.mean([1 / size for size in shown]))
     sums = sums_of(rows, train, shown, centre)
     _, count, predictors, outputs = sums.right.shape
@@ -257,6 +261,7 @@ def fit_linear(
     errors = [_refine(found, rows, sums, groups, to_choose_by, centre) for groups in each]
     before, left = errors[0][:, 0].sum(0), errors[-1].amin(1).sum(0)
     for band, (first, second) in enumerate(found.unflatten(1, (TERMS, -1))):
+        # Undo the centring: first + (1/M - centre) second = (first - centre second) + second / M.
         weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
         linear.module.weight[band].copy_(weight)
     gain = 1 - (left / before.clamp(min=_TINY)).sqrt()
@@ -322,6 +327,7 @@ def _refine(
     for group in groups:
         added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # outputs without targets in these rows stay
         for gram, right, known in sums.of(group):
+            # What the coarser groups explain is taken off the sums. No date has to be read again.
             left = right[:, known] - gram @ found[group[0]][:, known].double()
             added[..., known] = _solutions(gram, left, penalties, rows.dates.team)
         candidates.append(added)
@@ -341,6 +347,7 @@ def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Te
     Predictors are brought to the same size first, so that one penalty suits all. Each rank solves for some of the
     penalties.
     """
+    # Brought to unit diagonal, so that a penalty is a fraction of each predictor's own variance.
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
@@ -366,6 +373,7 @@ def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
     """
     found = []
     for part in errors.chunk(KINDS, 1):
+        # An error of exactly zero without a correction means that the dates have no such target.
         best, known = part.argmin(0), part[0] > 0
         usual = best[known].mode().values if known.any() else torch.tensor(1 + len(penalties) // 2)
         found.append(torch.where(known, best, usual))

@@ -38,7 +38,7 @@ Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
 
 
 class Rows:
-    """Predictors and targets of single dates, in the mirror south of the equator (`models.linear`).
+    """A source of predictors and targets of single dates, in the mirror south of the equator (`models.linear`).
 
     Args:
         linear: the correction that is fitted.
@@ -50,6 +50,7 @@ class Rows:
     def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
         self.linear, self.dates, self.targets = linear, dates, targets
         grid = dates.spec.grid
+        # Roots, because predictors and targets are both multiplied by them, and their products get the whole weight.
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
         self.bands = linear.module.bands[..., 0]  # (N, Y)
@@ -79,6 +80,7 @@ class Rows:
         near = module.neighbours_in_mirror(near, rows)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
         wanted = module.in_mirror(self.linear.ordered(errors).flatten(1).index_select(1, at), rows)
+        # Generalised least squares: an error counts relative to how large the spread is on this date at this point.
         weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
         there = torch.isfinite(wanted)
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
@@ -119,6 +121,7 @@ class Rows:
         """Return which points of a date are taken, row by row, so that those of a basis function are neighbours."""
         if self.points == len(self.weights):
             return torch.arange(self.points)
+        # The points are drawn by the date's own seed, so that all ensemble sizes see the same points of a date.
         draw = torch.Generator().manual_seed(date)
         return torch.randperm(len(self.weights), generator=draw)[: self.points].sort().values
 
@@ -186,6 +189,8 @@ class Sums:
             (TERMS K, O); and which outputs these are, (O,).
         """
         weight, cross = self.weight[:, group], self.right[:, group]
+        # A basis function without any target counts neither in the sums nor in the weights. What is left is scaled up
+        # to all of the group.
         share = (weight[..., None] * cross.any(2)).sum(1) / weight.sum(1)[:, None]  # (size, O)
         cross = cross.sum(1) / share.clamp(min=_TINY)[:, None]
         for sizes in (share > 0).unique(dim=1).T:
@@ -195,6 +200,9 @@ class Sums:
             for size in sizes.nonzero()[:, 0]:
                 terms = self.terms[size]
                 own = reduce(torch.add, (self.gram[size][band] for band in group))
+                # The predictors of the two terms are the same anomalies times 1 and times 1/M - centre. So their
+                # products are Kronecker products of a 2 x 2 matrix with the products of the anomalies, which are summed
+                # only once.
                 gram = gram + torch.kron(torch.outer(terms, terms), own)
                 right = right + torch.kron(terms[:, None], cross[size])
             yield gram, right, ((share > 0) == sizes[:, None]).all(0)
@@ -229,6 +237,8 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
     apart = predictors if masked else 1
     absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
     seen = torch.zeros(len(sizes), count, apart, dtype=torch.float64)
+    # All random choices are drawn before the dates are divided among ranks, so that they do not depend on the number of
+    # ranks.
     asked = [(int(date), place, rows.drawn(int(date), size, draw)) for date, (place, size) in product(train, shown)]
     for date, place, drawn in rows.dates.progress.over("linear correction: sums", rows.dates.team.mine(asked)):
         for chosen in drawn:
@@ -248,6 +258,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
                 elif not whole:
                     absent[place, band] += ((~there[:, points]).double() @ counts)[None]
     rows.dates.team.add_up(sums.gram, sums.right, sums.weight, absent, seen)
+    # Only the lower triangle was summed in full.
     for gram in sums.gram.flatten(0, 1):
         gram.copy_(gram.tril() + gram.tril(-1).T)
     seen = seen if masked else sums.weight[..., None]

@@ -76,6 +76,7 @@ class Loss:
                 self._crps(families_p, prediction.location_p, prediction.scale_p, batch.truth_p, self.error_p),
                 self._crps(families_s, prediction.location_s, prediction.scale_s, batch.truth_s, self.error_s),
             )
+        # The error of the spread depends on the number of members, so each sample is divided by that of its own number.
         members = batch.inputs.count.long()
         if prediction.spread_p is not None or prediction.spread_s is not None:
             sums["spread"] = _added(
@@ -90,6 +91,7 @@ class Loss:
         """Divide each sum of values by the sum of weights over all ranks; zero where nothing has a weight."""
         if not sums:
             return {}
+        # Values are not summed over ranks: each rank's loss is its part, and its gradients are summed later.
         weights = torch.stack([weight for _, weight in sums.values()])
         self.ranks.all_reduce(weights)
         least = weights.clamp(min=1e-12)
@@ -142,6 +144,7 @@ def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor)
     Returns:
         (B, T, V, ...) scores, in the units of `y`.
     """
+    # One call for each distribution. With a single one, no copy is needed.
     kinds = list(dict.fromkeys(families))
     if len(kinds) == 1:
         return distributions.crps(kinds[0], location, scale, y)

@@ -139,6 +139,7 @@ class Planner:
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
         check_any(found, self.ranks, self.fits)
+        # The first rank makes the dry runs for all: they take time, and all ranks must see the same result.
         followed = self.session.once(lambda: {c.degrees: self.followed(c) for c in found if not c.why})
         found = [replace(c, why=why) if isinstance(why := followed.get(c.degrees), str) else c for c in found]
         check_any(found, self.ranks, self.fits)
@@ -216,6 +217,8 @@ class Planner:
             " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
         )
         given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
+        # Weights and optimizer take the same memory on any number of ranks. If they alone are too much, more ranks do
+        # not help.
         fixed = least.resident + least.state + least.snapshot + self.base + (given or 0)
         if fixed >= self.memory:
             more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
@@ -223,6 +226,7 @@ class Planner:
             return f"{told}, {fixed_for}; use a smaller model{less}"
         cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
         a_cell = (least.memory + self.base - fixed) / cells  # halos add to it, so it is an estimate
+        # A dry run takes time. So partitions that an estimate by cells finds too large are skipped.
         for ranks in range(self.ranks + 1, 64 * self.ranks + 1):
             for c in self.open(ranks, self.config.batch_size):
                 own = c.shape[0] * c.shape[1] * c.samples
@@ -243,6 +247,8 @@ class Planner:
         everywhere = dict.fromkeys(range(len(fitting)), given)
         if settings.gflops and not ask:
             return Found({}, everywhere)
+        # If the user started a single process, the planner starts as many as will share the machine, because they slow
+        # each other down.
         if self.session.world.size > 1 or self.busy == 1:
             found = probe(job, self.session)
         else:
@@ -300,6 +306,7 @@ class Planner:
 def _between(message: Message, topology: Topology) -> Message:
     """Convert a message of a dry run with fewer data ranks to one among those of `topology`."""
     ranks = topology.data * topology.spatial
+    # Only sums over all ranks of the model grow with the number of data ranks. Halos do not.
     if message.axes != MODEL_AXES or message.ranks == ranks:
         return message
     size = message.sent * message.ranks // (2 * (message.ranks - 1))  # bytes of the tensor that is summed over ranks

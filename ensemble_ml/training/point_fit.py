@@ -169,7 +169,7 @@ class Pool:
 
 
 class Points:
-    """Inputs and targets of a network at single points of a date.
+    """A source of inputs and targets of a network at single points of a date.
 
     Args:
         correction: the corrections that are fitted already, and the networks.
@@ -283,6 +283,7 @@ def gather(
                 kept[place] = torch.where(there, some, 0.0).T
             made.weight[place] = (there * points.area[at]).T
             tick(1)
+    # If one rank ran out of time, all give up, because the pool would lack its dates.
     if dates.team.anywhere(late):
         dates.progress.note_cut(name, "none of its steps")
         return None
@@ -305,6 +306,7 @@ def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: int, date
     Returns:
         How many choices of a date's members the pool has, and how many points of each.
     """
+    # Bytes of a row: inputs in bfloat16, arrays and weights in float32.
     budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * (first[1] - 1) + 4 * (arrays + 1) * fields)
     budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * first[0] * first[1])) / dates
     choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # few, because each has to be read
@@ -343,6 +345,7 @@ def choices_of(
     Yields:
         Index of the date, and positions of its members.
     """
+    # A choice of all members has no target: the spread of all would be its own input.
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
     for number, date in enumerate(train):
         for turn in range(turns):
@@ -409,6 +412,7 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
     """
     team = dates.team
     common = plane_count(dates.spec)  # the last inputs: place, season and number of members
+    # All ranks standardise by the same rows, or their weights would differ.
     some = team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
     middle, spread = some.mean(0), some.std(0)
     varies = spread > _TINY
@@ -416,10 +420,12 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
     spread = torch.where(varies, spread, torch.inf)  # an input that never varies becomes zero
     hidden, outputs = network.first.shape[0], len(network.second)
     low = has_bfloat16(torch.device("cpu"))
+    # The random state of the process is restored at the end, so that the fit does not change what comes after it.
     state = torch.get_rng_state()
     try:
         torch.default_generator.manual_seed(dates.seed)  # that of the CPU; a GPU's generator is left alone
         first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
+        # The network starts at zero, so the start is the linear correction.
         nn.init.zeros_(second.weight)
         nn.init.zeros_(second.bias)
         dropout = _Dropout(_DROPOUT, (dates.seed, pool.first))  # each rank draws for its own points
@@ -430,10 +436,12 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
         total_weight = pool.weight.sum()
         team.add_up(total_weight)
+        # Missing targets make the mean weight smaller. Divided by it, the loss is the same whatever is missing.
         share = total_weight / (pool.rows * pool.weight.shape[1])
         pace, done, taken = Pace(total, dates.progress.deadline(name)), 0, 0
         with dates.progress.stage(CALLED[name], total) as tick:
             for drawn in _batches(pool.rows, batch, passes):
+                # The pace follows from the clock, so the first rank decides for all.
                 if (stride := team.first_says(pace.stride(done))) == 0:
                     break
                 chosen = pool.held(drawn)
@@ -457,6 +465,7 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         dates.progress.note_cut(name, "none of its steps")
         return False
     with torch.no_grad():
+        # W1 (x - middle) / spread + bias is again a linear function of x, and the units of the outputs go into W2.
         slopes = first.weight / spread
         network.first.copy_(torch.cat([slopes, (first.bias - slopes @ middle)[:, None]], 1))
         network.second.copy_(torch.cat([second.weight, second.bias[:, None]], 1) * unit[:, None])

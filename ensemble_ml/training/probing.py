@@ -110,6 +110,8 @@ def probe(job: Job, session: Session) -> Found:
     steps: dict[int, list[list[float]]] = {number: [] for number, piece in enumerate(known) if piece is None}
     for _ in range(_VISITS):
         for number, found in steps.items():
+            # All ranks must make the same measurements, so the first one's clock decides. At least one shape is always
+            # measured.
             late = session.once(lambda: [time.perf_counter() > deadline])[0]
             if not late or not (any(known) or any(steps.values())):
                 found += _timed(job, _own(shapes[number], session), session, job.seconds / len(steps) / _VISITS)
@@ -165,6 +167,7 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
     found: list[list[float]] = []
     count = _LEAST + 1
     while len(found) < count:
+        # All ranks start together, so that they compete for the machine as in a training step.
         session.mesh.world.barrier()
         slowest = torch.tensor(step(), dtype=torch.float64)
         session.mesh.world.all_reduce(slowest, op="max")
@@ -219,6 +222,8 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
     arrivals = None
     if isinstance(exchange, BucketExchange):
         exchange.ready()
+        # Buckets are sent while the backward pass still runs. When each is ready decides how much of its exchange is
+        # hidden.
         arrivals = Arrivals(exchange.params, exchange.buckets, lambda _: stamps.append(_now(device)))
 
     def step() -> list[float]:

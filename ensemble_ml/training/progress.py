@@ -101,11 +101,13 @@ class Progress:
         began, done = time.monotonic(), 0
 
         def tick(steps: int) -> None:
+            """Count steps as done."""
             nonlocal done
             done += steps
             bar.update(steps)
 
         def text() -> str:
+            """Return a line about the stage, with the time that is left at its pace so far."""
             if not done:
                 return f"{title}: begun"
             left = (time.monotonic() - began) * (total - done) / done
@@ -197,6 +199,7 @@ class Pace:
             now = time.monotonic()
             if now >= self._until:
                 return 0
+            # A few steps alone do not show the pace.
             if self.steps >= _WARM:
                 seconds = (now - self._began) / self.steps
                 # If the rest of the schedule fits into the time, the stride is one. So a run that has enough time gives
@@ -237,6 +240,7 @@ class Pulse(logging.Handler):
             return self
         logging.getLogger().addHandler(self)
         self._stack.callback(logging.getLogger().removeHandler, self)
+        # A daemon, so that it cannot keep a process alive that ends by an error.
         thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
         thread.start()
         self._stack.callback(thread.join)

@@ -75,6 +75,7 @@ class Recorded:
             The loss and its parts; gradients are left in the model.
         """
         shapes = _shapes(batch)
+        # Until there is a recording, another shape starts the count anew.
         if self._recording is None and shapes != self._shapes:
             self._shapes, self._called = shapes, 0
         if self._dropped or shapes != self._shapes:
@@ -105,6 +106,8 @@ class Recorded:
     def _begin(self, batch: Batch) -> None:
         """Record a pass, and keep the recording if it is faster. The model has no gradients afterwards."""
         try:
+            # A graph reads fixed addresses. So the recording gets a batch of its own, into which later batches are
+            # copied.
             own = _mapped(batch, Tensor.clone)
             play, losses = self.record(lambda: self.run(own))
             recording = _Recording(own, losses, [p.grad for p in self.model.parameters()], play)
@@ -113,6 +116,7 @@ class Recorded:
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             broke = error.__context__ or error  # if the pass fails, the end of the recording raises a second error
             why = (str(broke) or type(broke).__name__).splitlines()[0][:120]
+            # The traceback would keep the tensors of the failed pass alive.
             del error, broke
             self._drop(why)
             return
@@ -138,6 +142,7 @@ class Recorded:
         for own, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
             own.copy_(given)
         recording.play()
+        # The graph writes the gradients into its own memory, which the optimizer then reads.
         for p, gradient in zip(self.model.parameters(), recording.gradients, strict=True):
             p.grad = gradient
         return {name: value.clone() for name, value in recording.losses.items()}  # the next replay overwrites them
@@ -183,6 +188,7 @@ def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     """Return the result of a call and the seconds that it took, with all work of the GPU done."""
+    # A GPU works on its own. Without waiting before and after, the clock would measure only the calls.
     settle(device)
     began = time.perf_counter()
     found = call()

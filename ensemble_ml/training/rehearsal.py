@@ -77,6 +77,7 @@ class Rehearsal:
     def _loss(self) -> Loss:
         """Build the loss, with typical errors of the spread of one."""
         error = {name: buffer for name, buffer in self.model.named_buffers() if name in ("error_p", "error_s")}
+        # The values of the errors do not change what a step costs.
         ones = {k: torch.ones(_MEMBERS + 1, *v.shape, device=self.device) for k, v in error.items()}
         area = torch.from_numpy(self.spec.grid.area_weights()).float()
         area = self.shard.cut(area).to(self.device)
@@ -147,6 +148,8 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         named = [(p, bool(group.get("late"))) for group in model.param_groups() for p in group["params"]]
         shapes = tuple(p.shape for p, _ in named)
         parts = tuple(own_part(p) for p, _ in named)
+    # AdamW keeps two numbers for each weight and Lion one; a running average adds one. With several ranks the exchange
+    # has a buffer of all gradients.
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
     # Some state is a rank's own, and a checkpoint holds it beside the common state: momenta under votes, and the errors
@@ -196,6 +199,7 @@ def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Bat
         if spec.masked:
             masked = len(spec.masked_positions[suffix == "s"])
             given[f"valid_{suffix}"] = values(ins, masked, *shape[1:])
+    # One member less than there are, because the spread of all members is a target.
     count = torch.full((samples,), float(_MEMBERS - 1))
     inputs = EnsembleInput(count=count, day_of_year=torch.full((samples,), 100.0), **given)
     targets: dict[str, Any] = {}

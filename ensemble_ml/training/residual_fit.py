@@ -87,6 +87,7 @@ def fit_residuals(
     pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, stream=1)
     if pool is None:
         return False
+    # Divided by it, all fields weigh the same in the loss.
     typical = score.typical(pool, dates.team)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
@@ -110,6 +111,7 @@ class _Score:
         linear = correction.linear
         self.dry = [linear.ordered(values[None, ..., None, None]).flatten() for values in dry]
         laws = families(dates.spec)
+        # Fields are grouped by distribution, so that each is scored in one call. `back` restores their order.
         kinds = list(dict.fromkeys(law for law in laws if law is not Family.NORMAL))
         codes = torch.tensor([kinds.index(law) if law in kinds else -1 for law in laws])
         places = linear.ordered(codes.expand(1, *dates.shape)[..., None, None]).flatten()
@@ -132,6 +134,8 @@ class _Score:
         costs = [distributions.crps(Family.NORMAL, *normal)]
         for law, at in self.bounded.items():
             truth, unit = given[2][:, at], self.unit[at]
+            # The error is y - mean without the network, so y - e is that mean. Distributions with bounds need physical
+            # units.
             mean, wide = truth + (shift - error)[:, at] * unit, sigma[:, at] * unit
             if law in AT_ZERO:
                 mean, wide = wetter(mean, wide, *(values[at] for values in self.dry))
@@ -182,11 +186,13 @@ class _Before:
         correction = self.points.correction
         assert correction.surroundings is not None
         inputs, wanted, done = self.points.at(date, sample, members, at)
+        # sigma follows the spread with both of its corrections, as in the model.
         more = done.chunk(KINDS)[1] + correction.surroundings.at_points(inputs)
         first = correction.linear.ordered(self.s1(sample, members)[None]).flatten(1)[:, at] / self.typical
         followed = widened(first, more)
         climatology, inflation = self.climatology[:, at], self.inflation[:, at]
         scale = shrunk_spread(followed[None], torch.tensor([float(FOLLOWED)]), climatology, self.shrink)[0]
+        # The network sees southern points in the mirror, so its targets must be mirrored as well.
         left = correction.linear.module.in_mirror(wanted - done, at // self.points.columns)
         given = [left.chunk(KINDS)[0], scale * inflation.exp()]
         if self.arrays > len(given):

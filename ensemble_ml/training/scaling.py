@@ -64,6 +64,7 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
     Returns:
         The points.
     """
+    # Local work at a new shape is estimated from its arithmetic, relative to the shapes that were measured.
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []
     least = 0
@@ -72,6 +73,7 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
         if best is not None:
             points.append(Point("strong", devices, planner.config.batch_size, best))
             least = least or devices
+        # Weak scaling starts at the fewest devices that hold the run's batch.
         if least:
             batch = max(1, planner.config.batch_size * devices // least)
             best = _best(planner, devices, batch, known, links)
@@ -149,6 +151,7 @@ def plot(points: Sequence[Point], path: Path) -> Path:
     Returns:
         `path`.
     """
+    # Imported here, because only a plot needs it. `Figure` works without a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

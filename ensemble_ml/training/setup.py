@@ -100,10 +100,12 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     """
     layout, data, model = source.layout, config.data, config.model
     leads = tuple(sorted(_chosen("data.leads_in", data.leads_in, layout.lead_hours)))
+    # Lead zero is predicted only if there is no other lead.
     default = [lead for lead in leads if lead > 0] or list(leads)
     static = tuple(name for name in STATIC if name in source.static())
     if not static:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
+    # Without a truth, the spread of the full ensemble can still be learned.
     if model.postprocess and not source.has(Part.TRUTH):
         if not model.spread or model.name == "emos":
             alone = ", or set model.spread=true" if model.name != "emos" else ""  # EMOS needs the truth in any case
@@ -241,6 +243,7 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
     told = False
     while True:
         with ExitStack() as attempt:
+            # If the claim fails, folders that were made only for the lock file are removed again.
             attempt.callback(_remove_empty, _made(lock.parent))
             try:
                 held = attempt.enter_context(claimed_once(lock))
@@ -315,6 +318,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
     checkpoints = run / "checkpoints"
+    # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
         mend_links(checkpoints)
     if not (checkpoints / "last").exists():
@@ -385,6 +389,7 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
+    # Memory that goes back to the system after every step would have to be fetched again in the next.
     keep_freed_memory()
     if was not in (None, threads):
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)

@@ -46,6 +46,7 @@ class Scales:
     """
 
     def __init__(self, grid: Grid):
+        # Widths double up to a sixth of the smaller side of the grid.
         widths = [1.0]
         while 2 * widths[-1] <= min(grid.shape) / 6:
             widths.append(2 * widths[-1])
@@ -68,6 +69,7 @@ class Scales:
             K parts (..., Y, X); the last one is the area mean.
         """
         wider = z
+        # Each filter smooths the map itself. A part is the difference between one filter and the next.
         for lat, lon in self._filters:
             finer, wider = wider, lat @ z @ lon
             yield finer - wider
@@ -123,6 +125,7 @@ class Scales:
 def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
     """Return the matrix (size, size) of Gaussian means; at an open edge the remaining weights are scaled up."""
     distance = np.abs(np.arange(size)[:, None] - np.arange(size))
+    # Around the globe, the shorter way counts.
     if wraps:
         distance = np.minimum(distance, size - distance)
     weights = np.exp(-0.5 * (distance / width) ** 2)
@@ -157,6 +160,7 @@ class MapMean:
             follows: the date is a neighbour in time of the one added before.
         """
         z = torch.where(valid[..., None, None], z, 0.0)
+        # A pair counts for r only if both dates have the field and are neighbours in time.
         both = valid & self._was_valid if follows else torch.zeros_like(valid)
         self.count += valid
         self.total += z
@@ -251,6 +255,8 @@ class Estimate:
             (T, F, Y, X).
         """
         n = self.dates[..., None, None].clamp(min=1.5)
+        # The mean of n maps without one of them is (n mean - map) / (n - 1). n is the effective number, because dates
+        # resemble their neighbours.
         own = zip(n, self.parts, self.scales.split(z), strict=True)
         return self._weighed((n * part - mine) / (n - 1) for n, part, mine in own)
 

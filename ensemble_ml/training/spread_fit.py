@@ -66,6 +66,7 @@ class Spread:
             (T, F, Y, X).
         """
         k = (self.shrink if shrink is None else shrink)[..., None, None]
+        # A corrected spread stands for `FOLLOWED` members whatever M is (`models.heads`).
         count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
@@ -200,6 +201,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
         full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
         first = spread.s1(found.spread)  # s / c4(M), because k is almost zero so far
         few += torch.where(valid, scales.mean(first, there), 0.0)
+        # A date may lack points. So the climatological spread is averaged over the points that it has.
         apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
     dates.team.add_up(full, few, apart, count)
     spread.level = _ratio(full, count * everywhere + apart)
@@ -220,6 +222,7 @@ def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: S
 
     Without validation dates, or with a single member, it is a default.
     """
+    # With one member there is no sample spread to weigh against the climatological one.
     if not len(validation) or dates.members < 2:
         return torch.full(dates.shape, _SHRINK_DEFAULT)
     errors = torch.zeros(len(SHRINK), *dates.shape, dtype=torch.float64)

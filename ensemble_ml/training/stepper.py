@@ -78,6 +78,8 @@ class Stepper:
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
+        # In the last batch of an epoch, some ranks may have no sample. The exchange must know, so that their votes do
+        # not count.
         state.exchange.with_samples = self.setup.ranks_with_samples(state.step)
         state.exchange.begin(state.step)
         mesh, before = self.session.mesh, self.session.mesh.seconds_waited
@@ -100,6 +102,7 @@ class Stepper:
         before = state.exchange.seconds_waited
         self.noted = self._named(state.exchange.after_step())  # averages momenta when due, even if the step is left out
         self.waited += state.exchange.seconds_waited - before
+        # A step that is left out counts too: the next one takes the next batch.
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)
@@ -145,6 +148,7 @@ class Stepper:
         mine = {name: float(value) for name, value in losses.items()}
         # Ranks of one spatial group share their samples, so only one of each group counts them.
         mine |= {"samples": float(len(batch) * one_of_group), **says()}
+        # One collective for all numbers of a step: each would cost a round trip of its own.
         total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))

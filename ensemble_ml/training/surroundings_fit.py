@@ -52,6 +52,7 @@ def fit_surroundings(
     if dates.team.anywhere(dates.progress.is_late("surroundings")):
         dates.progress.note_cut("surroundings", "none of its steps")
         return
+    # Validation dates without a target cannot choose a fraction. Then training dates are held out instead.
     asked = telling(dates, targets, validation)
     train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
@@ -108,9 +109,12 @@ def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
         own = own + (weight * found**2).sum(1, dtype=torch.float64)
         whole = whole + (weight * errors**2).sum(1, dtype=torch.float64)
     team.add_up(both, own, whole)
+    # The fraction a that minimises the sum of (error - a output)^2 has a closed form. Outside of [0, 1] it would be
+    # trusted to turn the output around or to enlarge it.
     shares, known = (both / own.clamp(min=_TINY)).clamp(0, 1), whole > 0
     usual = shares[known].mean() if known.any() else torch.tensor(_UNTRIED, dtype=shares.dtype)
     shares = torch.where(known, shares, usual)
+    # The squared error with these fractions, without another pass over the dates.
     left = whole - 2 * shares * both + shares**2 * own
     gain = 1 - (left / whole.clamp(min=_TINY)).clamp(0, 1).sqrt()
     return shares.float(), gain[known]

@@ -71,6 +71,7 @@ class Team:
         if self.alone:
             return
         for values in sums:
+            # Communicators do not reduce booleans, so these travel as 0 and 1, and the largest wins.
             whole = values.contiguous() if values.dtype is not torch.bool else values.to(torch.uint8)
             self._ranks.all_reduce(whole, op="max" if values.dtype is torch.bool else "sum").wait()
             values.copy_(whole)

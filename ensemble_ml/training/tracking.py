@@ -68,6 +68,7 @@ class Tracker:
         unwritten: Mapping[str, Any] | None = None,
     ):
         self._run, self._steps, self._every = run, steps, every
+        # A resumed run goes on from its last checkpoint and takes later steps again, so their lines are removed.
         if resumed:
             _cut(run / LOG, start_step)
         else:
@@ -127,6 +128,7 @@ class Tracker:
         if step % self._every and step != self._steps:
             return
         took = max(time.perf_counter() - self._began, 1e-9)
+        # Skipped steps have no loss that means anything, so the means are over the others.
         taken = self._count - self._skipped
         values = {
             **{name: _digits(value / taken) if taken else None for name, value in self._sums.items()},
@@ -234,6 +236,7 @@ class Tracker:
     def _write(self, line: dict[str, Any]) -> None:
         """Write a line to `log.jsonl`."""
         self._stream.write(_json(line) + "\n")
+        # So that the file shows every line at once, and a killed run loses none.
         self._stream.flush()
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:

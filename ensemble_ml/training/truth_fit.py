@@ -156,6 +156,7 @@ class Truth:
         self.dates.team.add_up(zeros, count)
         told: set[str] = set()
         names = field_names(self.dates.spec)
+        # The level with the most zeros comes first, and each variable is named only once.
         for share, position in sorted(zip((zeros / count.clamp(min=1)).tolist(), at, strict=True), reverse=True):
             variable = names[position].split()[0]
             if share > _OFTEN and variable not in told:
@@ -279,6 +280,7 @@ class Truth:
 
         found = self._map_mean("inflation", ratio).estimate()
         field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
+        # The last part is the area mean. It is taken as it is, and only the departures of cells from it are shrunk.
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
@@ -312,6 +314,7 @@ class Truth:
             days += there.any(-1).any(-1)
         self.dates.team.add_up(sums, points, days)
         often, much = sums[1] / sums[0].clamp(min=_TINY), sums[2] / sums[3].clamp(min=_TINY)
+        # Many points of few dates are not enough, because dry points of one date are much alike.
         enough = (points >= _FEWEST_DRY) & (days >= FEWEST_TO_WIDEN)
         for place, position in enumerate(at):
             found = fitted(laws[position], often[:, place], much[:, place])
@@ -344,9 +347,11 @@ class Truth:
             return False
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, VALIDATION_DATES), inflation)
+        # All pairs of fractions are tried, because a better mean changes which width is best.
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
         each = self.dates.progress.over("error network: shares", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
+        # If all pairs cost the same, no date has the field.
         known = costs.amax(0) > costs.amin(0)  # the validation dates may lack a field
         best = costs.argmin(0)
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
@@ -361,6 +366,7 @@ class Truth:
         given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
         for date in self.dates.team.mine(chosen.tolist()):
             truth, centre, s0, more = self._uninformed(date)
+            # Points are drawn by the date's own seed, so that they do not depend on the number of ranks.
             at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(date))[:_POINTS]
             given.append(torch.stack([truth, centre, s0 * inflation.exp()]).flatten(-2)[..., at])
             said.append(more.flatten(-2)[..., at])

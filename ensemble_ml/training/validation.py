@@ -129,6 +129,7 @@ class Scoring:
         self._model, self._full_size, self._laws = model, full_size, families(spec)
         self._crps, self._spread, self._width = (_Sums(area, fields, mesh) for _ in range(3))
         self._bounded = [position for position, law in enumerate(self._laws) if law is not Family.NORMAL]
+        # Distributions with a bound need their variance and CRPS at a few factors. For a normal one, two sums suffice.
         self._tried = [_Sums(area, (fields[0], len(self._bounded)), mesh) for _ in _TRIED if self._bounded]
         self._least = NOTHING * typical_spreads(model).to(area.device).double()
 
@@ -178,7 +179,7 @@ class Scoring:
 
 
 class _Sums:
-    """Sums over dates of area means: one number of ours and one to compare with, for every field."""
+    """A pair of sums over dates of area means for every field: ours, and the one to compare with."""
 
     def __init__(self, area: Tensor, fields: tuple[int, int], mesh: Mesh):
         self.area, self.mesh = area, mesh
@@ -199,6 +200,7 @@ class _Sums:
         maps = (ours, raw) if told is None else (ours, raw, told)
         sums = [(torch.where(known, values, 0.0) * weight).sum((-2, -1)) for values in maps]
         parts = torch.stack([*sums[:2], weight.sum((-2, -1)), *sums[2:]])  # (3 or 4, B, T, F)
+        # Sums over cells are completed over the ranks that share the grid, before anything is divided.
         self.mesh.spatial.all_reduce(parts)
         if least is not None:
             parts = parts[:3] * (parts[3] > least * parts[2])
@@ -243,6 +245,7 @@ class _Sums:
 
     def _over_ranks(self) -> Tensor | None:
         """Return the two sums and the number of dates with a target, over all ranks: (3, T, F); None without a date."""
+        # Sums over dates are added up only here, once for all dates.
         total = torch.cat([self.sums.flatten(), self.known.flatten(), self.sums.new_tensor([self.dates])])
         self.mesh.data.all_reduce(total)
         return total[:-1].view(3, *self.known.shape) if total[-1] else None
@@ -278,6 +281,7 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
     ours, raw, truths = [], [], []
     for suffix, laws in _kinds(model):
         truth, mean, spread = _of(batch, "truth", suffix), *_raw(model, batch, suffix)
+        # The factor accounts for the sampling error of the members' mean. Members that are all equal get a tiny scale.
         scale = (math.sqrt(1 + 1 / members) * spread).clamp(min=1e-12)
         ours.append(crps(laws, _of(prediction, "location", suffix), _of(prediction, "scale", suffix), truth))
         raw.append(distributions.crps(Family.NORMAL, mean, scale, truth))
@@ -306,6 +310,7 @@ def _least(crps_WTG: Tensor) -> Tensor:
     """
     before, here, after = crps_WTG
     bend, slope = before - 2 * here + after, (before - after) / 2
+    # Where the parabola has no minimum, the step goes as far as allowed to the side on which the CRPS falls.
     step = torch.where(bend > 0, slope / bend.clamp(min=1e-300), torch.sign(slope) * (slope.abs() > 0))
     return torch.exp(step.clamp(-_FURTHEST, _FURTHEST).nan_to_num(0.0) * math.log(_TRIED[2]))
 
@@ -320,6 +325,7 @@ def _reaching(variance_WTG: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     """
     unit = math.log(_TRIED[2])
     before, here, after = variance_WTG.clamp(min=1e-300).log()
+    # Solve bend step^2 + slope step = 2 log(root), in the form that does not divide by a small bend.
     bend, slope, wanted = (before + after) / 2 - here, ((after - before) / 2).clamp(min=1e-12), 2 * roots.log()
     step = 2 * wanted / (slope + (slope**2 + 4 * bend * wanted).clamp(min=0).sqrt())
     believed = (step.abs() <= _REACH) | (slope > _LIKE_NORMAL * 2 * unit) | ~torch.isfinite(step)

@@ -48,6 +48,7 @@ def widths_by_size(
     """
     full = reader.full_size
     usual = min(data.validation_members, full)
+    # All numbers of members are compared on the same dates, so a date needs as many members as the largest number.
     there = np.array([len(reader.available(int(date))) for date in dates])
     asked = sorted({usual, *(size for size in data.members if size <= full)})
     sizes = [size for size in asked if (there >= max(size, usual)).sum() >= FEWEST_TO_WIDEN]
@@ -97,6 +98,7 @@ def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tenso
     logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
     if len(sizes) == 1:
         return logs.exp().expand(len(count), -1, -1)
+    # Sizes are sorted from large to small, so that 1/M ascends, which `searchsorted` needs.
     known, at = 1 / torch.tensor(sizes, device=count.device), 1 / count.float()
     right = torch.searchsorted(known, at.contiguous()).clamp(1, len(known) - 1)
     share = ((at - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)

@@ -54,6 +54,7 @@ def _corners(large: Tensor, small: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _mean_of_sums(sums: Tensor, rows: int, columns: int) -> Tensor:
     """Divide sums over blocks by the number of cells in them, in place."""
+    # All blocks are first divided by four. The last row or column of an odd size has blocks of half as many cells.
     sums.mul_(0.25)
     if rows % 2:
         sums[:, :, -1].mul_(2)
@@ -75,12 +76,15 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the mean over the cells of each block."""
         ctx.size = x.shape
+        # A custom function: autograd of the sliced sums would keep copies, and give gradients in another order of axes.
         return _mean_of_sums(_sums(x), *x.shape[2:4])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # Each cell of a block gets the block's gradient, divided by the number of its cells.
         share = _mean_of_sums(grad.clone(), *ctx.size[2:4])
         found = empty_in_order_of(grad, ctx.size)
         for corner, part in _corners(found, share):
@@ -93,6 +97,7 @@ class _AddUpsampled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, skip: Tensor, small: Tensor) -> Tensor:
+        """Return the sum."""
         found = skip.clone()
         for corner, part in _corners(found, small.to(skip.dtype)):
             corner.add_(part)
@@ -102,4 +107,5 @@ class _AddUpsampled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        # Upsampling copies a value to all cells of a block, so its adjoint is the sum over the block.
         return grad, _sums(grad).to(ctx.dtype)

@@ -52,6 +52,7 @@ class ScaleShift(nn.Module):
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         """Scale and shift (B, C, Y, X, Z), in the dtype of the input."""
         x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
+        # With channels last, weight and bias lie along the contiguous axis, so one kernel does it all without a copy.
         return torch.addcmul(self.bias.to(dtype), x_BYXZC, self.weight.to(dtype)).permute(0, 4, 1, 2, 3)
 
 
@@ -81,7 +82,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.pad = pad
         deep = 3 if planes > 1 else 1
-        self.deep = deep
+        self.deep = deep  # planes that a kernel covers
         if vertical is Vertical.full:
             convs = [nn.Conv3d(inputs, outputs, (3, 3, deep), bias=bias) for _ in range(planes)]
             self.by_plane = nn.ModuleList(convs)
@@ -94,6 +95,7 @@ class Convolution(nn.Module):
 
     def start_at_zero(self) -> None:
         """Set the last kernel and its bias to zero, so that the output is zero until training changes it."""
+        # Only the last kernel must be zero. If the earlier ones were zero too, no gradient would reach any of them.
         last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
         for parameter in self.get_submodule(last).parameters():
             nn.init.zeros_(parameter)
@@ -103,6 +105,8 @@ class Convolution(nn.Module):
         padded = self.pad(x_BCYXZ)
         if self.vertical is Vertical.full:
             half = self.deep // 2
+            # Each plane has its own kernel here, so a kernel cannot slide over the planes. Zeros stand for the planes
+            # beyond.
             padded = F.pad(padded, (half, half)) if half else padded
             parts = [conv(padded[..., z : z + self.deep]) for z, conv in enumerate(self.by_plane)]
             return torch.cat(parts, -1)
@@ -125,6 +129,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         pad = Padder(geometry)
         self.scale1 = ScaleShift(channels)
+        # No bias: the shift of `scale2` follows and does the same.
         self.conv1 = Convolution(channels, channels, planes, vertical, pad, bias=False)
         self.scale2 = ScaleShift(channels, planes if vertical is Vertical.affine else None)
         self.conv2 = Convolution(channels, channels, planes, vertical, pad, bias=True)
@@ -172,5 +177,6 @@ class UNet3d(nn.Module):
             x_BCYXZ = down(pool(x_BCYXZ))
         x_BCYXZ = self.encoder[-1](x_BCYXZ)
         for level in reversed(range(len(self.decoder))):
+            # The skip is added, not concatenated: the decoder then needs no wider convolutions.
             x_BCYXZ = self.decoder[level](add_upsampled(skips[level], self.up[level](x_BCYXZ)))
         return x_BCYXZ

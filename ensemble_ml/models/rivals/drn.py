@@ -36,6 +36,7 @@ class Drn(Rival):
         widths = [width] + [config.hidden] * config.depth
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.spec.fields)
+        # The untrained network predicts the ensemble mean with the typical spread.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -52,6 +53,7 @@ class Drn(Rival):
         own = self.embedding.expand(len(planes_BCYX), -1, -1, -1)
         hidden = torch.cat([planes_BCYX, own], 1).permute(0, 2, 3, 1)
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
+            # The same layers at every point are matrix products over the last axis.
             for layer in self.layers:
                 hidden = F.relu(layer(hidden))
         return self.out(hidden.to(planes_BCYX.dtype)).permute(0, 3, 1, 2)

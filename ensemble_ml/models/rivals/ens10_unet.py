@@ -71,6 +71,7 @@ class Ens10UNet(Rival):
         self.down = nn.ModuleList(
             _pair(inputs[i], widths[i], widths[i], levels[i], pads[i]) for i in range(config.depth + 1)
         )
+        # A stage on the way up gives as many channels as the next finer level has.
         below = [widths[max(i - 1, 0)] for i in range(config.depth + 1)]
         self.deepest = _pair(widths[-1], widths[-1], below[-1], levels[-1])
         self.up = nn.ModuleList(_pair(2 * widths[i], widths[i], below[i], levels[i]) for i in range(config.depth))
@@ -112,6 +113,7 @@ class Ens10UNet(Rival):
         Returns:
             Location and scale.
         """
+        # A spread of zero at all points means that there is one member. Then the climatological spread is taken.
         floor = torch.maximum(fields.spread, _SMALLEST * fields.typical)
         spread = torch.where(
             fields.spread.flatten(1).amax(1).reshape(-1, *[1] * (floor.ndim - 1)) > 0, floor, fields.climatology
@@ -124,6 +126,8 @@ def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
     rows, columns = like.shape[-2:]
     if not wraps:
         return _bilinear(x_BCYX, rows, columns)
+    # One column of the other end is added on each side. Interpolation then sees its true neighbours, and the two extra
+    # columns that each of them becomes are cut off.
     x_BCYX = torch.cat([x_BCYX[..., -1:], x_BCYX, x_BCYX[..., :1]], -1)
     return _bilinear(x_BCYX, rows, columns + 4)[..., 2:-2]
 

@@ -72,6 +72,7 @@ class MemberAttention(nn.Module):
         points = x_NCYXZ.permute(0, 2, 3, 4, 1)
         kinds = self.inwards(self.norm(points)).unflatten(0, (batch, members)).unflatten(-1, (3, _HEADS, -1))
         query, key, value = _by_point(kinds)
+        # Samples may have fewer members than the batch is wide. Nobody attends to the empty places.
         mask = there_BM[:, None, None, None, :]
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         found = found.permute(0, 3, 1, 2, 4).flatten(3).reshape(points.shape)
@@ -165,6 +166,7 @@ class Poet(Rival):
                 law = self._moments(x, suffix, reduced[suffix], move, widen, there)
                 found |= {f"location_{suffix}": law[0], f"scale_{suffix}": law[1]}
         if self.spec.config.spread:
+            # The spread is a property of the whole ensemble, so its output is averaged over members.
             rest = _mean(raw[:, :, leads * self.spec.fields :], there).unflatten(1, (leads, self.spec.fields))
             for suffix, change in zip("ps", self.split(rest, 2), strict=True):
                 if suffix in reduced:
@@ -183,6 +185,7 @@ class Poet(Rival):
     def _transform(self, planes: Tensor, departures: Tensor, there: Tensor) -> Tensor:
         """Run the network for every member: (B, M, outputs, Y, X)."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.speed.low):
+            # The common planes are the same for all members of a date, so they pass through their stem only once.
             shared = self.stem(self.speed.arrange(planes[..., None]))
             own = self.member_stem(self.speed.arrange(departures.flatten(0, 1)[..., None]))
             hidden = own + shared.repeat_interleave(departures.shape[1], 0)
@@ -195,6 +198,7 @@ class Poet(Rival):
         """Return location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
         members = take(getattr(x, f"members_{suffix}"), 2, self.spec.lead_positions)
         centre = _mean(move, there)
+        # The mean of the shifts goes into the location, so only what differs between members goes into the spread.
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
         freedom = (x.count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
         weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))
