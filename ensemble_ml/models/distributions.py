@@ -109,6 +109,7 @@ def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
     It is that of the uncensored distribution, less the integral of Phi^2 below l. `above` is z - l, which the caller
     gives exactly: the difference of two large numbers would lose digits.
     """
+    # Both branches are computed at every point. Clamped arguments keep the unused one finite, and so its gradient.
     low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
     low = _crps_standard(z) - _square_below(low_l)
     # For l > 0 the large terms of both integrals cancel to z - l. What is left are tails, which are small.
@@ -390,20 +391,17 @@ def remap_members(
     """Return members that are spread like the predicted distribution and keep their ranks.
 
     Each member keeps its place among the members at every point, so fields of one member stay coherent in space and
-    between variables.
+    between variables. How a place becomes a value depends on the distribution.
 
-    How a place becomes a value depends on the distribution:
+    Normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
+    Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, stand for (x_i - m) / s.
 
-    - normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
-    Where
-      s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, stand for (x_i - m) / s.
-    - two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. A level interval that
-    lies in
-      a mass at a bound gives the bound itself. A factor, as in the next case, would leave the bounds.
-    - all others: the quantile at (rank - 1/2) / M. These M values have the least CRPS (Broecker 2012,
-    doi:10.1002/qj.1891).
-      They are multiplied by what gives them the mean of the distribution. Where it rains more rarely than once in M,
-      all quantiles are zero, and the member of the last rank gets all the rain.
+    Two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels that lie in a mass
+    at a bound give the bound itself. A factor, as in the next case, would leave the bounds.
+
+    All others: the quantile at (rank - 1/2) / M. These M values have the least CRPS (Broecker 2012,
+    doi:10.1002/qj.1891). They are multiplied by what gives them the mean of the distribution. Where it rains more
+    rarely than once in M, all quantiles are zero, and the member of the last rank gets all the rain.
 
     Args:
         members: (M, ...) raw members x_i, two or more; NaN where one is absent, and the new member is NaN there too.
@@ -414,7 +412,7 @@ def remap_members(
         family: the distribution.
         order: (M,) positions of the members, in the order in which equal members are ranked; the order given if None.
             Give one order for all points of a forecast and another for the next forecast, so that no member is always
-            wetter.
+            wetter than the others.
 
     Returns:
         (M, ...), in the dtype of `location`.
@@ -433,6 +431,7 @@ def remap_members(
     # The raw members of these variables are far from normal, so only their ranks are used.
     rank = _ranks(members, order)
     there = ~torch.isnan(members)
+    # Absent members have no rank, so levels depend on how many members there are at a point.
     count = there.sum(0)
     wide = location.double(), scale.double()
     if family is Family.DOUBLY_CENSORED_NORMAL:

@@ -114,6 +114,7 @@ class Features(nn.Module):
         for suffix in ("p", "s"):
             for name in ("mean", "std", "level_spread"):
                 self._buffer(f"{name}_{suffix}", getattr(climate, f"{name}_{suffix}"))
+        # Place and static fields are constant, so they are computed once and travel with the state_dict.
         self.register_buffer("position", position_planes(spec, climate.static))
 
     def _buffer(self, name: str, values: np.ndarray) -> None:

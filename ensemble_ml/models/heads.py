@@ -45,8 +45,8 @@ from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import departures
 
-FOLLOWED = 5  # members that a corrected s1 stands for, beside the k of climatology
-_LEAST_SHARE = 0.2  # of s1, that a linear correction leaves of it
+FOLLOWED = 5  # a corrected s1 counts as the spread of so many members in s0
+_LEAST_SHARE = 0.2  # a linear correction leaves at least this fraction of s1
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
 
@@ -63,7 +63,7 @@ class Heads(nn.Module):
 
     MAPS = ("bias", "inflation", "anchor")
     BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # one number a lead, variable and level
-    DRY = ("dry_share", "dry_mean")  # the same: a and b of `models.dry`
+    DRY = ("dry_share", "dry_mean")  # a and b of `models.dry`, also one number for each
 
     climatology: Tensor
     anchor: Tensor

@@ -84,6 +84,8 @@ class ModelSpec:
 
     def _depth(self) -> int:
         """Return the depth that "auto" stands for: the usual one, or less where the longitudes allow no more."""
+        # Pooling halves the columns. Where they wrap, an odd number of columns cannot be halved without breaking the
+        # circle.
         usual = self.config.usual_depth
         limit = deepest(self.grid, self.config.pole) if self.config.pools else None
         return usual if limit is None else min(usual, limit)
@@ -144,6 +146,7 @@ class ModelSpec:
     def _signs(self, leads: int, turns: Callable[[Field], bool]) -> Tensor:
         """Return -1 for the fields for which `turns` is true and 1 for the others, in the order of `vector_sign`."""
         upper = [turns(field(name)) for name in self.variables for _ in self.levels]
+        # Channels of all leads on pressure levels come first, then those of all leads at the surface.
         flips = upper * leads + [turns(field(name)) for name in self.surface] * leads
         return torch.where(torch.tensor(flips, dtype=torch.bool), -1.0, 1.0)
 
@@ -201,6 +204,7 @@ class ModelSpec:
         Returns:
             An equal spec.
         """
+        # JSON has no enumerations, so their values are turned back into them.
         config = dict(plain["config"])
         kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
         for key, kind in kinds.items():
@@ -256,6 +260,7 @@ class EnsembleInput:
         """
         leads = len(spec.leads_in)
         wanted = (leads, *spec.pressure_shape[1:-2], *cells), (leads, *spec.surface_shape[1:-2], *cells)
+        # The means suffice, because all other fields are made from the same members.
         for given, shape in zip((self.mean_p, self.mean_s), wanted, strict=True):
             if tuple(given.shape[1:]) != shape:
                 raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
@@ -321,6 +326,7 @@ class Prediction:
                 # The factors are listed for all fields in one axis. Each set takes its own from the front.
                 own, left = left.tensor_split([fields.numel()], -1)
                 width = own.unflatten(-1, fields)[..., None, None].to(scale)
+                # Variables have different distributions, so each is widened by the rule of its own.
                 parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, :, i]) for i, law in enumerate(laws)]
                 found[f"location_{suffix}"], found[f"scale_{suffix}"] = (
                     torch.stack(p, 2) for p in zip(*parts, strict=True)
@@ -400,6 +406,7 @@ def _check_spec(spec: ModelSpec) -> None:
             f"data.leads_out={missing}: predicted leads must be among data.leads_in={list(spec.leads_in)};"
             " add them there"
         )
+    # A surface variable in the list of pressure-level variables would be read at levels that it does not have.
     for name, surface in [(v, False) for v in spec.variables] + [(v, True) for v in spec.surface]:
         if field(name).surface != surface:
             kind, key = ("pressure-level", "variables") if surface else ("surface", "surface")

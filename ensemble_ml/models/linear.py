@@ -24,7 +24,7 @@ their sign. Cyclones there then turn as in the north, and wind and pressure go t
 equations of motion on a sphere are the same in the mirror. So both hemispheres teach what they have in common.
 
 The correction pulls the mean towards climatology as far as its field and scale ask for, moves patterns that lead times
-show in other places, and uses the other variables. With one member, the pattern of the mean says which spread to
+show in other places, and uses the other variables. With one member, the pattern of the mean shows which spread to
 expect. The weights W are fitted in closed form (`training.linear_fit`) and stay fixed in training.
 
 A latitude lies under at most two basis functions, and each convolution runs over the rows of its own function alone.

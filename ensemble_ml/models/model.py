@@ -59,6 +59,7 @@ class EnsembleModel(nn.Module):
         self.surface = _PlaneSet(spec, climate, self.features, surface=True) if spec.surface else None
         planes = sum(part.planes for part in (self.pressure, self.surface) if part is not None)
         widths = [min(config.hidden * 2**level, config.max_hidden) for level in range(config.depth + 1)]
+        # `max_hidden` bounds the coarser levels alone; the stems need the finest one as it is set.
         widths[0] = config.hidden
         common = Convolution(plane_count(spec), widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
         self.common_stem = common
@@ -164,6 +165,7 @@ class EnsembleModel(nn.Module):
         """
         if self.linear is None:
             return {}, {}
+        # Anomalies of all sets are joined, because the correction of each field reads all fields.
         given: dict[str, Tensor] = {}
         for part, suffix in self._parts():
             if part is not None:
@@ -177,6 +179,7 @@ class EnsembleModel(nn.Module):
             heads = [part.heads for part, _ in self._parts() if part is not None]
             climatology = torch.cat([(h.climatology / h.typical[..., None, None]).flatten(0, -3) for h in heads])
             common = self.features.common(x)
+            # The networks of points run in bfloat16 where the U-Net does; the linear correction stays in float32.
             with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
                 networks = [n for n in (self.surroundings, self.residuals) if n is not None]
                 more, *expected = apply_networks(networks, padded, climatology, common)
@@ -195,6 +198,8 @@ class EnsembleModel(nn.Module):
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """Run stems and U-Net in the precision and memory order of `speed`: (B, hidden, Y, X, Z)."""
         with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
+            # The common planes are the same for every plane of the network, so they pass through a stem of their own
+            # once.
             shared = self.common_stem(self.speed.arrange(common[..., None]))
             planes = []
             for (part, _), channels in zip(self._parts(), (channels_p, channels_s[..., None]), strict=True):

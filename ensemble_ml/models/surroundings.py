@@ -20,9 +20,9 @@ The inputs x are:
     log s            logarithm of the spread s = d_s + s_clim, shrunk towards climatology, in typical spreads
     common planes    place, static fields, 1/M, log M, season (`models.place`)
 
-Spread grows where the flow is steep, because what is uncertain there is where things are, and no linear map of
-anomalies says so. Nor does the spread tell all about how large errors will be. For smooth fields, the four numbers d,
-two differences and the mean around tell as much as all nine points, at half the work.
+Spread grows where the flow is steep, because what is uncertain there is where things are. No linear map of anomalies
+can express that. Nor does the spread alone show how large errors will be. For smooth fields, four numbers (d, two
+differences and the mean around) hold as much as all nine points, at half the work.
 
 South of the equator, x and v are mirrored at the equator as in `models.linear`. The mirror has the opposite season. So
 northward components, differences from row to row, and sine and cosine of the season change their sign. The place does

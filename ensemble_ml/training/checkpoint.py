@@ -1,7 +1,6 @@
 """Checkpoints: one folder for each step, whole or absent. Loading one runs no code from its files.
 
-    checkpoints/step_00000400/model.safetensors       weights and buffers that predict (the averaged ones, if that is
-    on)
+    checkpoints/step_00000400/model.safetensors       weights and buffers that predict (averaged, if that is on)
                               optimizer.safetensors   what a resumed run needs besides, as flat tensors
                               rank_00000.safetensors  state of one rank alone, such as its momentum under votes
                               checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
@@ -267,6 +266,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             for name, values in module.dry_of_older().items():
                 if weights.setdefault(f"{module_name}.{name}", values) is values:
                     log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
+        # EMOS checkpoints of an older version lack this buffer.
         if isinstance(module, EmosModel):
             weights.setdefault(".".join(filter(None, (module_name, "sizes"))), module.sizes)
     # Names and shapes are compared here, because torch's own message would list all of them.
@@ -320,6 +320,7 @@ def mend_links(folder: Path) -> None:
         # both are equal, so the copy is moved aside; the step's own folder is missing; or it is damaged and the copy is
         # whole.
         step = folder / f"{STEP}{_read_meta(copy)['step']:08d}"
+        # An earlier attempt that was killed may have left it.
         shutil.rmtree(aside, ignore_errors=True)
         if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
             os.rename(copy, aside)
@@ -335,6 +336,7 @@ def mend_links(folder: Path) -> None:
         point(folder, link, step.name)
         log.info("checkpoint %s: was a folder, as a copy without links leaves it; leads to %s again", copy, step.name)
     steps = [] if (folder / "last").exists() else _steps(folder)
+    # `_whole` hashes all files of a checkpoint, so it is asked only until one is good.
     newest = next(filter(_whole, steps), None)
     if newest is not None:
         point(folder, "last", newest.name)

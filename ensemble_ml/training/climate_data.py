@@ -61,8 +61,10 @@ class _Latest:
         """Return the members at positions `chosen`, (M, T, F, Y, X), NaN where absent."""
         if not self._keeps:
             return self._read(date, chosen)
+        # Only one date is kept, because the fits look at dates one after the other.
         if date != self._date:
             self._date, self._known = date, {}
+        # Choices of the same date overlap. Only members that no earlier choice had are read.
         lacking = [position for position in chosen.tolist() if position not in self._known]
         if lacking:
             self._known |= zip(lacking, self._read(date, np.array(lacking)), strict=True)
@@ -221,6 +223,7 @@ class Dates:
             return self._stored_moments(self.reader.source.statistics(years))
         total = Moments.nothing((self.shape[1],))
         chosen, members = spaced(dates, most_dates(self.spec)), self.reader.full_size
+        # With many dates, a few members of each suffice. Different dates give different members, so that all are seen.
         each = max(1, min(members, _SINGLE_MEMBERS // max(1, len(chosen))))
         turns = list(product(enumerate(chosen), range(each)))
         for (place, date), turn in self.progress.over("moments of the inputs", self.team.mine(turns)):
@@ -232,6 +235,7 @@ class Dates:
             total = total.merge(_moments(values))
         if self.team.alone:
             return total
+        # Moments are merged, not added, and always in the order of the ranks.
         by_rank = self.team.joined(torch.from_numpy(np.stack([*total.arrays().values()]))[None]).numpy()
         return reduce(Moments.merge, (Moments(*arrays) for arrays in by_rank))
 

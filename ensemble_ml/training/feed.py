@@ -39,6 +39,7 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
     """
     config, session = run.config.loading, run.session
     schedule = make_schedule(run, run.state.step, run.state.steps, fresh=not resumed)
+    # Torch's own DataLoader plans nothing and shares nothing between ranks.
     if config.name is LoaderName.torch:
         return TorchLoader(config, schedule, run.reader, session.topology.place.data)
     device = Device(run.device, run.dtype)

@@ -128,6 +128,7 @@ def _key(
         "members": [members, *sorted(set(sizes))],
         "seed": seed if any(units for units, _ in surroundings_shapes(reader.spec).values()) else 0,
         "code": _CODE,
+        # How much memory there is decides how many points are fitted to; threads and instructions change last bits.
         "machine": [
             memory_limit(),
             torch.get_num_threads(),
@@ -157,6 +158,7 @@ def _read(path: Path) -> Fit | None:
         log.warning("climate: %s cannot be read (%s), so it is fitted anew", path, error)
         return None
     with contextlib.suppress(OSError):  # the file may belong to another user
+        # The latest use decides which files are kept.
         os.utime(path)
     log.info("climate: as fitted before, in %.0f s (%s)", found.seconds, path)
     for level, text in told:
@@ -169,6 +171,7 @@ def _write(path: Path, fit: Fit, told: Sequence[tuple[int, str]]) -> None:
     climate = {k: v for k, v in vars(fit.climate).items() if v is not None}
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
     arrays["seconds"] = np.array(fit.seconds)
+    # safetensors holds arrays only, so the lines are stored as bytes.
     arrays["told"] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     data = save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
     try:

@@ -114,13 +114,16 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         model = replace(model, postprocess=False)
     if not model.postprocess and not config.spread_weight:
         raise UserError("spread_weight=0: the spread alone is learned, so nothing would be; give a weight above 0")
+    # One member has no spread, and nothing would be left to predict.
     if len(layout.realization) < 2:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
     upper = _chosen("data.variables", data.variables, layout.variables)
     flat = _chosen("data.surface", data.surface, layout.surface)
     if model.postprocess:
+        # Variables that the user did not name may be left out if they have no truth.
         by_default = (*(upper if data.variables is None else ()), *(flat if data.surface is None else ()))
         upper, flat = _verified(source, by_default, upper, flat)
+    # A misspelt name would otherwise be ignored, and the variable would keep the distribution of the registry.
     if absent := [name for name in model.families or () if name not in (*upper, *flat)]:
         has = ", ".join((*upper, *flat)) or "none"
         raise UserError(f"model.families={absent}: no variable of this run, which has {has}; leave it out")
@@ -197,6 +200,7 @@ def _verified(
     Returns:
         The variables on pressure levels and at the surface that are kept.
     """
+    # A variable with a truth on one date leaves the list, so this stops at the first date at which the list is empty.
     unverified = list(by_default)
     for date in range(len(source.layout.init_time)):
         if not unverified:
@@ -321,12 +325,14 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
         mend_links(checkpoints)
+    # A run that was killed before its first checkpoint starts anew.
     if not (checkpoints / "last").exists():
         refuse_unread(checkpoints)
         log.info("resume: %s holds no checkpoint, so the run starts anew", run)
         return run, None
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
     refuse_other_settings(config, checkpoint)
+    # The best checkpoint may have been deleted by the user or lost in a copy.
     best = checkpoint.meta["best"]
     if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
         checkpoint.meta["best"] = best = None

@@ -32,8 +32,7 @@ class Tracker:
     Each line of `log.jsonl` is a JSON object, with null for numbers that are not finite. It has `step` and one of
     these:
 
-    - the loss and its parts: means over the steps since the line before, without skipped ones; null if all were
-    skipped.
+    - the loss and its parts: means over the steps since the line before, without skipped ones (null if all were).
       Beside them stand skipped (how many, if any), lr, samples_per_s, memory_mb and wait (the fraction of the time that
       was spent waiting for data). Over several ranks there are sent_mb (what this rank sent in a step) and
       exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
@@ -79,6 +78,7 @@ class Tracker:
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain = not terminal
         known = unwritten or {}
+        # The steps since the last line were taken before the checkpoint, so their sums come from there.
         self._sums: dict[str, float] = dict(known.get("sums", {}))
         self._count, self._sent, self._skipped = (known.get(name, 0) for name in ("count", "sent", "skipped"))
         self.counters = Counters()  # those of the loader
@@ -130,6 +130,7 @@ class Tracker:
         took = max(time.perf_counter() - self._began, 1e-9)
         # Skipped steps have no loss that means anything, so the means are over the others.
         taken = self._count - self._skipped
+        # The line is both written as JSON and shown, so that both agree.
         values = {
             **{name: _digits(value / taken) if taken else None for name, value in self._sums.items()},
             **({"skipped": self._skipped} if self._skipped else {}),
@@ -138,6 +139,7 @@ class Tracker:
             "memory_mb": round(memory_mb()),
             "wait": round(self._waited / took, 3),
         }
+        # Only jobs of several ranks send anything.
         if self._sent:
             values |= {"sent_mb": _digits(self._sent / self._count / 1e6, 4)}
             values |= {"exchange_wait": round(self._exchanged / took, 3)}
@@ -226,6 +228,7 @@ class Tracker:
         moved = {tier: now[tier] - self._counted.get(tier, 0) for tier in TIERS}
         if not any(now[tier] for tier in TIERS):
             return {}
+        # Counters run through the whole run, so the bytes of an interval are differences.
         total = sum(moved.values())
         found = {"hits": round(1 - moved["storage"] / total, 4) if total else 1.0}
         found |= {tier: _digits(count / took / 1e6, 4) for tier, count in moved.items()}
@@ -300,6 +303,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """
     lines = []
     for text in path.read_text().splitlines():
+        # A killed run may leave half a line at the end.
         try:
             lines.append(json.loads(text))
         except ValueError:
@@ -322,6 +326,7 @@ def _board(run: Path, start_step: int) -> Any:
     except ImportError:
         log.info("tensorboard: not installed, so only %s is written; pip install 'ensemble-ml[tracking]'", LOG)
         return None
+    # `purge_step` hides points that a killed run wrote beyond its checkpoint.
     return SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1 if start_step else None)
 
 

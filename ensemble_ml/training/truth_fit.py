@@ -227,6 +227,7 @@ class Truth:
         Returns:
             (T, F) the likeliest k.
         """
+        # With one member there is no sample spread to weigh against the climatological one, so k of s1 is kept.
         if self.dates.members < 2:
             return self.spread.shrink
         ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
@@ -307,6 +308,7 @@ class Truth:
                 values[:, at] for values in (centre, s0 * wide.exp(), self.dates.target(Part.TRUTH, date))
             )
             there = (centre <= 0) & torch.isfinite(truth)
+            # Packed fields hold tiny values where there is no rain. They must not count as rain.
             wet = there & (truth > _LEAST_RAIN * sigma)
             terms = there.float(), wet.float(), torch.where(wet, truth, 0.0), torch.where(there, sigma, 0.0)
             sums += (torch.stack(terms) * self.scales.area).double().sum((-2, -1))
@@ -356,6 +358,7 @@ class Truth:
         best = costs.argmin(0)
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
         shares = tried[torch.where(known, best, usual)].permute(2, 0, 1)  # (2, T, F)
+        # The last layer is linear, so a fraction of the output is a fraction of its weights.
         second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
         gain = 1 - float((costs.amin(0) / costs[0])[known].mean().nan_to_num(1.0))
         log.info("residuals: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
@@ -405,6 +408,7 @@ class Truth:
         for date in self.dates.each(stage, chosen):
             truth, centre, s0, more = self._uninformed(date)
             found = []
+            # Each factor is tried on the same forecasts, so only one pass over the dates is needed.
             for factor in _FACTORS.log():
                 moved, wide = informed(centre, s0, inflation + factor, more)
                 crps = self._crps(moved, s0 * wide.exp(), truth)

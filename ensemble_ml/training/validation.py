@@ -150,6 +150,7 @@ class Scoring:
             for width, sums in zip(_TRIED, self._tried, strict=False):
                 maps = _at_width(model, batch, prediction, width)
                 sums.add(*maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
+        # Batches have a target for the spread only if the model predicts it.
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             self._spread.add(*_spread_error(model, batch, prediction, self._full_size))
 
@@ -170,6 +171,8 @@ class Scoring:
             scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
         widths = self._width.roots()
         if widths is not None and bounded:
+            # A field with a bound takes one of two factors. Which one depends on its distribution and on whether it can
+            # be believed.
             by_crps = torch.tensor([self._laws[position] in _BY_CRPS for position in bounded], device=widths.device)
             means = zip(*(sums.means() for sums in self._tried), strict=True)
             crps_WTG, variance_WTG = (torch.stack(values) for values in means)
@@ -202,6 +205,7 @@ class _Sums:
         parts = torch.stack([*sums[:2], weight.sum((-2, -1)), *sums[2:]])  # (3 or 4, B, T, F)
         # Sums over cells are completed over the ranks that share the grid, before anything is divided.
         self.mesh.spatial.all_reduce(parts)
+        # A dry day says nothing of how wide rain should be, and would enter with a ratio of two tiny numbers.
         if least is not None:
             parts = parts[:3] * (parts[3] > least * parts[2])
         self.sums += (parts[:2] / parts[2].clamp(min=1e-12)).sum(1)
@@ -230,6 +234,7 @@ class _Sums:
         if found is None:
             return None
         ours, raw, known = found
+        # Few dates would give a factor that is mostly chance.
         roots = torch.where(
             (raw > 0) & (ours > 0) & (known >= FEWEST_TO_WIDEN), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0
         )
@@ -261,6 +266,7 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
         truth = _of(batch, "truth", suffix)
         location, scale = _of(prediction, "location", suffix), _of(prediction, "scale", suffix)
         mean, deviation = torch.empty_like(location), torch.empty_like(scale)
+        # Location and scale are not mean and standard deviation, except for the normal distribution.
         for position, family in enumerate(laws):
             at = slice(None), slice(None), position
             mean[at], deviation[at] = distributions.moments(family, location[at], scale[at])
@@ -343,6 +349,7 @@ def _spread_error(
         if members > 1:
             reference = spread * (c4(full_size) / c4(members))
         else:
+            # One member has no sample spread. The climatological spread stands in its place.
             part = model.pressure if suffix == "p" else model.surface
             reference = part.heads.base_spread(spread, batch.inputs.count)  # type: ignore[union-attr]
         ours.append((_of(prediction, "spread", suffix) - target) ** 2)
