@@ -125,8 +125,8 @@ class EnsembleModel(nn.Module):
         The local terms are departures from what the training dates give, so the ordinary decay pulls them back to that.
 
         Returns:
-            One dictionary a group, with `name` and `params`. The group "plain" also has `late`: the backward pass
-            reaches some of its parameters last.
+            One dictionary for each group, with `name` and `params`. The group "plain" also has `late`, because the
+            backward pass reaches some of its parameters last.
         """
         groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": [], "local": []}
         for name, parameter in self.named_parameters():

@@ -164,7 +164,7 @@ def _crps_gamma(x: Tensor, v: Tensor) -> Tensor:
     # there.
     at = torch.where(_is_normal(x), 1.0, at)
     f_low, f_at = _incomplete(k, low), _incomplete(k, at)
-    next_low, next_at = f_low - _density(k, low), f_at - _density(k, at)  # of shape k + 1
+    next_low, next_at = f_low - _density(k, low), f_at - _density(k, at)  # F of shape k + 1
     spread = torch.exp(torch.lgamma(k + 0.5) - torch.lgamma(k)) / math.sqrt(math.pi)
     gamma = at * (2 * f_at - 1) - low * f_low**2 + k * (1 + 2 * f_low * next_low - f_low**2 - 2 * next_at)
     gamma = (gamma - spread * (1 - _incomplete(2 * k, 2 * low))) / r

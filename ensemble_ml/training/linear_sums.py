@@ -173,10 +173,10 @@ class Sums:
         weight: (size, N) what the points count for.
     """
 
-    terms: Tensor  # (size, TERMS): 1 and 1/M - centre
-    gram: Tensor  # (size, N, K, K)
-    right: Tensor  # (size, N, K, O)
-    weight: Tensor  # (size, N)
+    terms: Tensor
+    gram: Tensor
+    right: Tensor
+    weight: Tensor
 
     def of(self, group: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the sums of a group of basis functions, for outputs whose targets exist in the same ensemble sizes.
@@ -270,8 +270,8 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
 def _rounded(wanted: bool) -> Iterator[None]:
     """Let products of float32 take their factors as bfloat16 and add up in float32, if `wanted`.
 
-    The predictors are rounded, and the product of these with themselves is exact. So the matrix stays positive
-    definite.
+    The product of rounded predictors with themselves is still a product of some predictors with themselves. So the
+    matrix stays positive definite.
     """
     before = torch.get_float32_matmul_precision()
     if wanted:

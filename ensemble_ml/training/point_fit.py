@@ -1,6 +1,6 @@
 """Fits a network of `models.surroundings` (spread MLP or error MLP) to single points of training dates.
 
-Neighbouring points of one field are alike, points of many dates are not. So a step of the fit takes `_BATCH` points
+Neighbouring points of one field are alike, but points of many dates are not. So a step of the fit takes `_BATCH` points
 drawn from all dates, each date reduced to a few random choices of its members. A step on whole fields sees four dates.
 
 Over several ranks, each rank holds the points of its own dates. A step draws its points from those of all ranks, each
@@ -241,7 +241,7 @@ def gather(
         take: from a date, its sample, M and points to x (K, P) and the arrays that the loss is made of, each (T F, P),
             NaN where absent.
         arrays: how many of these arrays there are.
-        stream: 0 or 1. The two networks draw other points and members from the same seed.
+        stream: 0 or 1, so that the two networks draw different points and members from the same seed.
 
     Returns:
         This rank's part of the pool; None if memory holds too few points, if the time for this fit ends before they are

@@ -183,7 +183,7 @@ class Pace:
     def __init__(self, total: int, until: float | None):
         self._total, self._until = total, until
         self._began = time.monotonic()
-        self.steps = 0  # taken
+        self.steps = 0  # steps taken so far
 
     def stride(self, done: int) -> int:
         """Return how many steps of the schedule the next step advances.

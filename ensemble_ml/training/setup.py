@@ -150,7 +150,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     if spec.local:
         check_window(spec.grid)
     if model.pools:
-        geometries(spec.grid, model.pole, spec.config.depth)  # refuses a depth that the grid cannot have
+        geometries(spec.grid, model.pole, spec.config.depth)  # raises a UserError for a depth that the grid cannot have
         if model.depth == "auto":
             rows, columns = spec.grid.shape
             text = "model.depth=auto: %d poolings on %d x %d points%s"

@@ -354,7 +354,7 @@ class Truth:
         each = self.dates.progress.over("error network: shares", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
         # If all pairs cost the same, no date has the field.
-        known = costs.amax(0) > costs.amin(0)  # the validation dates may lack a field
+        known = costs.amax(0) > costs.amin(0)
         best = costs.argmin(0)
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
         shares = tried[torch.where(known, best, usual)].permute(2, 0, 1)  # (2, T, F)

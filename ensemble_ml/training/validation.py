@@ -259,7 +259,7 @@ class _Sums:
 def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return squared error of the predicted mean, predicted variance, truth, and how uncertain each point was.
 
-    The last one is the error of the members' mean plus their spread. All are (B, T, F, Y, X).
+    The last one is the absolute error of the members' mean plus their spread. All are (B, T, F, Y, X).
     """
     errors, variances, truths, told = [], [], [], []
     for suffix, laws in _kinds(model):
@@ -316,7 +316,7 @@ def _least(crps_WTG: Tensor) -> Tensor:
     """
     before, here, after = crps_WTG
     bend, slope = before - 2 * here + after, (before - after) / 2
-    # Where the parabola has no minimum, the step goes as far as allowed to the side on which the CRPS falls.
+    # Where the parabola has no minimum, the better of the two outer factors is taken.
     step = torch.where(bend > 0, slope / bend.clamp(min=1e-300), torch.sign(slope) * (slope.abs() > 0))
     return torch.exp(step.clamp(-_FURTHEST, _FURTHEST).nan_to_num(0.0) * math.log(_TRIED[2]))
 
