@@ -147,7 +147,7 @@ def has_bfloat16(device: torch.device) -> bool:
         device: the device.
 
     Returns:
-        The answer.
+        True or False.
     """
     if device.type == "cuda":
         # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.

@@ -410,7 +410,7 @@ def is_target(folder: Path, name: str) -> bool:
         name: name of the checkpoint's folder.
 
     Returns:
-        The answer.
+        True or False.
     """
     return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
 

@@ -105,7 +105,7 @@ class Planner:
             ranks: number of ranks.
 
         Returns:
-            The answer.
+            True or False.
         """
         return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 

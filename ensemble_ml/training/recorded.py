@@ -159,7 +159,7 @@ def may_record(model: nn.Module, session: Session) -> bool:
         session: the ranks of the job.
 
     Returns:
-        The answer.
+        True or False.
     """
     return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
 

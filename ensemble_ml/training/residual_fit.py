@@ -87,7 +87,7 @@ def fit_residuals(
     pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, stream=1)
     if pool is None:
         return False
-    # Divided by it, all fields weigh the same in the loss.
+    # Divided by their typical CRPS, all fields weigh the same in the loss.
     typical = score.typical(pool, dates.team)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:

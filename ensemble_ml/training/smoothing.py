@@ -94,7 +94,7 @@ class Scales:
 
         Args:
             z: (..., Y, X).
-            there: the points that count, as `z`; None for all.
+            there: True for the points that count, in the shape of `z`; None for all.
 
         Returns:
             (...) float64; NaN for a field without any point.
