@@ -4,6 +4,9 @@
     local      one for each grid point too, with a seasonal term
     shrunk K   the same, drawn to the global ones, which count as much as K dates
 
+All forms take the members' mean as its anomaly from the training dates' mean at the point, so that coefficients of the
+whole globe do not depend on how its climate differs from place to place.
+
 Axes: D date, T lead, F field (variables and levels, then surface variables), P grid point.
 """
 
@@ -47,7 +50,7 @@ _REFINED = 8  # iterations of another ensemble size, which starts from the coeff
 class _Samples:
     """`mean`, `variance`, `truth` (D, T, F, P) float32 and `season` (D, 2) of some dates, seen by M members.
 
-    What is not whole has no truth, and so no weight.
+    What is not whole has no truth, and so no weight. `reference` (T, F, P) is the mean over these dates.
     """
 
     mean: Tensor
@@ -55,6 +58,9 @@ class _Samples:
     truth: Tensor
     season: Tensor
     members: int
+
+    def __post_init__(self) -> None:
+        self.reference = self.mean.double().mean(0)
 
     @classmethod
     def read(cls, reader: Reader, dates: np.ndarray, members: int, points: slice = _EVERY) -> _Samples:
@@ -120,7 +126,7 @@ def fit_emos_model(
             fitted = fit.all_points(form, first)
         for row, filled in enumerate(model.sizes.tolist()):
             for (lead, field), emos in fitted.items() if filled == size else ():
-                model.put(row, lead, field, emos)
+                model.put(row, lead, field, emos, fit.samples.reference[lead, field])
     return {"form": form, "validation_crps_ratio": scores}
 
 
@@ -149,8 +155,9 @@ class _Fit:
             least = NOTHING * max(before, float(typical[lead, field]))
             if raw <= least:
                 continue
+            reference = self._reference(lead, field, self.some_points)
             for name, emos in self._forms(lead, field, self.some_points).items():
-                score = self._mean(emos.crps(*known, validation.season), known[2])
+                score = self._mean(emos.crps(*known, validation.season, reference), known[2])
                 logs.setdefault(name, []).append(math.log(max(score, least) / raw))
         return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
@@ -201,17 +208,24 @@ class _Fit:
         points = order[: max(4, _MOST_SAMPLES // dates)].sort().values
         weights = (self.area[points, None] * torch.ones(dates)).flatten()
         chosen = [v.flatten() for v in self.samples.field(lead, field, points)]
-        law = self.laws[field]
-        return fit_emos(*chosen, weights=weights, family=law, iterations=_ITERATIONS, tolerance=_TOLERANCE)
+        reference = self._reference(lead, field, points).expand(-1, dates).flatten()
+        return fit_emos(
+            *chosen, reference=reference, weights=weights, family=self.laws[field], iterations=_ITERATIONS,
+            tolerance=_TOLERANCE,
+        )  # fmt: skip
+
+    def _reference(self, lead: int, field: int, points: slice | Tensor) -> Tensor:
+        """Return the training dates' mean at some points, (P, 1)."""
+        return self.samples.reference[lead, field, points][:, None]
 
     def _local(self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
         mean, variance, truth = self.samples.field(lead, field, points)
         few = torch.isfinite(truth).sum(-1) < COEFFICIENTS
         found = fit_emos(
-            mean, variance, torch.where(few[:, None], torch.nan, truth), season=self.samples.season, prior=whole,
-            family=self.laws[field], strength=strength, start=start, iterations=_REFINED if start else _ITERATIONS,
-            tolerance=_TOLERANCE,
+            mean, variance, torch.where(few[:, None], torch.nan, truth), season=self.samples.season,
+            reference=self._reference(lead, field, points), prior=whole, family=self.laws[field], strength=strength,
+            start=start, iterations=_REFINED if start else _ITERATIONS, tolerance=_TOLERANCE,
         )  # fmt: skip
         a, b, c, d = (torch.where(few, getattr(whole, name), getattr(found, name)) for name in "abcd")
         return replace(found, a=a, b=b, c=c, d=d, season=found.season.masked_fill(few[:, None], 0.0))

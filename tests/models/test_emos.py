@@ -84,6 +84,22 @@ def test_observations_of_a_temperature_station():
         np.testing.assert_allclose(of(fit_emos(*sample)), wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_points_of_other_climates_share_coefficients_of_anomalies():
+    """One fit of three points that differ in climate alone is scipy's of the anomalies; the climates leave no trace."""
+    rng = np.random.default_rng(6)
+    mean, variance, y, _ = (np.stack(v) for v in zip(*(draw(rng, 300) for _ in range(3)), strict=True))
+    level = np.array([[-40.0], [0.0], [25.0]])
+    reference = mean.mean(1, keepdims=True)
+    wanted, least = by_scipy((mean - reference).ravel(), variance.ravel(), (y - reference).ravel())
+    for away in (0.0, level):
+        sample = [np.ravel(v) for v in (mean + away, variance, y + away)]
+        there = np.ravel(np.broadcast_to(reference + away, y.shape))
+        found = fit_emos(*sample, reference=there)
+        np.testing.assert_allclose(of(found), wanted, rtol=1e-3, atol=1e-3)
+        assert float(found.crps(*sample, None, there).mean()) == pytest.approx(least, abs=1e-8)
+    assert float(fit_emos(*sample).crps(*sample).mean()) > 1.001 * least  # of absolute values
+
+
 @pytest.mark.parametrize("family", [Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL])
 def test_a_censored_law_is_fitted_by_its_own_crps(family):
     rng = np.random.default_rng(1)

@@ -17,7 +17,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
-from ensemble_ml.models import build_model, distributions
+from ensemble_ml.models import Climate, build_model, distributions
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families
@@ -143,8 +143,8 @@ def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog
     told = "too few dates of a truth for coefficients of their own: tp at +24 h (144 of 144), tp at +48 h (144 of 144)"
     assert told in caplog.text
     model, _ = load_model(run / "checkpoints" / "best")
-    temperature, rain = model.coefficients[model.row(3)].unbind(2)  # (6, T, Y, X)
-    assert temperature[0].std() > 0 and rain.std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
+    temperature, rain = model.coefficients[model.row(3)].unbind(2)  # (6, T, Y, X); the first holds each point's mean
+    assert temperature[0].std() > 0 and rain[1:].std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
 
 
 def test_a_field_that_never_varies_has_no_say_in_the_form_of_emos(config_of, tmp_path, monkeypatch):
@@ -177,6 +177,34 @@ def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of
     assert found.a[others].std() > 0
     for at in (7, 8):
         assert (found.a[at], found.b[at], found.d[at]) == (whole.a, whole.b, whole.d) and not found.season[at].any()
+
+
+def test_emos_of_two_fields_that_differ_in_their_climate_alone(config_of, store):
+    """Every form scores the same, and says the same of the anomalies, where another climate is added to both sides."""
+    source = open_store(store.path)
+    reader = Reader(source, build_spec(config_of(**settings("emos", data__surface=["t2m"])), source))
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    some = [at for at, law in enumerate(laws) if law is Family.NORMAL]
+    climate = 50 * torch.randn(len(area), generator=torch.Generator().manual_seed(0))
+    found, said = [], []
+    for level in (torch.zeros(()), torch.tensor(80.0), climate):
+        train_dates, validation = (
+            emos_fit._Samples.read(reader, dates, 3) for dates in (np.arange(16), np.arange(16, 20))
+        )
+        for samples in (train_dates, validation):
+            samples.mean[:, :, some] += level
+            samples.truth[:, :, some] += level
+        train_dates.__post_init__()
+        fit = emos_fit._Fit(train_dates, area, laws, Progress())
+        found.append(fit.scores(validation, torch.ones(len(reader.spec.leads_out), len(laws))))
+        model = build_model(reader.spec, Climate.default(reader.spec))
+        model.put(0, 0, some[0], fit.all_points("shrunk 8", None)[0, some[0]], train_dates.reference[0, some[0]])
+        a, slope, *_ = model.coefficients[0, :, 0, some[0]].flatten(-2)
+        said.append(a + slope * validation.mean[0, 0, some[0]])  # what is added to the mean, but for the season
+    assert len(found[0]) == 6
+    for scores_, correction in zip(found[1:], said[1:], strict=True):
+        assert scores_ == pytest.approx(found[0], rel=1e-4)
+        torch.testing.assert_close(correction, said[0], rtol=0, atol=1e-3)
 
 
 def test_emos_of_a_size_without_a_row_of_old(config_of):

@@ -1,11 +1,15 @@
 """EMOS by minimum CRPS (Gneiting et al. 2005, doi:10.1175/MWR2904.1), fitted at all points at once.
 
-    location = a + b m + e_1 x_1 + ... + e_K x_K        scale^2 = c + d s^2        c, d >= 0
+    location = r + a + b (m - r) + e_1 x_1 + ... + e_K x_K        scale^2 = c + d s^2        c, d >= 0
 
-m and s^2 are mean and variance of the members, x_k seasonal terms. The CRPS of a normal law is convex in (location,
-scale), with the rank-one curvature 2 phi(z) / scale [1 z; z z^2]. So each point takes damped Gauss-Newton steps of its
-own (Levenberg-Marquardt), in units of its own errors and with c and d as squares; all points move in the same batched
-operations. Other families take the same curvature and the exact gradient of their own CRPS. Deterministic.
+m and s^2 are mean and variance of the members, x_k seasonal terms, r a reference that is given: the mean of m over the
+training dates at each point, or zero. With zero, points that share coefficients, or are drawn to shared ones, pay for
+the differences of their climates: two fields with the same anomalies would have other scores.
+
+The CRPS of a normal law is convex in (location, scale), with the rank-one curvature 2 phi(z) / scale [1 z; z z^2]. So
+each point takes damped Gauss-Newton steps of its own (Levenberg-Marquardt), in units of its own errors and with c and d
+as squares; all points move in the same batched operations. Other families take the same curvature and the exact
+gradient of their own CRPS. Deterministic.
 
 Axes: D sample (date), K seasonal term, P parameter; whatever stands before D is a problem of its own.
 """
@@ -42,10 +46,13 @@ class Emos:
     season: Tensor
     family: Family = Family.NORMAL
 
-    def __call__(self, mean: Any, variance: Any, season: Any = None) -> tuple[Tensor, Tensor]:
-        """Location and scale (..., D) for the members' mean and variance (..., D), seasonal terms (..., D, K)."""
-        m, s2 = _tensor(mean), _tensor(variance)
-        location = self.a[..., None] + self.b[..., None] * m
+    def __call__(
+        self, mean: Any, variance: Any, season: Any = None, reference: Any = 0.0
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return location and scale (..., D) for the members' mean and variance (..., D), seasonal terms (..., D, K)
+        and the reference r, broadcast against the mean."""
+        m, s2, r = _tensor(mean), _tensor(variance), _tensor(reference)
+        location = r + self.a[..., None] + self.b[..., None] * (m - r)
         if season is not None and self.season.shape[-1]:
             location = location + (_tensor(season) * self.season[..., None, :]).sum(-1)
         return location, torch.sqrt(self.c[..., None] + self.d[..., None] * s2)
@@ -54,9 +61,9 @@ class Emos:
         """The coefficients of some points of a vector of them."""
         return replace(self, **{name: getattr(self, name)[points] for name in ("a", "b", "c", "d", "season")})
 
-    def crps(self, mean: Any, variance: Any, observation: Any, season: Any = None) -> Tensor:
-        """CRPS (..., D) of these forecasts against `observation` (..., D)."""
-        return distributions.crps(self.family, *self(mean, variance, season), _tensor(observation))
+    def crps(self, mean: Any, variance: Any, observation: Any, season: Any = None, reference: Any = 0.0) -> Tensor:
+        """Return the CRPS (..., D) of these forecasts against `observation` (..., D)."""
+        return distributions.crps(self.family, *self(mean, variance, season, reference), _tensor(observation))
 
 
 def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
@@ -78,6 +85,7 @@ def fit_emos(
     observation: Any,
     *,
     season: Any = None,
+    reference: Any = 0.0,
     family: Family = Family.NORMAL,
     weights: Any = None,
     prior: Emos | None = None,
@@ -92,6 +100,7 @@ def fit_emos(
         mean, variance: (..., D) of the members (variance with ddof = 1; zeros where there is one member, then d = 0).
         observation: (..., D), the truth in the same units; NaN is left out.
         season: (..., D, K) seasonal terms; None for none.
+        reference: r, broadcast against `mean`; coefficients belong to it.
         family: law of the forecast.
         weights: (..., D) of the samples.
         prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it
@@ -106,7 +115,7 @@ def fit_emos(
     shapes = [tuple(v.shape) for v in (m, s2, y)]
     if len(set(shapes)) > 1:
         raise UserError(f"EMOS: mean, variance and observation have shapes {shapes}; they must be equal")
-    problem = _Problem(m, s2, y, _terms(season, y), _weights(weights, y), family)
+    problem = _Problem(m, s2, y, _terms(season, y), _weights(weights, y), family, _tensor(reference))
     problem.check()
     return problem.solve(prior, strength, start, iterations, tolerance)
 
@@ -127,19 +136,22 @@ def _weights(weights: Any, y: Tensor) -> Tensor:
 class _Problem:
     """One fit; parameters theta (..., P) are intercept, slope, seasonal terms, root c, root d in the point's units."""
 
-    def __init__(self, mean: Tensor, variance: Tensor, y: Tensor, season: Tensor, weights: Tensor, family: Family):
+    def __init__(
+        self, mean: Tensor, variance: Tensor, y: Tensor, season: Tensor, weights: Tensor, family: Family,
+        reference: Tensor,
+    ):  # fmt: skip
         self.mean, self.variance, self.season, self.weights, self.family = mean, variance, season, weights, family
         self.total = weights.sum(-1).clamp(min=_TINY)
         self.y = torch.where(weights > 0, y, mean)
-        error = self.y - mean
-        self.centre = self._average(mean)
-        self.width = _positive(self._deviation(mean))
+        error, anomaly = self.y - mean, mean - reference
+        self.centre = self._average(anomaly)
+        self.width = _positive(self._deviation(anomaly))
         # A point that never erred (rain in a desert) still reckons in a sensible share of the others' errors.
         unit = self._deviation(error)
         self.unit = _positive(torch.maximum(unit, _LEAST_UNIT * unit.square().mean().sqrt()))
         self.level = self._average(variance)
         self.single = self.level <= 0
-        normal = (mean - self.centre[..., None]) / self.width[..., None]
+        normal = (anomaly - self.centre[..., None]) / self.width[..., None]
         # (..., D, 2 + K): the design of the location, which is m + unit * design . theta
         self.design = torch.cat([torch.ones_like(mean)[..., None], normal[..., None], season], -1)
         relative = torch.where(self.single, 1.0, self.level)[..., None]

@@ -40,11 +40,19 @@ class EmosModel(Rival):
         self.sizes: Tensor
         self.register_buffer("sizes", torch.tensor(SIZES))  # that the rows of `coefficients` are of
 
-    def put(self, size: int, lead: int, field: int, fitted: Emos) -> None:
-        """Take over what was fitted for row `size`; coefficients broadcast against the map."""
+    def put(self, size: int, lead: int, field: int, fitted: Emos, reference: Tensor | float = 0.0) -> None:
+        """Take over what was fitted for row `size`.
+
+        Coefficients broadcast against the map. The reference r of each point goes into its intercept: r + a +
+        b (m - r) is m + [a - (b - 1) r] + (b - 1) m.
+
+        Args:
+            reference: r, (Y * X,), or one for all.
+        """
         shape = self.spec.grid.shape
         season = fitted.season if fitted.season.shape[-1] else fitted.season.new_zeros(*fitted.a.shape, 2)
-        values = [fitted.a, fitted.b - 1, season[..., 0], season[..., 1], fitted.c, fitted.d]
+        slope = fitted.b - 1
+        values = [fitted.a - slope * reference, slope, season[..., 0], season[..., 1], fitted.c, fitted.d]
         maps = [v.reshape(shape) if v.numel() > 1 else v.reshape(1, 1).expand(shape) for v in values]
         self.coefficients.data[size, :, lead, field] = torch.stack(maps).to(self.coefficients)
 
