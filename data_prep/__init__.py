@@ -4,7 +4,7 @@ from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
 from data_prep.identity import Overrides
-from data_prep.pairs import Pair, open_pair, open_source, open_static
+from data_prep.pairs import Pair, open_orographies, open_pair, open_source, open_static
 from data_prep.prepare import prepare
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Pair",
     "find_gaps",
     "open_archive",
+    "open_orographies",
     "open_pair",
     "open_source",
     "open_static",

@@ -293,6 +293,30 @@ def open_static(
     return _static_fields(_static_catalogue(paths, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
 
 
+def open_orographies(
+    forecast: str | None, truth: str | None, source: Source, *, regrid: bool = False, index: FileIndex | None = None
+) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
+    """Read the orography of a forecast's model and that of its truth, m; None where no `forecast` is given.
+
+    Args:
+        forecast: a file.
+        truth: a file; None takes the one of `source`.
+
+    Raises:
+        UserError: as `open_static`, or one of them is nowhere.
+    """
+    if forecast is None:
+        return None
+    found = []
+    for key, path in (("orography", forecast), ("truth_orography", truth)):
+        fields = source.static() if path is None else open_static(path, source, regrid=regrid, index=index)
+        if "orog" not in fields:
+            where = f"{key}={path}: holds no orography" if path else f"{key}: not given, and {source.path} has none"
+            raise UserError(f"{where}; give a file with the height of the ground, or its geopotential")
+        found.append(fields["orog"])
+    return found[0], found[1]
+
+
 def _static_catalogue(
     paths: Any, source: Source, *, regrid: bool, index: FileIndex | None, overrides: Overrides
 ) -> Catalogue:
@@ -347,4 +371,4 @@ def _wanted(source: Source) -> tuple[np.ndarray, np.ndarray]:
     return np.any([one[0] for one in there], axis=0), np.any([one[1] for one in there], axis=0)
 
 
-__all__ = ["ArchiveSource", "Pair", "open_pair", "open_source", "open_static", "pair"]
+__all__ = ["ArchiveSource", "Pair", "open_orographies", "open_pair", "open_source", "open_static", "pair"]

@@ -118,15 +118,17 @@ def _export(config: schema.ExportConfig) -> object:
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import Overrides, open_pair
-    from ensemble_ml.verification import evaluate, open_forecasts
+    from data_prep import Overrides, open_orographies, open_pair
+    from ensemble_ml.verification import Heights, evaluate, open_forecasts
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
     overrides = Overrides(config.names, config.units)
     both = open_pair(
         config.ensemble, config.truth, None, control=config.control, grid=grid, index=_index(), overrides=overrides
     )
-    return evaluate(config, both, both.unverified())
+    given = config.orography, config.truth_orography
+    ground = open_orographies(*given, both, regrid=config.regrid, index=_index())
+    return evaluate(config, both, both.unverified(), None if ground is None else Heights(*ground))
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:

@@ -32,5 +32,6 @@ ensemble-ml predict checkpoint=$run-emos/checkpoints/best input=$data/archive/en
   output=$run/emos overwrite=true
 say "6/6 evaluate: beside the raw ensemble and statistical baselines"
 ensemble-ml evaluate forecast=$run/forecast baselines=$run/emos ensemble=$data/store.zarr truth=$data/store.zarr \
-  members_in=5 output=$run overwrite=true
+  orography=$data/archive/forecast_static.grib truth_orography=$data/archive/static.grib members_in=5 output=$run \
+  overwrite=true
 say "done: $run/report.html, $run/scores.json, $run/forecast/*.nc"

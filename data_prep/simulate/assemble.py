@@ -20,8 +20,12 @@ GATE = {"z500": ("z", 500), "t850": ("t", 850)}
 """Fields that the realism gate looks at: variable and level, hPa."""
 
 
+STATIC = ("static.grib", "forecast_static.grib")
+"""Orography and land mask of the truth's model, then of the forecast's, whose ground lies elsewhere."""
+
+
 def assemble(output: Path, years: list[ModelYear]) -> None:
-    """Write ensemble/, truth/ and static.grib from the parts; each file appears whole."""
+    """Write ensemble/, truth/ and the static files from the parts; each file appears whole."""
     starts: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     truths: dict[datetime, tuple[Path, int]] = {}
     for year in years:
@@ -38,7 +42,8 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
             _join(output / "ensemble" / f"{kind}_{name}.grib", [(part, f"ensemble_{kind}") for part, _ in parts])
         for name, parts in by_date.items():
             _join(output / "truth" / f"{kind}_{name}.grib", [(part, f"truth_{kind}_{k}") for part, k in parts])
-    write_whole(output / "static.grib", (output / ".parts" / "static.grib").read_bytes())
+    for name in STATIC:
+        write_whole(output / name, (output / ".parts" / name).read_bytes())
 
 
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:

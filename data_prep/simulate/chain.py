@@ -177,9 +177,9 @@ def _one(upper: dict, surface: dict, member: int) -> tuple[dict, dict]:
     return {k: v[member] for k, v in upper.items()}, {k: v[member] for k, v in surface.items()}
 
 
-def write_static(nature: Weather, path: Path) -> None:
-    """Write orography and land mask of the truth's model to `path`, whole or not at all."""
-    encoder, fields = Encoder(*nature.grid), nature.static()
+def write_static(weather: Weather, path: Path) -> None:
+    """Write orography and land mask of a model to `path`, whole or not at all."""
+    encoder, fields = Encoder(*weather.grid), weather.static()
     write_whole(path, b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from data_prep.simulate.assemble import assemble, realism
+from data_prep.simulate.assemble import STATIC, assemble, realism
 from data_prep.simulate.model_error import MODEL_ERROR
 from data_prep.simulate.realism import report
 from data_prep.simulate.schedule import STEPS, ModelYear, model_years
@@ -37,7 +37,8 @@ def simulate(config: SimulateConfig) -> Path:
         config: size, output folder, seed and what conf/simulate sets.
 
     Returns:
-        The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib, archive.json.
+        The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib (of the truth's
+        model), forecast_static.grib, archive.json.
 
     Raises:
         UserError: `output` holds something else, or a package is missing.
@@ -51,7 +52,7 @@ def simulate(config: SimulateConfig) -> Path:
     began = time.perf_counter()
     years = model_years(config)
     missing = [y for y in years if not all(y.part(output, c).exists() for c in y.written)]
-    if missing or not (output / ".parts" / "static.grib").exists():
+    if missing or not all((output / ".parts" / name).exists() for name in STATIC):
         if find_spec("jcm") is None:
             raise UserError("simulate: the package jcm is not installed; run `pip install 'ensemble-ml[simulate]'`")
         run_years(config, missing or years[:1], years)

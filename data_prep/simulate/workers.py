@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data_prep.simulate.assemble import STATIC
 from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
@@ -136,6 +137,7 @@ def _run_tasks(config: SimulateConfig, tasks, progress) -> None:
 
     nature = Weather(Recipe(config.truth_truncation, config.truth_minutes), config)
     forecast = Weather(Recipe(config.forecast_truncation, config.forecast_minutes, wrong=True), config)
-    write_static(nature, Path(config.output) / ".parts" / "static.grib")
+    for name, weather in zip(STATIC, (nature, forecast), strict=True):
+        write_static(weather, Path(config.output) / ".parts" / name)
     while (year := tasks.get()) is not None:
         Chain(config, year, nature, forecast).run(progress)

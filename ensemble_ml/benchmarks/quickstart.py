@@ -16,6 +16,8 @@ from ensemble_ml.benchmarks.results import Claim, Figure, committed, summary, wr
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.errors import UserError
 
+_WITHOUT_SP = ", without surface pressure"
+
 
 def run(config: BenchmarkConfig) -> Path:
     """Turn `config.run`/scores.json into OUTPUT/quickstart/results.json.
@@ -31,7 +33,9 @@ def run(config: BenchmarkConfig) -> Path:
         raise UserError(f"{path}: older than this commit; run scripts/quickstart.sh, or evaluate, again")
     scores = json.loads(path.read_text())
     claims = [claim for entry in scores["claims"] for claim in _claims(entry)]
-    figures = {_name(entry): _figure(entry) for entry in scores["summary"]}
+    figures = {_name(entry): _figure(entry, "ratio") for entry in scores["summary"]}
+    rest = [entry for entry in scores["summary"] if entry.get("without_sp")]
+    figures |= {f"{_name(entry)}{_WITHOUT_SP}": _figure(entry["without_sp"], "value") for entry in rest}
     print(summary(figures, claims, config.size))
     return write_results(
         Path(config.output) / "quickstart",
@@ -53,6 +57,8 @@ def _claims(entry: dict[str, Any]) -> list[Claim]:
         words = f"{text}: {'upper' if ratio else 'lower'} end of the interval"
         sure = entry["enough_blocks"] and not entry["advantage"]  # as evaluate counts what is sure
         found.append(Claim(words, end if sure else math.nan, unit, 1.0 if ratio else 1e-9, at_most=ratio))
+    if rest := entry.get("without_sp"):
+        found.append(Claim(f"{text}{_WITHOUT_SP}", rest["value"], unit, entry["target"], at_most=ratio))
     return found
 
 
@@ -60,6 +66,6 @@ def _name(entry: dict[str, Any]) -> str:
     return f"{entry['metric']} {entry['lead_hours']} h: {entry['entrant']} over {entry['reference']}"
 
 
-def _figure(entry: dict[str, Any]) -> Figure:
-    low, high = (float("nan") if entry[key] is None else entry[key] for key in ("low", "high"))  # one block has none
-    return Figure(entry["ratio"], low, high, "ratio")
+def _figure(entry: dict[str, Any], key: str) -> Figure:
+    low, high = (float("nan") if entry[end] is None else entry[end] for end in ("low", "high"))  # one block has none
+    return Figure(entry[key], low, high, "ratio")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep import open_orographies
 from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Figure, commit, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
@@ -38,9 +39,11 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import TensorStore, open_store
 from ensemble_ml.store.source import Part, select_dates
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
+from ensemble_ml.verification.heights import Heights, note
 
 log = logging.getLogger(__name__)
 
+_OROGRAPHY = "archive/forecast_static.grib"  # beside the store that the quickstart, or the README, makes
 _STORES = ("runs/full-data/store.zarr", "runs/quickstart-data/store.zarr")
 _HEADLINE = 48
 _CONFIDENCE = 0.95
@@ -104,6 +107,18 @@ def _store(skill: SkillConfig) -> TensorStore:
     return store
 
 
+def _heights(skill: SkillConfig, store: TensorStore) -> Heights | None:
+    """Read how high the ground lies in model and truth, where files say so."""
+    beside = Path(store.path).parent / _OROGRAPHY
+    forecast = skill.orography or (str(beside) if beside.is_file() else None)
+    ground = open_orographies(forecast, skill.truth_orography, store)
+    if ground is None:
+        return None
+    heights = Heights(*ground)
+    heights.check(store.layout.grid)
+    return heights
+
+
 def _whole(store: TensorStore, date: int) -> bool:
     """Whether all members, and the truth, have all fields of a start date beyond its first hour (rain has none)."""
     later = np.array([hour > 0 for hour in store.layout.lead_hours])
@@ -133,7 +148,7 @@ def _contest(
     hours = [hour for hour in store.layout.lead_hours if hour > 0] or list(store.layout.lead_hours)
     lead = _HEADLINE if _HEADLINE in hours else hours[-1]
     groups, columns = groups_of(store, (lead,))
-    data = Data(store, train, test, skill.members)
+    data = Data(store, train, test, skill.members, heights=_heights(skill, store))
     folders = {label: path for sizes in forecasts.values() for part in sizes.values() for label, path in part.items()}
     extremes = {label for sizes in forecasts.values() for label in sizes[skill.members]}
     calibration = {label for labels in forecasts[OURS].values() for label in labels}
@@ -143,7 +158,10 @@ def _contest(
     board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, blocks)
     labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
     fields = tuple(column.name for column in columns)
-    return Contest(board, labels, skill.members, data.full, lead, len(train), fields, realism_of(data, groups))
+    of_heights = note(data.heights, {column.variable for column in columns})
+    return Contest(
+        board, labels, skill.members, data.full, lead, len(train), fields, realism_of(data, groups), of_heights
+    )
 
 
 def _split_in_words(dates: Dates, store: TensorStore) -> str:

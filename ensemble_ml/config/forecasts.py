@@ -83,6 +83,8 @@ class EvaluateConfig:
     names: Any = opt(None, NAMES)
     units: Any = opt(None, UNITS)
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
+    orography: str | None = opt(None, "file with the orography of the ensemble's model: raw surface pressure and 2 m temperature are brought from its ground to the truth's; null leaves them as they are, and the report says so")
+    truth_orography: str | None = opt(None, "file with the truth's orography; null takes that of the ensemble's store, where it has one")
     members_in: Any = opt(None, "number of first members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates, of the hours at which forecasts start where these are enough")
     output: str = opt(MISSING, "folder for scores.json and report.html")
@@ -96,6 +98,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_overrides(self)
+        lone = self.truth_orography is not None and self.orography is None
+        require("truth_orography", self.truth_orography, not lone, "needs orography=, that of the ensemble's model, too")
         self.regions = self.regions or {}
         require("regions", self.regions, isinstance(self.regions, dict), "give boxes by name, {alps: [48, 5, 44, 16]}")
         for name, box in self.regions.items():

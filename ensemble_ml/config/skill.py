@@ -14,6 +14,8 @@ class SkillConfig:
     """Our model and its rivals, trained and scored alike; nothing that is done already is done again."""
 
     store: str | None = opt(None, "tensor store with truth; null takes runs/full-data/store.zarr (made with simulate=full), or the quickstart's runs/quickstart-data/store.zarr")
+    orography: str | None = opt(None, "file with the orography of the ensemble's model, to which the truth's corrects raw surface pressure and 2 m temperature; null takes the one that simulate left beside the store, if any")
+    truth_orography: str | None = opt(None, "file with the truth's orography; null takes that of the store")
     train: list[str] | None = opt(None, "start dates to train on; null takes all years but the last few")
     validation: list[str] | None = opt(None, "start dates that choose; null takes the year before the test years")
     test: list[str] | None = opt(None, "start dates to score; null takes the last quarter of the years, one at least")

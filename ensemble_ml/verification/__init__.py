@@ -2,6 +2,7 @@
 
 from ensemble_ml.verification.evaluate import evaluate
 from ensemble_ml.verification.forecasts import open_forecasts
+from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.streaming import EnsembleSums, score_members
 
-__all__ = ["EnsembleSums", "evaluate", "open_forecasts", "score_members"]
+__all__ = ["EnsembleSums", "Heights", "evaluate", "open_forecasts", "score_members"]

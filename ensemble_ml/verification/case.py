@@ -61,7 +61,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         return None
     laws = {}
     for size in sorted({setting.full, setting.reduced}, reverse=True):
-        mean, variance = ensemble_moments(sample.members[:size, z])
+        mean, variance = ensemble_moments(sample.raw[:size, z])
         if size > 1:
             laws[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
     for label, one in predictions(setting, group, date).items():

@@ -5,13 +5,16 @@ scores.json holds
 - `format` 1; `settings` (the configuration); `definitions` (what each score is);
 - `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
+- `heights`: {corrected (variables of raw members that were brought to the truth's ground), largest_m, mean_m (how far
+  that lies from the model's), lapse_rate_K_per_m};
 - `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline};
 - `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
-- `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
+- `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp};
 - `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage (what the forecast goes by
-  and the reference does not: such a gain is not certain), forecast, reference};
+  and the reference does not: such a gain is not certain), forecast, reference, without_sp}; `without_sp`, here and in
+  `summary`: {value, low, high} without surface pressure, null where it is not among the fields, or is the only one;
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
   worse, dates, blocks (the fewest of a field; fewer than five make nothing sure)}: geometric mean of ratios over
   variables and levels in a part of the world, of the year, or where the raw full ensemble's extreme forecast index is
@@ -46,14 +49,15 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, draft_of, give_name
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
-from ensemble_ml.verification import summary, vectors
+from ensemble_ml.verification import heights, summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
-from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_DATES, FEWEST_SPREADS
+from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
 from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
+from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.kept import Kept, part_of, put_part
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
@@ -68,7 +72,7 @@ from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
-from ensemble_ml.wording import duration, hour_text, shortened
+from ensemble_ml.wording import duration, hour_text
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +80,9 @@ FORMAT = 1
 FILES = ("scores.json", "report.html")
 
 
-def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None) -> Path:
+def evaluate(
+    config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
+) -> Path:  # fmt: skip
     """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
 
     What each field gave is kept in the folder until both are written: stopped, the same evaluation goes on from there.
@@ -85,6 +91,7 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         config: settings.
         source: the full ensemble, and the truth where there is one.
         unverified: sentences on what the truth cannot verify, by variable; those of what is scored go into the notes.
+        ground: its height in model and truth; None where these are not known.
 
     Raises:
         UserError: a report exists, or cannot be written; forecasts cannot be read or have another grid, no date is
@@ -93,15 +100,19 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
     output = Path(config.output)
     _check(config, output)
     check_members(source, config.members_in)
+    if ground is not None:
+        ground.check(source.layout.grid)
     forecasts = open_forecasts(as_list(config.forecast) + as_list(config.baselines or []))
     ours = forecasts[: len(as_list(config.forecast))]
     try:
         plan = make_plan(config, source, forecasts)
         scored = dict.fromkeys(column.variable for column in plan.columns)
         plan.notes[:0] = [text for name, text in (unverified or {}).items() if name in scored]
+        if plan.truth and (of_heights := heights.note(ground, {*scored})):
+            plan.notes.append(of_heights)
         for note in plan.notes:
             log.info("%s", note)
-        setting, regions = _setting(config, source, forecasts, plan)
+        setting, regions = _setting(config, source, forecasts, plan, ground)
         plan.notes.append(climate_note(setting))
         log.info("%s", plan.notes[-1])
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
@@ -152,7 +163,7 @@ def _check(config: EvaluateConfig, output: Path) -> None:
 
 
 def _setting(
-    config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], plan: Plan
+    config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], plan: Plan, ground: Heights | None
 ) -> tuple[Setting, tuple[str, ...]]:
     """What all fields are scored by, and the names of the regions whose weights come after those of the globe."""
     land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
@@ -161,7 +172,7 @@ def _setting(
     weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
     halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
     settled = plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
-    return Setting(source, tuple(forecasts), *settled), tuple(regions)
+    return Setting(source, tuple(forecasts), *settled, heights=ground), tuple(regions)
 
 
 def _drawn(setting: Setting) -> frozenset[Key]:
@@ -247,7 +258,7 @@ def _content(
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
     left_out = _left_out(scores)
-    notes = plan.notes + _unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
+    notes = plan.notes + summary.unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
         ("scores leave points out that miss a value", [one for one in left_out if one["statistic"] not in limits]),
@@ -281,6 +292,7 @@ def _content(
             "grid": layout.grid.describe(),
             "fingerprint": setting.source.fingerprint(),
         },
+        "heights": heights.as_dict(setting.heights, {column.variable for column in plan.columns}),
         "forecasts": [
             {
                 "label": f.label,
@@ -299,45 +311,6 @@ def _content(
         "scores": summary.rows(scores),
         "left_out": left_out,
     }
-
-
-_LACKING = {  # why a regression of the spread has no value for a field that is scored
-    "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
-    "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
-}
-
-
-def _unfitted(scores: Scores, dates: int) -> list[str]:
-    """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
-    found, state = [], scores.state
-
-    def scored(key: Key) -> np.ndarray:
-        return state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
-
-    for kind, why in _LACKING.items():
-        key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
-        if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
-            found.append(f"{key.entrant} is left out where {why}: {lacking}.")
-    raw, corrected = (
-        Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
-    )
-    if raw in state.total and dates >= FEWEST_DATES:  # of fewer the plan has told
-        if corrected not in state.total:
-            found.append(
-                f"No correction of the raw ensemble is shown: of the {dates} fit dates fewer than {FEWEST_DATES} have a"
-                f" truth and all {scores.full} members of a field."
-            )
-        elif lacking := _names(scores, scored(raw) & ~np.isfinite(state.mean(corrected))):
-            found.append(
-                f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
-                f" {FEWEST_DATES} fit dates have a truth: {lacking}."
-            )
-    return found
-
-
-def _names(scores: Scores, columns: np.ndarray) -> str:
-    there = [scores.columns[c] for c in np.flatnonzero(columns)]
-    return shortened([f"{column.name} {column.lead_hours} h" for column in there])
 
 
 def _left_out(scores: Scores) -> list[dict[str, Any]]:

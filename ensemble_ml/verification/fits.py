@@ -52,6 +52,8 @@ def fit_group(setting: Setting, group: Group) -> Fit:
         if sample.truth is None:
             continue
         truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)
+        if sample.raw is not sample.members:
+            moments = {size: ensemble_moments(sample.raw[:size]) for size in sizes}
         for size, (mean, variance) in moments.items():
             by_size[size].record(half, base.error_terms(mean, variance, sample.truth), sample.verified)
     return _solve(setting, by_size, spread, start, truth)

@@ -120,7 +120,9 @@ def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
     dates = [times[which].astype("int64").tolist() for which in (plan.test, plan.fit)]
     given: list[Any] = [__version__, np.__version__, _CODE, settings, source.path, source.fingerprint(), stamps, dates]
     given += [[asdict(column) for column in plan.columns], plan.reduced, plan.truth]
-    return hashlib.sha256(json.dumps(strict(given)).encode() + setting.weights.tobytes()).hexdigest()[:16]
+    arrays = [setting.weights] + ([] if setting.heights is None else [setting.heights.rise, setting.heights.forecast])
+    whole = json.dumps(strict(given)).encode() + b"".join(array.tobytes() for array in arrays)
+    return hashlib.sha256(whole).hexdigest()[:16]
 
 
 def _packed(value: Any, arrays: list[np.ndarray]) -> Any:

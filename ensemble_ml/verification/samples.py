@@ -15,6 +15,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Part, Selection, Source
 from ensemble_ml.verification.baselines import spread_of_the_rest
 from ensemble_ml.verification.forecasts import ForecastSet, Predicted
+from ensemble_ml.verification.heights import OF_THE_GROUND, Heights
 from ensemble_ml.verification.statistics import c4, ensemble_moments
 
 
@@ -40,7 +41,7 @@ class Setting:
 
     `weights` (W, Y, X): exact areas, ones, then areas of regions; `fit` indices of start dates, and the half of each (0
     or 1), which empirical Bayes holds against the other; `climate_days` of the model climate, and `seasons` as far as
-    it is known which dates it is made of.
+    it is known which dates it is made of; `heights` of model and truth, where they are known.
     """
 
     source: Source
@@ -52,6 +53,7 @@ class Setting:
     truth: bool
     climate_days: int = 0
     seasons: dict[int, np.ndarray] = field(default_factory=dict)
+    heights: Heights | None = None
 
     @property
     def full(self) -> int:
@@ -84,9 +86,12 @@ class Setting:
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole; `given` of
-    `Setting`."""
+    `Setting`; `raw` the members as they are held against the truth, brought to its ground. Spreads and the extreme
+    forecast index are of `members`, as the ensemble and its climate have them.
+    """
 
     members: np.ndarray
+    raw: np.ndarray
     truth: np.ndarray | None
     whole: np.ndarray
     verified: np.ndarray
@@ -98,9 +103,28 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
     members = read_group(setting.source, Part.FORECAST, date, group)
     whole, given = np.isfinite(members).all(0), setting.given(date)
     if not setting.truth:
-        return Sample(members, None, whole, np.zeros_like(whole), given)
+        return Sample(members, members, None, whole, np.zeros_like(whole), given)
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
-    return Sample(members, truth, whole, whole & np.isfinite(truth), given)
+    raw, verified = on_truths_ground(setting.source, setting.heights, group, date, members), whole & np.isfinite(truth)
+    if raw is not members:
+        verified &= np.isfinite(raw).all(0)
+    return Sample(members, raw, truth, whole, verified, given)
+
+
+def on_truths_ground(
+    source: Source, heights: Heights | None, group: Group, date: int, members: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """Return `members` (M, Z, Y, X) of a group at the height of the truth's ground.
+
+    They are returned as they are where the heights are not known, or the variable is of no ground.
+    """
+    if heights is None or group.variable not in OF_THE_GROUND:
+        return members
+    if group.variable == "t2m":
+        return heights.temperature(members)
+    known = "t2m" in source.layout.surface
+    warmth = read_group(source, Part.FORECAST, date, replace(group, variable="t2m")) if known else None
+    return heights.pressure(members, warmth)
 
 
 def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None:

@@ -128,6 +128,15 @@ class Scores:
         """Columns of a lead."""
         return np.array([c for c, column in enumerate(self.columns) if column.lead_hours == lead], int)
 
+    def without_sp(self, lead: int) -> np.ndarray:
+        """Return the columns of a lead but that of surface pressure; none where it is not among them.
+
+        Much of what is gained there may be a height of the ground that the model has otherwise than the truth.
+        """
+        columns = self.at_lead(lead)
+        others = np.array([c for c in columns if self.columns[c].variable != "sp"], int)
+        return others if len(others) < len(columns) else others[:0]
+
     @property
     def leads(self) -> list[int]:
         """Leads that are scored, ascending."""

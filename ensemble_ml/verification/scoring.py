@@ -121,7 +121,7 @@ def _calibrate(
         if one.location is not None and one.scale is not None
     }
     for size in sorted({setting.reduced, setting.full}):
-        members = sample.members[:size]
+        members = sample.raw[:size]
         calibration.record_ranks(f"raw_{size}", position, group.columns, members, truth, mask)
         if limit is not None:
             chance = members_exceeding(members, limit)

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ensemble_ml.verification.aggregation import WEIGHTINGS
+from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
 from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
+from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.wording import shortened
 
 _NAMED = 3  # fields, of those that leave a mean without an interval
@@ -28,6 +31,7 @@ class Claim:
     forecast: str
     reference: str
     advantage: str = ""  # what the forecast goes by that the reference does not: the interval's good side is barred
+    without_sp: Interval | None = None
 
     def as_dict(self) -> dict:
         """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval, of enough blocks,
@@ -39,7 +43,7 @@ class Claim:
             "claim": self.claim, "value": value, "unit": self.unit, "target": self.target, "holds": bool(holds),
             "low": self.interval.low, "high": self.interval.high, "certain": bool(certain),
             "enough_blocks": self.interval.enough, "advantage": self.advantage, "forecast": self.forecast,
-            "reference": self.reference,
+            "reference": self.reference, "without_sp": _ends_of(self.without_sp),
         }  # fmt: skip
 
 
@@ -50,7 +54,7 @@ def claims(scores: Scores) -> list[Claim]:
 
 def _claims_of(scores: Scores, label: str) -> list[Claim]:
     m, n, lead = scores.reduced, scores.full, scores.headline_lead
-    columns = scores.at_lead(lead)
+    columns, rest = scores.at_lead(lead), scores.without_sp(lead)
     who = f"{label}: " if len(scores.forecasts) > 1 else ""
     start = f"{who}from {scores.made_from(label)} at {lead} h, geometric mean over variables and levels: "
     found = []
@@ -63,7 +67,8 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
         if ratio is not None:
             text = f"{start}RMSE of predicted spread over that of {words} spread"
             more = scores.advantage("spread_rmse", label, reference)
-            found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference, more))
+            others = scores.ratio("spread_rmse", label, reference, rest)
+            found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference, more, others))
     best = scores.best_baseline(lead)
     references = [(best, "the best statistical baseline fitted on the training dates", _SMALL_GAIN)] if best else []
     references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
@@ -71,7 +76,8 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
         lower = gain(scores.ratio("crps", label, reference, columns))
         if lower is not None:
             text, more = f"{start}CRPS lower than that of {words}", scores.advantage("crps", label, reference)
-            found.append(Claim(text, lower, "%", target, False, label, reference, more))
+            others = gain(scores.ratio("crps", label, reference, rest))
+            found.append(Claim(text, lower, "%", target, False, label, reference, more, others))
     return found
 
 
@@ -108,7 +114,8 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     least = shortened([scores.columns[c].name for c in blocks if blocks[c] == percent.blocks], _NAMED)
     if not np.isfinite(percent.low):
         why = f": {least} at {scores.headline_lead} h" if least else ""
-        return f"{text} (no interval{why}){f': not sure, {advantage}' if advantage else ''}."
+        sure = f": not sure, {advantage}" if advantage else ""
+        return f"{text} (no interval{why}){sure}{_without_sp(claim)}."
     if percent.value < 0.05:
         verdict = "no difference"
     sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
@@ -116,7 +123,20 @@ def _sentence(claim: Claim, scores: Scores) -> str:
         sure = f"not sure, of {percent.blocks} blocks{f' ({least})' if least else ''}"
     if advantage:
         sure = f"not sure, {advantage}"
-    return f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}."
+    with_interval = f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}"
+    return f"{with_interval}{_without_sp(claim)}."
+
+
+def _without_sp(claim: Claim) -> str:
+    """Return what is left of a claim without surface pressure, to stand behind the claim; nothing where it is all."""
+    rest = claim.without_sp
+    if rest is None:
+        return ""
+    less, direction = rest if claim.unit == "%" else rest.map(lambda r: 100 * (1 - r)), "lower"
+    if less.value < 0:
+        less, direction = less.map(lambda p: -p), "higher"
+    ends = f" ({less.low:.1f} to {less.high:.1f} %)" if np.isfinite(less.low) else ""
+    return f"; without surface pressure {less.value:.1f} % {direction}{ends}"
 
 
 def known_in_few(scores: Scores) -> list[str]:
@@ -133,6 +153,45 @@ def known_in_few(scores: Scores) -> list[str]:
                 which = "them" if there[1:] else "it"
                 found.append(f"{words} of {names} is known in {known}: {text} of means that hold {which}.")
     return found
+
+
+_LACKING = {  # why a regression of the spread has no value for a field that is scored
+    "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
+    "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
+}
+
+
+def unfitted(scores: Scores, dates: int) -> list[str]:
+    """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
+    found, state = [], scores.state
+
+    def scored(key: Key) -> np.ndarray:
+        return state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
+
+    for kind, why in _LACKING.items():
+        key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
+        if key in state.total and (lacking := _fields(scores, scored(key) & ~np.isfinite(state.mean(key)))):
+            found.append(f"{key.entrant} is left out where {why}: {lacking}.")
+    raw, corrected = (
+        Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
+    )
+    if raw in state.total and dates >= FEWEST_DATES:  # of fewer the plan has told
+        if corrected not in state.total:
+            found.append(
+                f"No correction of the raw ensemble is shown: of the {dates} fit dates fewer than {FEWEST_DATES} have a"
+                f" truth and all {scores.full} members of a field."
+            )
+        elif lacking := _fields(scores, scored(raw) & ~np.isfinite(state.mean(corrected))):
+            found.append(
+                f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
+                f" {FEWEST_DATES} fit dates have a truth: {lacking}."
+            )
+    return found
+
+
+def _fields(scores: Scores, columns: np.ndarray) -> str:
+    there = [scores.columns[c] for c in np.flatnonzero(columns)]
+    return shortened([f"{column.name} {column.lead_hours} h" for column in there])
 
 
 def _where(scores: Scores, label: str) -> str:
@@ -235,11 +294,12 @@ def summary_rows(scores: Scores) -> list[dict]:
                 for entrant in scores.entrants():
                     ratio = scores.ratio(metric, entrant, other, columns) if entrant != other else None
                     if ratio is not None:
+                        rest = scores.ratio(metric, entrant, other, scores.without_sp(lead))
                         found.append(
                             {"lead_hours": lead, "metric": metric, "entrant": entrant, "reference": other,
                              "ratio": ratio.value, "low": ratio.low, "high": ratio.high,
                              "unweighted": scores.unweighted_ratio(metric, entrant, other, columns),
-                             "better": ratio.below(1.0), "best_baseline": other == best}
+                             "better": ratio.below(1.0), "best_baseline": other == best, "without_sp": _ends_of(rest)}
                         )  # fmt: skip
     return found
 
@@ -262,6 +322,10 @@ def comparison_rows(scores: Scores) -> list[dict]:
                          "difference": _ends(less), "gain_percent": _ends(percent), "better": less.below(0.0)}
                     )  # fmt: skip
     return found
+
+
+def _ends_of(found: Interval | None) -> dict | None:
+    return None if found is None else {"value": found.value, "low": found.low, "high": found.high}
 
 
 def _ends(found: Interval) -> dict:

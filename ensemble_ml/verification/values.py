@@ -84,7 +84,7 @@ def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pre
     limit = None if fit.climate is None else threshold(*fit.climate)
     least = None if fit.climate is None else _POINT * np.sqrt((fit.climate[1] ** 2).mean((-2, -1), keepdims=True))
     for size in sorted({setting.reduced, setting.full}):
-        members = sample.members[:size]
+        members = sample.raw[:size]
         _put(found, f"raw_{size}", raw_statistics(members, truth))
         if limit is not None:
             brier = (members_exceeding(members, limit) - (truth > limit)) ** 2

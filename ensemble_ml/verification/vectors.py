@@ -139,11 +139,11 @@ def _date(
         place, scale = slice(first, first + there.sum()), known.scale[there][:, None, None]
         first = place.stop
         sample = read_sample(setting, group, date)
-        mean, deviation = known.correction(*ensemble_moments(sample.members[:m]))
+        mean, deviation = known.correction(*ensemble_moments(sample.raw[:m]))
         own = registered(group.variable).family
         family = Family.CENSORED_NORMAL if own.bounds == (0, np.inf) else own
         law = location_of_mean(family, mean, deviation), deviation
-        every = {f"raw_{n}": sample.members, f"ecc_{m}": couple(sample.members[:m], *law, family)}
+        every = {f"raw_{n}": sample.raw, f"ecc_{m}": couple(sample.raw[:m], *law, family)}
         for one in setting.forecasts:
             if one.label in labels:
                 every[one.label] = one.members(start, group.variable, group.lead_hours, group.levels)

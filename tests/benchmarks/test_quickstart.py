@@ -48,6 +48,19 @@ def test_intervals_that_hold_no_difference_are_claims_of_their_own(tmp_path, hig
     assert claims == {"spread": True, "crps": True, **dict(zip(ends, sure, strict=True))}
 
 
+def test_claims_and_figures_stand_without_surface_pressure_too(tmp_path):
+    found = scores(0.9, 2.5)
+    for entry, value in zip([*found["claims"], *found["summary"]], (1.1, 1.5, 0.95), strict=True):
+        entry["without_sp"] = {"value": value, "low": value - 0.1, "high": value + 0.1}
+    (tmp_path / "scores.json").write_text(json.dumps(found))
+    path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
+    results = json.loads(path.read_text())
+    claims = {claim["claim"]: (claim["value"], claim["holds"]) for claim in results["claims"]}
+    assert claims["spread, without surface pressure"] == (1.1, False)
+    assert claims["crps, without surface pressure"] == (1.5, False) and claims["crps"] == (2.5, True)
+    assert results["figures"]["crps 48 h: forecast over raw_10, without surface pressure"]["median"] == 0.95
+
+
 @pytest.mark.parametrize("why", [{"enough_blocks": False}, {"advantage": "made from 10 members, compared with 5"}])
 def test_what_evaluate_is_not_sure_of_is_no_claim_that_holds(tmp_path, why):
     found = scores(0.9, 2.5)

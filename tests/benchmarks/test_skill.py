@@ -211,6 +211,22 @@ def test_claims_are_the_scores_worked_out_by_hand():
     assert any(note.startswith(told) for note in notes)
 
 
+def test_claims_stand_with_and_without_surface_pressure():
+    """Where ours is better in surface pressure alone, nothing is left without it."""
+    found = replace(contest(), fields=("t850", "sp"))
+    total = found.board.table.total
+    for name in ("unet3d-from5", "emos-from5", "drn-from5"):
+        total["crps", name] = np.array([1.6, total["crps", name][0, 1]]) * np.ones((20, 2))
+    figures, claims, _ = report(found)
+    values = {claim.claim: claim.value for claim in claims}
+    [(text, whole)] = [(t, v) for t, v in values.items() if "the best of" in t and t.endswith("(here EMOS)")]
+    assert whole == pytest.approx(100 * (1 - (1.6 / 1.7) ** 0.5))
+    assert values[f"{text}, without surface pressure"] == pytest.approx(0)
+    where = "from 5 of 10 members at 48 h, 40 training dates"
+    assert figures[f"CRPS {where}: emos below raw 10, without surface pressure"].median == pytest.approx(20)
+    assert not any("without surface pressure" in name for name in report(contest())[0])
+
+
 def test_of_few_blocks_nothing_is_sure():
     few = contest()
     blocks = np.arange(20) // 5  # four of them

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 from gribfiles import GLOBE, dataset, ensemble, message, noise, write
 
-from data_prep import open_pair, prepare
+from data_prep import open_orographies, open_pair, prepare
 from ensemble_ml.config import Control, Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -63,6 +63,24 @@ def test_a_store_holds_what_the_archive_holds(archive):
     assert sorted(store.static()) == ["lsm", "orog"]
     assert store.lead_bounds == {"tp": [None, [0, 24]]}
     assert store.provenance["truth"] == [str(archive)] and store.provenance["fingerprint"]
+
+
+def test_orographies_of_model_and_truth(archive):
+    store = open_store(prepare(config(archive)))
+    write(archive / "model.grib", [message("orog", noise(mean=300), seed=7)])
+    write(archive / "mask.grib", [message("lsm", noise(mean=0.5, std=0.1))])
+    model, static = str(archive / "model.grib"), str(archive / "static.grib")
+    of_model, of_truth = open_orographies(model, None, store)
+    assert abs(of_model.mean() - 300) < 20 < of_truth.mean() - of_model.mean()
+    for given in ((model, static, store), (model, static, open_pair(archive, archive))):
+        for one, other in zip(open_orographies(*given), (of_model, of_truth), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert open_orographies(None, None, store) is None
+    bare = open_store(prepare(config(archive, static=None, output=str(archive / "bare.zarr"))))
+    with pytest.raises(UserError, match=r"truth_orography: not given, and .*bare.zarr has none; give a file"):
+        open_orographies(model, None, bare)
+    with pytest.raises(UserError, match=r"orography=.*mask.grib: holds no orography"):
+        open_orographies(str(archive / "mask.grib"), static, store)
 
 
 def test_float32_packing(archive):

@@ -108,12 +108,16 @@ class TestArchive:
         assert 0 < np.abs(fields[1] - fields[0]).mean() < 2
 
     def test_static(self, tiny_archive):  # noqa: F811
-        found = {
-            eccodes.codes_get(h, "shortName"): eccodes.codes_get_values(h)
-            for _, h in messages(tiny_archive, "static.grib")
-        }
-        assert set(found) == {"orog", "lsm"}
-        assert found["orog"].max() > 2000 and found["lsm"].min() >= 0 and found["lsm"].max() <= 1
+        grounds = []
+        for name in ("static.grib", "forecast_static.grib"):
+            found = {
+                eccodes.codes_get(h, "shortName"): eccodes.codes_get_values(h) for _, h in messages(tiny_archive, name)
+            }
+            assert set(found) == {"orog", "lsm"}
+            assert found["orog"].max() > 2000 and found["lsm"].min() >= 0 and found["lsm"].max() <= 1
+            grounds.append(found["orog"])
+        truth, forecast = grounds
+        assert 20 < np.abs(truth - forecast).mean() < 200 and truth.max() > forecast.max()
 
     def test_finished_archive_is_left_alone_or_refused(self, tiny_archive, capsys):  # noqa: F811
         before = (tiny_archive / "archive.json").stat().st_mtime_ns
@@ -206,7 +210,8 @@ class TestChain:
 def write_static_of(chain, output: Path) -> None:
     from data_prep.simulate.chain import write_static
 
-    write_static(chain.nature, output / ".parts" / "static.grib")
+    for name, weather in (("static.grib", chain.nature), ("forecast_static.grib", chain.forecast)):
+        write_static(weather, output / ".parts" / name)
 
 
 class TestWorkers:

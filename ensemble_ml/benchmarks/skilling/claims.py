@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,10 +36,20 @@ class Contest:
     dates: int
     fields: tuple[str, ...]
     realism: dict[str, Realism]
+    heights: str | None = None  # the sentence on the raw ensemble's ground
 
     def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
         """Labels of one model."""
         return self.labels[name][members or self.members]
+
+    def boards(self) -> dict[str, Board]:
+        """Return the board of all fields and, where that leaves any, the one without surface pressure, by words that a
+        figure's name ends with."""
+        some = [c for c, name in enumerate(self.fields) if name != "sp"]
+        whole = {"": self.board}
+        if 0 < len(some) < len(self.fields):
+            whole[", without surface pressure"] = replace(self.board, columns=self.board.columns[some])
+        return whole
 
     def rivals(self) -> list[str]:
         """All but ours and its start."""
@@ -82,28 +92,32 @@ def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> 
     ours, raw = contest.of(OURS), [f"raw_{n}"]
     where = f"from {m} of {n} members at {contest.lead} h, {contest.dates} training dates"
     for name in contest.labels:
-        _put(figures, f"CRPS {where}: {name} below raw {n}", board.gain("crps", contest.of(name), raw))
+        for ending, part in contest.boards().items():
+            _put(figures, f"CRPS {where}: {name} below raw {n}{ending}", part.gain("crps", contest.of(name), raw))
         seeds = [board.gain("crps", [label], raw).value for label in contest.of(name)]
         figures[f"CRPS {where}: {name} below raw {n}, by seed"] = Figure.of(seeds, "%")
     best = contest.best()
-    gain = _put(figures, f"CRPS {where}: ours below {best}", board.gain("crps", ours, contest.of(best)))
     text = f"{where}, geometric mean over variables and levels, test years: CRPS below the best of "
     text += f"{', '.join(_NAMES.get(name, name) for name in contest.rivals())} (here {_NAMES.get(best, best)})"
-    _two(claims, text, gain, 2.0)
-    if START in contest.labels:
-        begun = board.gain("crps", ours, contest.of(START))
-        _put(figures, f"CRPS {where}: ours below its own start (the fits, no step)", begun)
-    against_raw = board.gain("crps", ours, raw)
-    claims.append(Claim(f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2)", against_raw.value, "%", 13.0))
+    for ending, part in contest.boards().items():
+        gain = _put(figures, f"CRPS {where}: ours below {best}{ending}", part.gain("crps", ours, contest.of(best)))
+        _two(claims, f"{text}{ending}", gain, 2.0)
+        if START in contest.labels:
+            begun = part.gain("crps", ours, contest.of(START))
+            _put(figures, f"CRPS {where}: ours below its own start (the fits, no step){ending}", begun)
+        against_raw = part.gain("crps", ours, raw).value
+        claims.append(
+            Claim(f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2){ending}", against_raw, "%", 13.0)
+        )
     _put(figures, f"CRPS {where}: ours below fair CRPS of the raw {n}", board.gain("crps", ours, [f"fair_{n}"]))
     steps = [f"raw_{n}", f"raw_{m}", f"debiased_{m}", f"corrected_{m}", f"own_law_{m}"]
     words = ["fewer members (a loss)", "bias", "dispersion", "a law that cannot be negative", "flow-dependence"]
     for before, after, word in zip(steps, [*([s] for s in steps[1:]), ours], words, strict=True):
-        entrants = list(after)
-        share = board.score("crps", raw)
-        # Shares of the raw score, so that all add up to the whole gain field by field.
-        parts = 100 * (board.score("crps", [before]) - board.score("crps", entrants)) / share
-        _put(figures, f"share of the gain over raw {n}: {word}", board.interval(np.nanmean(parts, 1)))
+        for ending, part in contest.boards().items():
+            # Shares of the raw score, so that all add up to the whole gain field by field.
+            less = part.score("crps", [before]) - part.score("crps", list(after))
+            share = np.nanmean(100 * less / part.score("crps", raw), 1)
+            _put(figures, f"share of the gain over raw {n}: {word}{ending}", part.interval(share))
 
 
 def _extremes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
@@ -240,6 +254,7 @@ def _notes(contest: Contest) -> list[str]:
         "Bias and dispersion are those per grid point, shrunk to the global ones, fitted on the training dates.",
         "Ensembles are simulated by the embedded archive; figures hold for it alone.",
         _worst_bins(contest),
+        *([contest.heights] if contest.heights else []),
     ]
 
 

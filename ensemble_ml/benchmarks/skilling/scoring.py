@@ -23,8 +23,9 @@ from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import blocks_of
 from ensemble_ml.verification.families import location_of_mean
+from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.probability import bin_of, pit
-from ensemble_ml.verification.samples import Group, held_out_error, held_out_spread, read_group
+from ensemble_ml.verification.samples import Group, held_out_error, held_out_spread, on_truths_ground, read_group
 from ensemble_ml.verification.scoring import extreme_forecast_index
 from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble_moments
 
@@ -35,13 +36,15 @@ CHANCE = "chance"  # as an entrant: what is left to it where the law of the memb
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """The store, indices of training and test dates, and the size of the reduced ensemble."""
+    """The store, indices of training and test dates, the size of the reduced ensemble, and heights of the ground in
+    model and truth, where these are known."""
 
     store: TensorStore
     train: np.ndarray
     test: np.ndarray
     members: int
     seasons: dict[int, np.ndarray] = field(default_factory=dict)  # of the model climate
+    heights: Heights | None = None
 
     @property
     def full(self) -> int:
@@ -51,6 +54,10 @@ class Data:
     def read(self, part: Part, date: int, group: Group) -> np.ndarray:
         """(M, Z, Y, X) float64; truth has M = 1."""
         return read_group(self.store, part, int(date), group)
+
+    def raw(self, date: int, group: Group, members: np.ndarray) -> np.ndarray:
+        """Return `members` of a start date as they are held against the truth, brought to its ground."""
+        return on_truths_ground(self.store, self.heights, group, int(date), members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +93,9 @@ def fit(data: Data, group: Group) -> Fitted:
     for date, half in zip(data.train.tolist(), halves.tolist(), strict=True):
         members = data.read(Part.FORECAST, date, group)
         truth = data.read(Part.TRUTH, date, group)[0]
-        mean, variance = ensemble_moments(members[: data.members])
-        errors.record(half, base.error_terms(mean, variance, truth), np.isfinite(truth))
+        raw = ensemble_moments(data.raw(date, group, members)[: data.members])
+        errors.record(half, base.error_terms(*raw, truth), np.isfinite(truth))
+        variance = ensemble_moments(members[: data.members])[1]
         held = held_out_spread(members, data.members)
         full = np.sqrt(ensemble_moments(members)[1])
         spreads.record(half, base.spread_terms(np.sqrt(variance), full, held), every)
@@ -145,11 +153,12 @@ class _Scorer:
         weight = np.where(np.isfinite(truth), self.area, 0.0)
         truth = np.where(np.isfinite(truth), truth, 0.0)
         extreme = weight * self.fitted.extreme[self.position]
-        for label, family, location, scale in self._raw(members):
+        raw = self.data.raw(date, self.group, members)
+        for label, family, location, scale in self._raw(raw):
             score = crps(family, location, scale, truth)
             self._put("crps", label, score, weight)
             self._put("crps_extreme", label, score, extreme)
-        self._put("crps", f"fair_{self.data.full}", crps_members(members, truth, fair=True), weight)
+        self._put("crps", f"fair_{self.data.full}", crps_members(raw, truth, fair=True), weight)
         self._spreads(members, files)
         for label, file in files.items():
             law = self._forecast(label, file, truth, weight, extreme if label in extremes else None)

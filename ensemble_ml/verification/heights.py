@@ -1,0 +1,89 @@
+"""Bring 2 m temperature and surface pressure from the ground of the forecast's model to that of the truth's.
+
+    T' = T - G (h_t - h_f)                         p' = p (T' / T)^(g / (R G))
+
+h_f and h_t are the orographies, G = 6.5 K/km the lapse rate of the standard atmosphere, T the member's own temperature
+at 2 m; the second line is the hypsometric equation of dry air whose temperature falls by G. Any centre makes this
+correction before it calls a forecast near the ground an error: what is left out here is a constant that anybody knows,
+and would stand as skill of whoever learns it. Mean sea-level pressure is of no ground, and stays.
+
+Axes: M member, Z level (one), Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import GRAVITY
+from ensemble_ml.grid import Grid
+
+LAPSE_RATE = 0.0065  # K/m
+GAS_CONSTANT = 287.0528  # J kg-1 K-1, dry air, as in the ICAO standard atmosphere
+STANDARD = 288.15  # K, its temperature at sea level
+OF_THE_GROUND = ("sp", "t2m")
+WORDS = {"sp": "surface pressure", "t2m": "2 m temperature"}
+
+
+@dataclass(frozen=True, eq=False)
+class Heights:
+    """The orography of the forecast's model and that of the truth's, m above sea level, each (Y, X)."""
+
+    forecast: np.ndarray
+    truth: np.ndarray
+
+    @property
+    def rise(self) -> np.ndarray:
+        """How far the truth's ground lies above the forecast's, m (Y, X)."""
+        return np.asarray(self.truth, np.float64) - np.asarray(self.forecast, np.float64)
+
+    def check(self, grid: Grid) -> None:
+        """Raise a UserError where an orography is not of `grid`, or is not finite."""
+        for key, values in (("orography", self.forecast), ("truth_orography", self.truth)):
+            if values.shape != grid.shape:
+                raise UserError(f"{key}: {values.shape} points; the ensemble has {grid.shape}")
+            if not np.isfinite(values).all():
+                raise UserError(f"{key}: holds values that are not finite; give the height of every point")
+
+    def temperature(self, members: np.ndarray) -> np.ndarray:
+        """Return t2m (M, Z, Y, X) at the truth's ground."""
+        return members - LAPSE_RATE * self.rise
+
+    def pressure(self, members: np.ndarray, temperature: np.ndarray | None) -> np.ndarray:
+        """Return sp (M, Z, Y, X) at the truth's ground.
+
+        Args:
+            members: sp, Pa.
+            temperature: t2m of the same members, K; None takes the standard atmosphere's at the forecast's ground.
+        """
+        below = STANDARD - LAPSE_RATE * np.asarray(self.forecast, np.float64) if temperature is None else temperature
+        return members * (1 - LAPSE_RATE * self.rise / below) ** (GRAVITY / (GAS_CONSTANT * LAPSE_RATE))
+
+
+def as_dict(heights: Heights | None, variables: set[str]) -> dict:
+    """Return the `heights` of scores.json, where `variables` are scored."""
+    if heights is None:
+        return {"corrected": []}
+    away, names = np.abs(heights.rise), [name for name in OF_THE_GROUND if name in variables]
+    sizes = {"largest_m": float(away.max()), "mean_m": float(away.mean()), "lapse_rate_K_per_m": LAPSE_RATE}
+    return {"corrected": names, **sizes}
+
+
+def note(heights: Heights | None, variables: set[str]) -> str | None:
+    """Return the sentence that says whether raw fields were brought to the truth's ground; None if there are none."""
+    names = [WORDS[name] for name in OF_THE_GROUND if name in variables]
+    if not names:
+        return None
+    what = f"Raw {' and '.join(names)}"
+    if heights is None:
+        return (
+            f"{what}: not corrected for height. Where model and truth have different orographies, part of any gain in"
+            f" {'them' if names[1:] else 'it'} is that difference alone: give orography= and truth_orography=."
+        )
+    away = np.abs(heights.rise)
+    return (
+        f"{what}, and what is made of them: corrected for the height of the truth's ground above the model's (up to"
+        f" {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km, hypsometric)."
+    )
