@@ -58,6 +58,7 @@ class ModelConfig:
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
     surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, what the spread owes to them beyond the linear correction; 0: neither this one nor the next")
     residuals: int = opt(1024, "unet3d: of a second such network, what errors are to be expected, and how large; 0: none")
+    departures: bool = opt(False, "drn, ens10_unet, poet: also show them what unet3d's statistical start sees: departures from the training mean at the point in typical spreads, their differences and means around")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")

@@ -59,6 +59,7 @@ class TrainConfig:
     steps: int = opt(1000, "optimizer steps")
     batch_size: int = opt(4, "start dates a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
+    patience: int = opt(0, "validations in a row without a better score after which training ends; 0 trains all `steps`")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
     checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last; 0 has no limit")
     max_minutes: float = opt(0.0, "time for the whole run: the fits before the first step may take 70 % of it, and their two networks end sooner where that is too little; `steps` is scaled down to what fits into the rest, to one at least; 0 has no limit and keeps `steps`")
@@ -76,7 +77,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch_size", "validate_every", "checkpoint_every")
-        at_least(self, 0, "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
+        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")

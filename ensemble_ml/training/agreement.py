@@ -27,6 +27,7 @@ _FREE = (
     "threads",
     "max_minutes",
     "validate_every",
+    "patience",
     "checkpoint_every",
     "checkpoint_minutes",
     "data.store",
@@ -46,6 +47,7 @@ def common_settings(config: TrainConfig) -> dict[str, Any]:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
+    theirs.setdefault("model.departures", False)  # runs from before there were any
     if ours["model.depth"] == "auto":  # the number was settled when the run began
         ours["model.depth"] = theirs["model.depth"]
     averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value

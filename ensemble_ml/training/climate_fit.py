@@ -117,7 +117,7 @@ def fit_climate(
     spread = fit_spread(some, sample, spaced(np.asarray(validation, int), SAMPLE_DATES), climatology, scales)
     spread = replace(spread, members=dates.members)
     truth = Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
-    anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
+    anchor = mean_state(dates, chosen) if _has_anchor(reader.spec) else torch.zeros_like(climatology)
     static = _static(reader)
     fitted_on = chosen, np.asarray(validation, int), sizes
     correction = _correction(dates, *fitted_on, spread, truth, anchor, static) if reader.spec.linear else None
@@ -139,14 +139,20 @@ def fit_climate(
     return Fit(climate, errors, extremes, time.monotonic() - began)
 
 
+def _has_anchor(spec: ModelSpec) -> bool:
+    """Return whether the model takes departures from the training mean at the point."""
+    return spec.linear or spec.config.departures
+
+
 def _stages(spec: ModelSpec) -> list[str]:
     """Return the names of the stages of the fits, in order."""
     stages = ["moments of the inputs", "climatological spread", "terms of the spread"]
     networks = surroundings_shapes(spec)
     if spec.config.postprocess:
         stages += ["bias"]
+    stages += ["mean state"] * _has_anchor(spec)
     if spec.linear:
-        stages += ["mean state", "linear correction: sums", "linear correction: penalties"]
+        stages += ["linear correction: sums", "linear correction: penalties"]
     if networks["surroundings_first"][0]:
         stages += [f"{CALLED['surroundings']}{part}" for part in (": points", "", ": shares")]
     if spec.config.postprocess:

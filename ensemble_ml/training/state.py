@@ -79,6 +79,20 @@ class State:
     validated: int | None = None
     by_size: dict[str, list[list[float]]] = field(default_factory=dict)
 
+    @property
+    def best_step(self) -> int:
+        """The step of the best validation; zero where there is none."""
+        return int(self.best["step"]) if self.best else 0
+
+    def stalled(self, patience: int, every: int) -> bool:
+        """Return whether the last `patience` validations, `every` steps apart, were no better than one before them.
+
+        It follows from the step and from what checkpoints hold: a resumed run ends where it would have ended unstopped.
+        """
+        if not patience or self.best is None or self.step % every:
+            return False
+        return self.step - self.best_step >= patience * every
+
     @contextmanager
     def predicting(self) -> Iterator[AnyModel]:
         """The model as it would predict: in evaluation mode, with averaged weights where there are any."""

@@ -235,7 +235,8 @@ class Trainer:
                 sent=self.stepper.bytes_sent - sent, exchanged=self.stepper.waited, skipped=self.stepper.skipped > 0,
             )  # fmt: skip
             if late and state.step < state.steps:
-                self._end_here(tracker)
+                text = "max_minutes=%g: steps took longer than was planned, so step %d of %d is the last"
+                self._end_here(tracker, text % (self.config.max_minutes, state.step, state.steps))
             if self.stepper.noted:
                 tracker.note(state.step, self.stepper.noted)
             self._keep(tracker, due=bool(due))
@@ -250,10 +251,9 @@ class Trainer:
                 tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
                 raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
-    def _end_here(self, tracker: Tracker | Silent) -> None:
-        """Let the step that is done be the last one; all ranks call this."""
-        text = "max_minutes=%g: steps took longer than was planned, so step %d of %d is the last"
-        tracker.say(text % (self.config.max_minutes, self.state.step, self.state.steps))
+    def _end_here(self, tracker: Tracker | Silent, why: str) -> None:
+        """Let the step that is done be the last one, and say `why`; all ranks call this."""
+        tracker.say(why)
         self.state.steps = self.state.step
         self.loader = None  # its plan has no validation after this step
 
@@ -291,6 +291,10 @@ class Trainer:
         """Validate and write checkpoints where steps or the clock ask for them."""
         step, last = self.state.step, self.state.step == self.state.steps
         better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
+        if not last and self.state.stalled(self.config.patience, self.config.validate_every):
+            text = f"patience={self.config.patience}: no validation was better than that of step"
+            self._end_here(tracker, f"{text} {self.state.best_step}, so step {step} of {self.state.steps} is the last")
+            last = True
         planned = better or last or step % self.config.checkpoint_every == 0
         if planned or due:
             # Averaging momenta changes what follows, which a clock must not.

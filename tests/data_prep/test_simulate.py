@@ -116,8 +116,7 @@ class TestArchive:
             assert set(found) == {"orog", "lsm"}
             assert found["orog"].max() > 2000 and found["lsm"].min() >= 0 and found["lsm"].max() <= 1
             grounds.append(found["orog"])
-        truth, forecast = grounds
-        assert 20 < np.abs(truth - forecast).mean() < 200 and truth.max() > forecast.max()
+        np.testing.assert_array_equal(*grounds)  # both models have one truncation here
 
     def test_finished_archive_is_left_alone_or_refused(self, tiny_archive, capsys):  # noqa: F811
         before = (tiny_archive / "archive.json").stat().st_mtime_ns

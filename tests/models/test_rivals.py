@@ -11,6 +11,7 @@ from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble
 from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.emos_model import SIZES, rows_for
+from ensemble_ml.models.surroundings import inputs_of
 
 RIVALS = [name for name in MODELS if name != "unet3d"]
 
@@ -97,6 +98,33 @@ def test_gradients_reach_every_parameter(name):
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
 
 
+@pytest.mark.parametrize("name", ["drn", "ens10_unet", "poet"])
+def test_departures_are_the_statistical_starts(name):
+    """The same numbers as the inputs of our linear correction and of the networks of points, in its own hemisphere."""
+    plain, model = make(name), awake(make(name, departures=True))
+    x = reduce(model.spec, members_of(model.spec))
+    reduced = model.reduced(x)
+    planes = model.planes(x, reduced)
+    known = plain.planes(x, plain.reduced(x))
+    assert planes.shape[1] == model.channels and torch.equal(planes[:, : plain.channels], known)
+    added = planes[:, plain.channels :].chunk(4, 1)
+    ours = make("unet3d", surroundings=16, residuals=16)
+    leads = model.spec.lead_positions
+    given = [
+        part.heads.departures(getattr(x, f"mean_{k}")[:, leads], getattr(x, f"spread_{k}")[:, leads], x.count)
+        for k, part in (("p", ours.pressure), ("s", ours.surface))
+    ]
+    padded = ours.linear.padded(torch.cat([d.flatten(2, -3) for d in given], 2).flatten(1, 2))
+    north = slice(0, len(model.spec.latitude) // 2)
+    frame = ours.surroundings.frame(slice(None))
+    inputs = inputs_of(padded, torch.ones(padded.shape[1] // 2, 1, 1), ours.features.common(x), frame)
+    for mine, theirs in zip(added, inputs.split(padded.shape[1], 1), strict=False):
+        torch.testing.assert_close(mine[:, :, north], theirs[:, :, north])
+    assert all(torch.isfinite(v).all() for v in tensors(model(x)).values())
+    sign, offset = model.pole_rule()
+    assert len(sign) == len(offset) == model.channels
+
+
 def test_ens10_speaks_in_the_ensembles_own_spread():
     model = make("ens10_unet")
     x = reduce(model.spec, members_of(model.spec))
@@ -139,14 +167,18 @@ def test_poet_turns_the_wind_of_members_across_the_poles():
 def test_emos_applies_what_was_put():
     model = make("emos")
     emos = Emos(*(torch.tensor(v) for v in (0.5, 0.9, 0.2, 1.5)), season=torch.tensor([0.3, -0.2]))
+    reference = 4 + torch.randn(len(model.spec.latitude) * len(model.spec.longitude), dtype=torch.float64)
     for row in range(len(SIZES)):
         model.put(row, 0, 3, emos)  # the second variable at the second level
+        model.put(row, 0, 2, emos, reference)  # and its anomalies at the first
     x = reduce(model.spec, members_of(model.spec))
     mean, spread = x.mean_p[:, -1, 1, 1].flatten(1), x.spread_p[:, -1, 1, 1].flatten(1)
     location, scale = emos(mean, spread**2, seasonal_terms(x.day_of_year)[:, None])
     found = model(x)
     torch.testing.assert_close(found.location_p[:, 0, 1, 1].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.scale_p[:, 0, 1, 1].flatten(1).double(), scale, rtol=1e-5, atol=1e-5)
+    location, _ = emos(x.mean_p[:, -1, 1, 0].flatten(1), spread**2, seasonal_terms(x.day_of_year)[:, None], reference)
+    torch.testing.assert_close(found.location_p[:, 0, 1, 0].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
     assert [SIZES[model.row(m)] for m in (1, 2, 4, 7, 8, 50)] == [1, 2, 5, 5, 10, 10]
 
 

@@ -200,6 +200,27 @@ def test_planned_by_time(config_of, monkeypatch):
     assert [x["lr"] for x in read_log(run / "log.jsonl") if "lr" in x][-1] == pytest.approx(3e-4 * 0.02)
 
 
+def test_patience_ends_a_run_that_improves_no_more(config_of, monkeypatch, caplog):
+    """At a rate that ruins the network; stopped in the middle, it ends at the same step."""
+    caplog.set_level(logging.INFO)
+    plan = {"optim__lr": 0.3, "steps": 40, "validate_every": 2, "checkpoint_every": 100, "patience": 3}
+    run = train(config_of(**plan))
+    meta, best = (weights(run, link).meta for link in ("last", "best"))
+    assert meta["step"] == meta["steps"] == best["step"] + 6 < 40
+    validated = [line["step"] for line in read_log(run / "log.jsonl") if "validation" in line]
+    assert validated == list(range(0, meta["step"] + 1, 2))
+    told = f"no validation was better than that of step {best['step']}, so step {meta['step']} of 40 is the last"
+    assert told in caplog.text
+    assert weights(train(config_of(**plan, resume=True))).meta == meta
+    stop_at(monkeypatch, meta["step"] - 1)
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(run="parts", **plan))
+    monkeypatch.undo()
+    assert_equal_runs(run, train(config_of(run="parts", **plan, resume=True)))
+    whole = train(config_of(run="whole", **plan | {"patience": 0, "steps": 8}))
+    assert weights(whole).meta["step"] == 8
+
+
 def test_measuring_does_not_touch_the_weights(config_of):
     # Enough time for all steps, so both runs have the same schedule.
     assert_equal_runs(train(config_of(run="a", max_minutes=10)), train(config_of(run="b")))

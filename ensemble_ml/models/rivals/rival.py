@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.linear import KINDS, of_channels
+from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
+
+_STENCILS = 4  # of departures: themselves, two differences, the mean around
 
 
 @dataclass(eq=False)
@@ -62,6 +67,10 @@ class Rival(nn.Module):
         self.features = Features(spec, climate)
         self.pressure = FieldSet(spec, climate, "p") if spec.variables else None
         self.surface = FieldSet(spec, climate, "s") if spec.surface else None
+        self.near: Padder | None = None
+        if spec.config.departures:
+            sign = of_channels(spec.vector_sign(len(spec.leads_out)))[:, None]
+            self.near = Padder(geometries(spec.grid, spec.config.pole, 0)[0], sign)
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
@@ -98,7 +107,8 @@ class Rival(nn.Module):
     def channels(self) -> int:
         """C of `planes`."""
         upper = self.features.channels(surface=False) * len(self.spec.levels)
-        return upper + self.features.channels(surface=True) + plane_count(self.spec)
+        every = upper + self.features.channels(surface=True) + plane_count(self.spec)
+        return every + _STENCILS * KINDS * len(self.spec.leads_out) * self.spec.fields * self.spec.config.departures
 
     def reduced(self, x: EnsembleInput) -> dict[str, Reduced]:
         """Mean, spread and climate of the predicted leads, by "p" and "s" as far as there are such variables."""
@@ -113,19 +123,40 @@ class Rival(nn.Module):
         return found
 
     def planes(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> Tensor:
-        """The channels of our own network with pressure levels side by side: (B, C, Y, X)."""
+        """The channels of our own network with pressure levels side by side, and where `model.departures` is on those
+        of its statistical start (d of `models.linear`): (B, C, Y, X)."""
         empty = {k: take(getattr(x, f"mean_{k}"), 1, self.spec.lead_positions) for k in "ps"}
         s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
         climatology = [reduced[k].climatology if k in reduced else empty[k][0] for k in "ps"]
         upper, flat, common = self.features(x, s0, climatology)
-        return torch.cat([upper.permute(0, 1, 4, 2, 3).flatten(1, 2), flat, common], 1)
+        planes = [upper.permute(0, 1, 4, 2, 3).flatten(1, 2), flat, common]
+        return torch.cat([*planes, *self._departures_around(x, reduced)], 1)
+
+    def _departures_around(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> list[Tensor]:
+        """Return d, its differences along and across rows, the mean around less itself, (B, KINDS T F, Y, X) each."""
+        if self.near is None:
+            return []
+        found = []
+        for suffix, part in self._parts():
+            fields = reduced[suffix]
+            found.append(part.heads.departures(fields.mean, fields.spread, x.count).flatten(2, -3))
+        padded = self.near(torch.cat(found, 2).flatten(1, 2)[..., None])[..., 0]
+        centre = padded[..., 1:-1, 1:-1]
+        along = (padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2]) / 2
+        across = (padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]) / 2
+        return [centre, along, across, F.avg_pool2d(padded, 3, 1) - centre]
 
     def pole_rule(self) -> tuple[Tensor, Tensor]:
         """Sign and offset (C, 1) of the channels of `planes` across a pole."""
         rules = [self.features.pole_rule(surface=surface) for surface in (False, True)]
         sign, offset = (torch.cat([rule[i].flatten() for rule in rules]) for i in (0, 1))
         plain = torch.zeros(plane_count(self.spec))
-        return torch.cat([sign, plain + 1])[:, None], torch.cat([offset, plain])[:, None]
+        signs, offsets = [sign, plain + 1], [offset, plain]
+        if self.near is not None:  # on the other side of a pole, rows run the other way
+            turn = of_channels(self.spec.vector_sign(len(self.spec.leads_out)))
+            signs += [turn, turn, -turn, turn]
+            offsets.append(torch.zeros(_STENCILS * len(turn)))
+        return torch.cat(signs)[:, None], torch.cat(offsets)[:, None]
 
     def split(self, values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         """An axis of F fields -> (V, Z) of the pressure levels, and S of the surface."""
