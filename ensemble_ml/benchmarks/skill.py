@@ -16,16 +16,16 @@ import numpy as np
 
 from data_prep import open_orographies
 from ensemble_ml.benchmarks.common.sections import chosen
-from ensemble_ml.benchmarks.results import Figure, commit, summary, write_results
+from ensemble_ml.benchmarks.results import LOST, Figure, commit, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.entrants import (
     OURS,
     Dates,
     Trained,
+    cut_short,
     fit_seconds,
     forecast,
     made_at,
-    minutes_given,
     split,
     start_of_ours,
     steps_taken,
@@ -60,20 +60,19 @@ def run(config: BenchmarkConfig) -> Path:
     store = _store(skill)
     dates = split(skill, store.layout.init_time)
     start = start_of_ours(skill, dates, store, folder / "runs", config.size)  # its fits are those of ours
-    trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size, start) for name in skill.models]
+    trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
     trained.append(start)
     forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
     contest = _contest(forecasts, skill, dates, store)
     figures, claims, notes = report(contest)
-    told = "ours: the fits before its first step, made once a seed; trainings of the others may take as much more"
-    figures[told] = Figure.of(fit_seconds(start), "s")
+    figures["ours: the fits before its first step, made once a seed"] = Figure.of(fit_seconds(start), "s")
     print(summary(figures, claims, config.size))
     trials = [row for one in trained for row in one.trials]
     best = (f"{one.name} {', '.join(map(str, steps_taken(one)))}" for one in trained if one.trials)
     notes.append(f"Best on the validation dates at steps, by seed: {'; '.join(best)}.")
-    if skill.minutes:
-        given = (f"{one.name} {max(minutes_given(one)):g}" for one in trained if len(one.trials) > 1)
-        notes.append(f"Minutes that a training was given, ours beyond its fits: {', '.join(given)}.")
+    unended = {one.name: cut_short(one, skill.steps) for one in trained if len(one.trials) > 1}
+    if cut := [f"{name} ({count} of {skill.seeds} seeds)" for name, count in unended.items() if count]:
+        notes.append(f"{LOST}Still within their patience after all {skill.steps} steps: {', '.join(cut)}.")
     made = [run for one in trained for run in one.runs]
     made += [path for sizes in forecasts.values() for labels in sizes.values() for path in labels.values()]
     if others := made_at(made) - {commit()}:

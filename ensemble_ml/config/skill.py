@@ -22,9 +22,9 @@ class SkillConfig:
     models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
     families: Any = opt(None, "distribution families of ours that differ from the registry's, which the others keep; {q: censored_normal} where humidity is cut off at zero")
     seeds: int = opt(3, "trainings of each network in its best setting")
-    trials: int = opt(3, "settings tried for each network, compared on the validation dates")
-    minutes: float = opt(1.2, "length of each training, the others' with the time of our fits added; 0 takes `steps`")
-    steps: int = opt(700, "optimizer steps of ours, at most; of the others in proportion to their time")
+    trials: int = opt(4, "settings tried for each network, learning rates first, compared on the validation dates")
+    patience: int = opt(10, "validations, 50 steps apart, without a better score after which a training ends")
+    steps: int = opt(20000, "optimizer steps of a training, at most")
     members: int = opt(5, "size of the reduced ensemble that claims are made for")
     sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "ensemble sizes that are forecast from, with the first seed")
     bootstrap: int = opt(1000, "draws of the bootstrap")
@@ -32,8 +32,8 @@ class SkillConfig:
     threads: int = opt(0, "CPU threads; 0 takes all cores")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "seeds", "trials", "steps", "sizes", "block_days", group="skill.")
-        at_least(self, 0, "minutes", "threads", group="skill.")
+        at_least(self, 1, "seeds", "trials", "patience", "steps", "sizes", "block_days", group="skill.")
+        at_least(self, 0, "threads", group="skill.")
         at_least(self, 100, "bootstrap", group="skill.")
         require("skill.members", self.members, self.members >= 2, "must be 2 or more: one member has no spread")
         unknown = [name for name in self.models if name not in NETWORKS]

@@ -23,6 +23,7 @@ from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.store.source import Part
 from ensemble_ml.verification.bootstrap import draw_dates
 from ensemble_ml.verification.extremes import efi
+from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.samples import Group
 from ensemble_ml.verification.statistics import c4
 
@@ -41,7 +42,7 @@ def store(tmp_path_factory):
 
 def config(store, folder, **changes):
     settings = dict(
-        store=store.path, steps=4, minutes=0.0, seeds=2, trials=2, members=3, sizes=[1, 3], bootstrap=100, threads=1
+        store=store.path, steps=4, patience=1, seeds=2, trials=2, members=3, sizes=[1, 3], bootstrap=100, threads=1
     )
     return BenchmarkConfig(
         benchmark="skill", output=str(folder), size=BenchmarkSize.tiny, skill=SkillConfig(**settings | changes)
@@ -58,9 +59,6 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
         assert len(mine) == 3 and {f"{name}-trial0-seed0", f"{name}-trial1-seed0"} < mine
     assert {r for r in runs if r.startswith("emos")} == {"emos-trial0-seed0"}
     assert {r for r in runs if r.startswith("start")} == {"start-trial0-seed0", "start-trial0-seed1"}
-    assert not any(
-        note.startswith("Minutes that a training was given") for note in content["notes"]
-    )  # none has a limit
     assert any(note.startswith("Best on the validation dates at steps, by seed: ") for note in content["notes"])
     rows = content["tables"]["Trials, on the validation dates"]
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
@@ -94,29 +92,6 @@ def test_years_are_split_as_the_archive_has_them():
     assert found == entrants.Dates([str(y) for y in range(2001, 2005)], ["2005"], ["2006", "2007"])
     with pytest.raises(UserError, match=r"skill.train, skill.test: share 1 start dates \(first 2007"):
         entrants.split(SkillConfig(train=["2001/2003", "2007"]), times)
-
-
-def test_the_others_have_the_time_of_our_fits_and_steps_for_it(monkeypatch, tmp_path):
-    seen = {}
-
-    def trained(name, _trial, _seed, config, *_):
-        seen[name] = config.minutes, config.steps
-        return tmp_path
-
-    meta = {"fit_seconds": 100.0, "best": {"crps_ratio": 0.9}, "step": 1, "steps": 1}
-    monkeypatch.setattr(entrants, "_train", trained)
-    monkeypatch.setattr(entrants, "load_checkpoint", lambda _: SimpleNamespace(meta=meta))
-    start = entrants.Trained("start", (tmp_path,), ())
-    # 100 s, rounded up to a tenth of a minute; zero has no limit
-    for minutes, longer, steps in ((2.0, 3.7, 370), (0.0, 0.0, 200)):
-        for name in ("unet3d", "drn", "emos"):
-            settings = SkillConfig(minutes=minutes, steps=200, trials=1, seeds=1)
-            entrants.train_entrant(name, settings, None, None, tmp_path, BenchmarkSize.tiny, start)
-        assert seen == {
-            "unet3d": (minutes, 200),
-            "drn": (pytest.approx(longer), steps),
-            "emos": (pytest.approx(longer), 200),
-        }
 
 
 def contest():
@@ -246,21 +221,22 @@ def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):
         skill.run(config(store, tmp_path, trials=9))
 
 
-def test_a_rival_that_was_given_more_time_than_its_due_stays(store, tmp_path, monkeypatch):
-    """And one that was given less, and any other training of ours, does not."""
-    folder, dates = tmp_path / "runs", entrants.split(SkillConfig(), store.layout.init_time)
-
-    def training(name, minutes, steps=4):
-        given = config(store, tmp_path, minutes=minutes, steps=steps, seeds=1, trials=1).skill
-        return entrants._train(name, 0, 0, given, dates, store, folder, BenchmarkSize.tiny)
-
-    for name in ("drn", "unet3d"):
-        training(name, 8.1)
-    monkeypatch.setattr(entrants, "train", lambda *_: pytest.fail("trained again"))
-    assert training("drn", 7.9, steps=3) == folder / "drn-trial0-seed0"
-    for name, minutes in (("drn", 8.2), ("unet3d", 7.9)):
-        with pytest.raises(UserError, match="max_minutes="):
-            training(name, minutes)
+@pytest.mark.slow
+def test_trainings_end_by_patience_and_see_the_same(store, tmp_path):
+    """Departures and place for all networks; a training that took all of its steps is told of."""
+    skill.run(config(store, tmp_path, models=["unet3d", "drn"], seeds=1, trials=2, steps=40, sizes=[3]))
+    content = json.loads((tmp_path / "skill" / "results.json").read_text())
+    rows = content["tables"]["Trials, on the validation dates"]
+    assert len(rows) == 4 and {row["lr"] for row in rows} == {1e-3, 3e-3}
+    assert all(row["steps"] <= 40 and row["best_step"] <= row["steps"] for row in rows)
+    ended = [row for row in rows if row["steps"] < 40]
+    assert all(row["steps"] - row["best_step"] == 20 for row in ended)  # a validation every twenty steps
+    taken = {row["model"] for row in rows if row["taken"] and row["steps"] == 40}
+    notes = [note for note in content["notes"] if "Still within their patience" in note]
+    assert len(notes) == bool(taken) and all(name in note for note in notes for name in taken)
+    run = tmp_path / "skill" / "runs" / "drn-trial0-seed0"
+    meta = entrants.load_checkpoint(run / "checkpoints" / "last").meta
+    assert meta["spec"]["config"]["departures"] and meta["config"]["optim"]["final_lr"] == 1.0
 
 
 def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
@@ -284,6 +260,29 @@ def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
     # bias and dispersion each help, on dates that they were not fitted on
     steps = [board.score("crps", [name])[0].mean() for name in ("raw_3", "debiased_3", "corrected_3")]
     assert steps[0] > steps[1] > steps[2]
+
+
+def test_raw_temperatures_stand_on_the_ground_of_the_truth(store):
+    """What learns the difference of heights, by the cell or for the globe, gains nothing by it; spreads stay."""
+    groups, columns = groups_of(store, (48,))
+    shape, test = store.layout.grid.shape, np.arange(13, 19)
+    found = []
+    for heights in (None, Heights(np.zeros(shape), np.full(shape, 200.0))):
+        data = Data(store, np.arange(10), test, 3, heights=heights)
+        table = score(data, groups, len(columns), {}, set(), set())
+        found.append(Board(table, np.ones((1, 6)), np.arange(len(columns)), 0.95, np.arange(6)))
+    area, group, wanted = store.layout.grid.area_weights(), groups[1], []
+    assert group.variable == "t2m"
+    for date in test:
+        x, y = data.read(Part.FORECAST, date, group) - 1.3, data.read(Part.TRUTH, date, group)[0]
+        wanted.append((crps_normal(y, x.mean(0), np.sqrt(7 / 6) * x.std(0, ddof=1)) * area).mean())
+    plain, brought = (
+        [board.score(*of)[0] for of in (("crps", ["raw_6"]), ("crps", ["corrected_3"]))] for board in found
+    )
+    assert brought[0][2] == pytest.approx(np.mean(wanted)) and brought[0][2] != pytest.approx(plain[0][2], rel=0.01)
+    np.testing.assert_allclose(brought[0][[0, 1, 3]], plain[0][[0, 1, 3]])
+    np.testing.assert_allclose(brought[1], plain[1])
+    np.testing.assert_array_equal(*(board.score("spread", ["raw_4"]) for board in found))
 
 
 def test_the_ensemble_that_is_scored_is_held_to_the_check_of_the_archive(store):

@@ -1,7 +1,7 @@
-"""Trains everyone alike: the same dates, inputs, trials, seeds, time of steps and early stopping by validation dates.
+"""Trains everyone alike: the same dates, inputs, trials and seeds, each until its validation score stops improving.
 
-What ours fits to its training dates before a first step (`START`) is made once a seed; every training of the others may
-take as much time more, and steps in proportion.
+Time is nobody's limit: networks that still improved when it was up were no rivals. All networks see departures from the
+training mean at the point, their differences, place and season, which ours has too.
 
 A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
 training or a forecast that is whole is not made again, and one that was broken off goes on.
@@ -10,9 +10,8 @@ training or a forecast that is whole is not made again, and one that was broken 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,13 @@ log = logging.getLogger(__name__)
 OURS = "unet3d"
 START = "start"  # our network before its first step: a statistical correction
 CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
-# As in conf/model, with our U-Net at the size of the quickstart's: a larger one would take fewer steps in its time.
+# As in conf/model, with our U-Net at the size of the quickstart's.
 NETS: dict[str, dict[str, Any]] = {
     "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "residuals": 2048},
     "emos": {"spread": False},
-    "drn": {"spread": False, "hidden": 128},
-    "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128},
-    "poet": {"spread": False, "hidden": 16, "max_hidden": 64},
+    "drn": {"spread": False, "hidden": 128, "departures": True},
+    "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128, "departures": True},
+    "poet": {"spread": False, "hidden": 16, "max_hidden": 64, "departures": True},
 }
 TRIALS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "weight_decay": 0.05},
@@ -110,28 +109,21 @@ def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
 
 
 def train_entrant(
-    name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize, start: Trained
+    name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize
 ) -> Trained:
     """Run the trials of `name` with seed 0, then the best of them with the other seeds.
-
-    Args:
-        start: of `start_of_ours`.
 
     Raises:
         UserError: a run of that name was made with other settings or dates.
     """
     count = 1 if name in CLOSED_FORM else config.trials
-    if name != OURS and config.minutes:
-        minutes = config.minutes + _tenths(max(fit_seconds(start)) / 60)
-        steps = config.steps if name in CLOSED_FORM else math.ceil(config.steps * minutes / config.minutes)
-        config = replace(config, minutes=minutes, steps=steps)
     rows = []
     for trial in range(count):
         run = _train(name, trial, 0, config, dates, store, folder, size)
         best = load_checkpoint(run / "checkpoints" / "best").meta
         scores = best["best"] or {}
         row = {"model": name, "trial": trial, **TRIALS[trial], "validation_crps_ratio": scores.get("crps_ratio")}
-        rows.append(row | {"best_step": best["step"], "steps": best["steps"], **_emos(best)})
+        rows.append(row | {"best_step": best["step"], "steps": _last(run)["step"], **_emos(best)})
     known = [row["validation_crps_ratio"] or float("inf") for row in rows]
     chosen = int(np.argmin(known))
     seeds = 1 if name in CLOSED_FORM else config.seeds
@@ -155,7 +147,7 @@ def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder:
 
 def fit_seconds(start: Trained) -> list[float]:
     """What the fits of each seed took, whenever they were made."""
-    return [float(load_checkpoint(run / "checkpoints" / "last").meta["fit_seconds"]) for run in start.runs]
+    return [float(_last(run)["fit_seconds"]) for run in start.runs]
 
 
 def steps_taken(trained: Trained) -> list[int]:
@@ -163,13 +155,13 @@ def steps_taken(trained: Trained) -> list[int]:
     return [int(load_checkpoint(run / "checkpoints" / "best").meta["step"]) for run in trained.runs]
 
 
-def minutes_given(trained: Trained) -> list[float]:
-    """What each training might take, beyond the fits of ours."""
-    return [float(load_checkpoint(run / "checkpoints" / "last").meta["config"]["max_minutes"]) for run in trained.runs]
+def cut_short(trained: Trained, steps: int) -> int:
+    """Return how many seeds took all `steps`, so that they may have gone on improving."""
+    return sum(_last(run)["step"] >= steps for run in trained.runs)
 
 
-def _tenths(minutes: float) -> float:
-    return math.ceil(10 * minutes) / 10
+def _last(run: Path) -> dict[str, Any]:
+    return load_checkpoint(run / "checkpoints" / "last").meta
 
 
 def _emos(meta: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +179,7 @@ def _train(
     steps = 1 if name == START else config.steps
     settings = TrainConfig(
         run=run, output=str(folder), seed=seed, steps=steps, batch_size=2 if tiny else 4,
-        validate_every=max(1, min(50, steps // 2)), checkpoint_every=200, max_minutes=config.minutes,
+        validate_every=max(1, min(50, steps // 2)), checkpoint_every=200, patience=config.patience,
         spread_weight=0.3, average=0.98, threads=config.threads, resume=last.exists(),
         data=DataConfig(
             store=store.path, train=dates.train, validation=dates.validation, validation_members=config.members,
@@ -198,15 +190,15 @@ def _train(
             **(NETS[network] | (_TINY if tiny else {})),
         ),
         # A step too far must not end the benchmark: it is cut or left out, for everyone alike.
-        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, **optimizer),
+        # The rate stays, for nobody knows the last step before patience ends; averaged weights take the decay's place.
+        optim=OptimConfig(
+            name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, final_lr=1.0, **optimizer
+        ),
         tracking=TrackingConfig(tensorboard=False, log_every=50),
     )  # fmt: skip
     if (last / META).is_file():
         checkpoint = load_checkpoint(last)
-        had = checkpoint.meta["config"]
-        if name not in (OURS, START) and (had["max_minutes"] or 0.0) > (config.minutes or math.inf):
-            settings = replace(settings, max_minutes=had["max_minutes"], steps=had["steps"])  # more than its due
-        refuse_other_settings(settings, checkpoint, also=("max_minutes",))
+        refuse_other_settings(settings, checkpoint, also=("patience", "validate_every"))
         check_same_data(store, checkpoint)
         if checkpoint.meta["step"] >= checkpoint.meta["steps"]:
             return folder / run
