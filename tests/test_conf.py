@@ -11,6 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from synthetic import make_store
 
+from data_prep.simulate.schedule import model_years
 from ensemble_ml import cli
 from ensemble_ml.config import BenchmarkConfig, SimulateConfig, TrainConfig
 from ensemble_ml.models import Climate, ModelSpec, build_model
@@ -68,6 +69,18 @@ def test_a_group_file_changes_what_it_says():
     config = cli.build_config("train", cli.compose_config("train", [*GIVEN["train"], "model=small", "optim=adamw"]))
     assert config.model.hidden == 16
     assert config.optim.name.value == "adamw"
+
+
+def test_fresh_years_are_of_the_same_models_and_in_no_other_archive():
+    full, fresh = (
+        cli.build_config("simulate", cli.compose_config("simulate", [*GIVEN["simulate"], f"simulate={name}"]))
+        for name in ("full", "fresh")
+    )
+    of_full, of_fresh = ({year.year: year for year in model_years(config)} for config in (full, fresh))
+    assert of_fresh.keys().isdisjoint(of_full) and {year.split for year in of_fresh.values()} == {"test"}
+    counted = ("size", "first_year", "train_years", "validation_years", "test_years")
+    same = [{k: v for k, v in vars(config).items() if k not in counted} for config in (full, fresh)]
+    assert same[0] == same[1]
 
 
 def test_sweeps_on_slurm_compose(tmp_path):

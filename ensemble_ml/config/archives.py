@@ -56,7 +56,7 @@ class Gaps(Enum):
 class SimulateConfig:
     """Make the embedded archive: a simulated ensemble and its truth as GRIB in ENS-10's layout."""
 
-    size: str = opt("quickstart", "name of the size; chosen with simulate=tiny | quickstart | full")
+    size: str = opt("quickstart", "name of the size; chosen with simulate=tiny | quickstart | full | fresh")
     output: str = opt(MISSING, "folder to write the archive to; an unfinished one is resumed")
     seed: int = opt(0, "seed of spin-ups, analysis errors and perturbations")
     members: int = opt(10, "ensemble size")
