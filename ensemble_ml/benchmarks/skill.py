@@ -40,6 +40,7 @@ from ensemble_ml.store import TensorStore, open_store
 from ensemble_ml.store.source import Part, select_dates
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.heights import Heights, note
+from ensemble_ml.verification.samples import settled
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,10 @@ def _contest(
     hours = [hour for hour in store.layout.lead_hours if hour > 0] or list(store.layout.lead_hours)
     lead = _HEADLINE if _HEADLINE in hours else hours[-1]
     groups, columns = groups_of(store, (lead,))
-    data = Data(store, train, test, skill.members, heights=_heights(skill, store))
+    heights = _heights(skill, store)
+    if heights is not None:
+        heights = settled(store, heights, groups, train.tolist(), store.layout.grid.area_weights())
+    data = Data(store, train, test, skill.members, heights=heights)
     folders = {label: path for sizes in forecasts.values() for part in sizes.values() for label, path in part.items()}
     extremes = {label for sizes in forecasts.values() for label in sizes[skill.members]}
     calibration = {label for labels in forecasts[OURS].values() for label in labels}

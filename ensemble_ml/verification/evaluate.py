@@ -5,8 +5,8 @@ scores.json holds
 - `format` 1; `settings` (the configuration); `definitions` (what each score is);
 - `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
-- `heights`: {corrected (variables of raw members that were brought to the truth's ground), largest_m, mean_m (how far
-  that lies from the model's), lapse_rate_K_per_m};
+- `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates (by
+  what that multiplies their errors), largest_m, mean_m (how far the grounds lie apart), lapse_rate_K_per_m};
 - `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline};
 - `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
@@ -64,7 +64,7 @@ from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
-from ensemble_ml.verification.samples import Group, Setting, check_members, check_predictions
+from ensemble_ml.verification.samples import Group, Setting, check_members, check_predictions, settled
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, OF_THE_LIMIT, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
@@ -108,6 +108,9 @@ def evaluate(
         plan = make_plan(config, source, forecasts)
         scored = dict.fromkeys(column.variable for column in plan.columns)
         plan.notes[:0] = [text for name, text in (unverified or {}).items() if name in scored]
+        if plan.truth and ground is not None:
+            area = source.layout.grid.area_weights()
+            ground = settled(source, ground, plan.groups, plan.fit.tolist(), area)
         if plan.truth and (of_heights := heights.note(ground, {*scored})):
             plan.notes.append(of_heights)
         for note in plan.notes:

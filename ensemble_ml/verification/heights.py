@@ -4,15 +4,18 @@
 
 h_f and h_t are the orographies, G = 6.5 K/km the lapse rate of the standard atmosphere, T the member's own temperature
 at 2 m; the second line is the hypsometric equation of dry air whose temperature falls by G. Any centre makes this
-correction before it calls a forecast near the ground an error: what is left out here is a constant that anybody knows,
-and would stand as skill of whoever learns it. Mean sea-level pressure is of no ground, and stays.
+correction before it calls a forecast near the ground an error: without it, a constant that anybody knows would stand as
+skill of whoever learns it. Nor would a centre keep a correction that makes forecasts worse: a model's air at 2 m may
+follow its sea and soil, and not its ground. So a variable is corrected if its mean errs less for it on the dates that
+baselines are fitted on (`samples.settled`). Mean sea-level pressure is of no ground, and stays.
 
 Axes: M member, Z level (one), Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,10 +32,16 @@ WORDS = {"sp": "surface pressure", "t2m": "2 m temperature"}
 
 @dataclass(frozen=True, eq=False)
 class Heights:
-    """The orography of the forecast's model and that of the truth's, m above sea level, each (Y, X)."""
+    """The orography of the forecast's model and that of the truth's, m above sea level, each (Y, X).
+
+    `variables` are those that are brought from one to the other; `ratios`: by what the RMSE of the mean is multiplied
+    so on the dates that baselines are fitted on, by variable (`samples.settled`).
+    """
 
     forecast: np.ndarray
     truth: np.ndarray
+    variables: tuple[str, ...] = OF_THE_GROUND
+    ratios: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rise(self) -> np.ndarray:
@@ -66,24 +75,35 @@ def as_dict(heights: Heights | None, variables: set[str]) -> dict:
     """Return the `heights` of scores.json, where `variables` are scored."""
     if heights is None:
         return {"corrected": []}
-    away, names = np.abs(heights.rise), [name for name in OF_THE_GROUND if name in variables]
+    away, names = np.abs(heights.rise), [name for name in heights.variables if name in variables]
     sizes = {"largest_m": float(away.max()), "mean_m": float(away.mean()), "lapse_rate_K_per_m": LAPSE_RATE}
-    return {"corrected": names, **sizes}
+    return {"corrected": names, "rmse_ratio_on_fit_dates": dict(heights.ratios), **sizes}
 
 
 def note(heights: Heights | None, variables: set[str]) -> str | None:
     """Return the sentence that says whether raw fields were brought to the truth's ground; None if there are none."""
-    names = [WORDS[name] for name in OF_THE_GROUND if name in variables]
+    names = [name for name in OF_THE_GROUND if name in variables]
     if not names:
         return None
-    what = f"Raw {' and '.join(names)}"
     if heights is None:
         return (
-            f"{what}: not corrected for height. Where model and truth have different orographies, part of any gain in"
-            f" {'them' if names[1:] else 'it'} is that difference alone: give orography= and truth_orography=."
+            f"Raw {_words(names)}: not corrected for height. Where model and truth have different orographies, part of"
+            f" any gain in {'them' if names[1:] else 'it'} is that difference alone: give orography= and"
+            " truth_orography=."
         )
-    away = np.abs(heights.rise)
-    return (
-        f"{what}, and what is made of them: corrected for the height of the truth's ground above the model's (up to"
-        f" {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km, hypsometric)."
-    )
+    away, found = np.abs(heights.rise), []
+    if done := [name for name in names if name in heights.variables]:
+        found.append(
+            f"Raw {_words(done)}, and what is made of them: corrected for the height of the truth's ground above the"
+            f" model's (up to {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km, hypsometric)."
+        )
+    for name in (name for name in names if name not in heights.variables):
+        more = 100 * (heights.ratios[name] - 1)
+        found.append(
+            f"Raw {WORDS[name]}: not corrected for height, which would raise its RMSE on the fit dates by {more:.1f} %."
+        )
+    return " ".join(found)
+
+
+def _words(names: list[str]) -> str:
+    return " and ".join(WORDS[name] for name in names)

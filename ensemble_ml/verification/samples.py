@@ -118,13 +118,35 @@ def on_truths_ground(
 
     They are returned as they are where the heights are not known, or the variable is of no ground.
     """
-    if heights is None or group.variable not in OF_THE_GROUND:
+    if heights is None or group.variable not in heights.variables:
         return members
     if group.variable == "t2m":
         return heights.temperature(members)
     known = "t2m" in source.layout.surface
     warmth = read_group(source, Part.FORECAST, date, replace(group, variable="t2m")) if known else None
     return heights.pressure(members, warmth)
+
+
+def settled(
+    source: Source, heights: Heights, groups: Sequence[Group], dates: Sequence[int], area: np.ndarray
+) -> Heights:  # fmt: skip
+    """Return `heights` for those variables alone whose mean errs less for the correction on `dates`.
+
+    Args:
+        groups: what is scored.
+        dates: that baselines are fitted on; without any, all variables are corrected.
+        area: weights (Y, X).
+    """
+    squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
+    for group in (group for group in groups if group.variable in squares):
+        for date in dates:
+            members = read_group(source, Part.FORECAST, date, group)
+            truth = read_group(source, Part.TRUTH, date, group)[0]
+            brought = on_truths_ground(source, heights, group, date, members)
+            errors = np.stack([(one.mean(0) - truth) ** 2 for one in (members, brought)])
+            squares[group.variable] += (np.where(np.isfinite(errors).all(0), errors, 0.0) * area).sum((-3, -2, -1))
+    ratios = {name: float(np.sqrt(after / before)) for name, (before, after) in squares.items() if before > 0}
+    return replace(heights, variables=tuple(n for n in OF_THE_GROUND if ratios.get(n, 1.0) <= 1), ratios=ratios)
 
 
 def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None:

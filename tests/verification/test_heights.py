@@ -114,10 +114,24 @@ def test_an_ensemble_on_other_ground_scores_as_on_the_truths(store, forecast, he
     spreads = [entry(found[n], "raw_3", "sp", None)["spread_rmse"]["value"] for n in ("lowered", "brought")]
     assert spreads[0] == spreads[1]
     told = found["brought"]["heights"]
+    assert max(told["rmse_ratio_on_fit_dates"].values()) < 1
     assert told["corrected"] == ["sp", "t2m"] and told["largest_m"] == np.abs(heights.rise).max()
     assert found["plain"]["heights"] == {"corrected": []}
     assert any("not corrected for height" in text for text in found["plain"]["notes"])
     assert any("corrected for the height of the truth's ground" in text for text in found["brought"]["notes"])
+
+
+def test_a_correction_that_makes_forecasts_worse_is_left(store, forecast, heights, tmp_path, plain):
+    """The members stand on the truth's ground already: what files say of another is not believed."""
+    found = []
+    for name, ground in (("plain", None), ("left", heights)):
+        config = settings(forecast, store, tmp_path / name, members_in=3, climate_days=0)
+        found.append(json.loads((evaluate(config, store, None, ground) / "scores.json").read_text()))
+    assert found[1]["scores"] == found[0]["scores"]
+    told = found[1]["heights"]
+    assert told["corrected"] == [] and min(told["rmse_ratio_on_fit_dates"].values()) > 1
+    [text] = [text for text in found[1]["notes"] if "which would raise its RMSE" in text]
+    assert "Raw surface pressure: not corrected" in text and "Raw 2 m temperature: not corrected" in text
 
 
 def test_headlines_stand_with_and_without_surface_pressure(store, heights, tmp_path, plain):

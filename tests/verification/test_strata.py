@@ -150,7 +150,8 @@ def test_reliability_is_of_limits_that_can_be_exceeded(variable, cells):
     shape = (1, 1, 4)
     mean, deviation = np.array([[[0.2, 0.9, 0.8, 0.5]]]), np.array([[[0.3, 0.3, 0.2, 0.0]]])
     setting = SimpleNamespace(reduced=2, full=3)
-    sample = SimpleNamespace(members=np.full((3, *shape), 0.5), truth=np.full(shape, 0.6))
+    members = np.full((3, *shape), 0.5)
+    sample = SimpleNamespace(members=members, raw=members, truth=np.full(shape, 0.6))
     found, fit = Calibration(1, 1, np.ones((1, 4))), Fit(climatology=(mean, deviation))
     said = {"ours": SimpleNamespace(family=Family.NORMAL, location=mean, scale=np.ones(shape))}
     group = Group(variable, 24, (None,), slice(0, 1))
