@@ -27,11 +27,22 @@ def part(cls: type, doc: str) -> Any:
     return field(default_factory=cls, metadata={"doc": doc})
 
 
-def as_list(value: Any) -> list[str]:
-    """Paths as a list: one string stays one path."""
+def is_dataset(value: Any) -> bool:
+    """Return whether an archive is given as an open xarray Dataset, and not as a path; xarray is not imported for it."""
+    return hasattr(value, "data_vars")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return paths as a list: one string stays one path. Open Datasets may stand among them."""
     if value is None:
         return []
-    return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [v if is_dataset(v) else str(v) for v in values]
+
+
+def shown_input(value: Any) -> str:
+    """Return an element of `as_list` as messages and provenance show it."""
+    return "an open Dataset" if is_dataset(value) else str(value)
 
 
 def require(key: str, value: Any, good: bool, allowed: str) -> None:

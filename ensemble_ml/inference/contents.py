@@ -92,12 +92,13 @@ class Dates:
 class Header:
     """Coordinates and global attributes of a file.
 
-    `leads` hours; `levels` hPa; `members` numbers of the members written (empty for none); `thresholds` in the units of
-    their variable; `lead_bounds` of a variable over intervals: first and last hour for each of `leads`, or None;
-    `families` of variables that differ from the registry's; `dates`: start dates with a part in training, by name.
+    `init_time`: the start, or those of several forecasts that stand together; `leads` hours; `levels` hPa; `members`
+    numbers of the members written (empty for none); `thresholds` in the units of their variable; `lead_bounds` of a
+    variable over intervals: first and last hour for each of `leads`, or None; `families` of variables that differ from
+    the registry's; `dates`: start dates with a part in training, by name.
     """
 
-    init_time: np.datetime64
+    init_time: np.datetime64 | np.ndarray
     leads: Sequence[int]
     levels: Sequence[int]
     places: Places

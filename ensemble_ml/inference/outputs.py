@@ -89,16 +89,35 @@ def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
         log.warning("thresholds: %s: probabilities are about 0 or 1 there; are these the units meant?", "; ".join(said))
 
 
+def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:
+    """Return what `outputs` gives of a variable, in that order."""
+    kinds = []
+    if spec.config.postprocess:
+        kinds = [Kind.MEAN, Kind.STDDEV, Kind.LOCATION, Kind.SCALE]
+        kinds += [Kind.QUANTILE] * bool(wanted.quantiles) + [Kind.PROBABILITY] * bool(wanted.thresholds.get(name))
+        kinds += [Kind.MEMBER] * wanted.members
+    return kinds + [Kind.SPREAD] * spec.config.spread
+
+
 def outputs(
-    spec: ModelSpec, prediction: Prediction, at: int, sample: Sample, wanted: Wanted, places: Places
+    spec: ModelSpec,
+    prediction: Prediction,
+    at: int,
+    sample: Sample,
+    wanted: Wanted,
+    places: Places,
+    only: str | None = None,
 ) -> Iterator[Output]:
-    """The data variables of date `at` of a batch, made one at a time, cut to `places`.
+    """The data variables of date `at` of a batch, made one at a time, cut to `places`; those of one variable `only`, or
+    of all.
 
     Everything is computed on the whole grid and cut afterwards: a vectorised function may round its last few elements
     otherwise, and a region must equal the same part of a whole field bit for bit.
     """
     for suffix, names in (("p", spec.variables), ("s", spec.surface)):
         for position, name in enumerate(names):
+            if only not in (None, name):
+                continue
             part = _Variable(spec, prediction, suffix, at, position, sample)
             for kind, values in part.masked_fields(name, wanted):
                 yield Output(name, kind, places.cut(values.float().numpy()))

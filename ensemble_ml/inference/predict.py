@@ -12,11 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
-from enum import Enum
-from functools import cached_property
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +20,6 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ensemble_ml import __version__
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.fingerprint import check_same_model
@@ -33,19 +28,18 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.inference.contents import Dates, Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
+from ensemble_ml.inference.job import Job, header, plan_job
 from ensemble_ml.inference.netcdf import write_forecast
-from ensemble_ml.inference.outputs import Wanted, outputs, tell_of_far_thresholds, wanted_outputs
-from ensemble_ml.inference.select import Places, select
-from ensemble_ml.inference.starts import Start, check_source, plan_starts
-from ensemble_ml.inference.targets import identity, made_already, of_start, targets
+from ensemble_ml.inference.outputs import outputs
+from ensemble_ml.inference.starts import Start
+from ensemble_ml.inference.targets import made_already, targets
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
-from ensemble_ml.store.source import Fields, Source, bounds_at
+from ensemble_ml.store.source import Fields, Source
 from ensemble_ml.training.checkpoint import find_checkpoint, load_model
 
 T = TypeVar("T")
@@ -55,29 +49,15 @@ log = logging.getLogger(__name__)
 _LARGEST_BATCH = 8  # start dates
 _BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
 _READ_AHEAD = 2  # batches; one where a batch is a single date, which is large then
-_NAMED = 10  # start dates in a message, values of a setting in a file's history
+_NAMED = 10  # start dates in a message
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """What all start dates have in common."""
+class _Job(Job):
+    """A job of several ranks: this one's part in it, and of the grid."""
 
-    config: PredictConfig
-    source: Source
-    meta: Mapping[str, Any]
-    spec: ModelSpec
-    wanted: Wanted
-    places: Places
     session: Session
     shard: Shard
-    same: Mapping[str, str]
-
-    @cached_property
-    def dates(self) -> dict[str, Dates]:
-        """Start dates that the weights have seen, by the names that they have in a file."""
-        earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
-        own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
-        return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
@@ -101,30 +81,22 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 def _predict(config: PredictConfig, source: Source, session: Session) -> list[Path]:
     model, meta = load_model(config.checkpoint)
     spec = model.spec
-    check_source(source, spec, meta.get("lead_bounds"))
-    places = select(spec.grid, config.region, config.points)
     shard = _shard(spec, session)
-    wanted = wanted_outputs(config, spec)
-    job = _Job(config, source, meta, spec, wanted, places, session, shard, identity(config, wanted, meta, source))
-    trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
-    starts = plan_starts(source, spec, config, trained)
-    if session.first:
-        _tell_of_few(starts, meta)
-        if "input_range" in meta:
-            tell_of_far_thresholds(wanted, meta["input_range"])
+    planned, starts = plan_job(config, source, spec, meta, told=session.first)
+    job = _Job(**vars(planned), session=session, shard=shard)
     paths = targets(config, starts)
     made = _made(job, starts, paths) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked
     if config.static is not None:
         replace_static(model, source)
     ranks = sharing_cores(session.mesh.world, session.device)
-    with _threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
-        device = _place(model, meta, config, session.device)
+    with torch_threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
+        put_on_device(model, meta, config.precision, session.device)
         check_same_model(list(model.state_dict().values()), session.mesh.world)  # `best` may move while ranks read it
         if isinstance(model, EnsembleModel):
             partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
         wanted_paths = [None if path in made else path for path in paths]
-        _run(job, model, device, _own(list(zip(starts, wanted_paths, strict=True)), session))
+        _run(job, model, session.device, _own(list(zip(starts, wanted_paths, strict=True)), session))
     return paths
 
 
@@ -137,17 +109,6 @@ def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path
     there = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
     spatial.broadcast(there)
     return {path for path, is_there in zip(paths, there.tolist(), strict=True) if is_there}
-
-
-def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
-    """Warn where forecasts come from fewer members than any that corrections were fitted to."""
-    sizes = meta["config"].get("data", {}).get("members", [])
-    fewest = min((len(start.positions) for start in starts), default=0)
-    if starts and sizes and fewest < min(sizes):
-        log.warning(
-            "members_in: %d, and the checkpoint was trained on %s: its corrections are extrapolated to so few; train"
-            " with data.members=[%d, ...]", fewest, ", ".join(map(str, sizes)), fewest,
-        )  # fmt: skip
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard:
@@ -176,14 +137,14 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
     samples = Samples(job.source, job.spec, job.meta, window, job.wanted.members)
     writing: list[Future[Path]] = []
     unread: dict[str, str] | None = {} if spatial.size == 1 else None
-    reading = read_ahead(_groups(samples, own, unread), _READ_AHEAD if _batch_size(job.spec) > 1 else 1)
+    reading = read_ahead(_groups(samples, own, unread), _READ_AHEAD if batch_size(job.spec) > 1 else 1)
     count = sum(path is not None for _, path in own) if spatial.rank == 0 else 0
     with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
         for group, paths in groups:
             if window is not None and job.spec.masked:
                 for sample in group:
                     samples.check_together(sample, spatial)
-            whole = _whole(job, _forward(model, group, device))
+            whole = _whole(job, forward(model, group, device))
             group = [samples.judged(s) for s in (_whole_sample(job, sample) for sample in group) if s is not None]
             if whole is None:
                 continue
@@ -240,7 +201,7 @@ def _groups(
     """Batches with something to write; they are those of a run that makes all, since a convolution of fewer rounds
     otherwise. So another date of the batch stands for one that cannot be read, which is put into `unread` with the
     reason; None raises it."""
-    size = _batch_size(samples.spec)
+    size = batch_size(samples.spec)
     for first in range(0, len(own), size):
         starts, paths = map(list, zip(*own[first : first + size], strict=True))
         if not any(paths):
@@ -261,7 +222,8 @@ def _groups(
             yield [sample or other for sample in found], paths
 
 
-def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
+def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
+    """Return what the model predicts of a batch of start dates, on the host."""
     dtype = torch.float64 if model.speed.precision is Precision.float64 else torch.float32
     found = model(collate(group, model.spec).to(device=device, dtype=dtype))
     return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
@@ -270,85 +232,35 @@ def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> 
 def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Path) -> Path:
     with torch.inference_mode():  # it holds in the thread that enters it
         fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
-        return write_forecast(path, _header(job, sample), fields, replace=job.config.overwrite)
+        return write_forecast(path, header(job, sample.start, sample.remarks), fields, replace=job.config.overwrite)
 
 
-def _header(job: _Job, sample: Sample) -> Header:
-    spec, start = job.spec, sample.start
-    layout = job.source.layout
-    numbers = tuple(layout.realization[position] for position in start.positions)
-    return Header(
-        init_time=start.init_time,
-        leads=spec.leads_out,
-        levels=spec.levels if spec.variables else (),
-        places=job.places,
-        quantiles=job.wanted.quantiles,
-        thresholds=job.wanted.thresholds,
-        members=numbers if job.wanted.members else (),
-        lead_bounds=bounds_at(job.source, (*spec.variables, *spec.surface), spec.leads_out),
-        families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
-        attributes=_attributes(job, sample),
-        dates=job.dates,
-    )
-
-
-def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
-    config, meta = job.config, job.meta
-    what = "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
-    start = sample.start.init_time.astype("datetime64[m]").item()
-    hour = f"{start:%H:%M}" if start.minute else f"{start:%H}"
-    now = datetime.now(UTC)
-    return {
-        "title": f"{what} from {start:%Y-%m-%d} {hour} UTC",
-        "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
-        "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
-        "comment": "; ".join(filter(None, (sample.start.missing, sample.start.unlike, *sample.remarks))),
-        **of_start(job.same, sample.start, job.source),
-        "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
-        "ensemble_ml_version": __version__,
-    }
-
-
-def _asked(config: PredictConfig) -> str:
-    """The settings that say what is in the files, where they are not the usual ones."""
-    usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
-    names = (part.name for part in fields(config) if part.name not in elsewhere)
-    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
-    return " ".join(f"{name}={_shown(value)}" for name, value in given.items())
-
-
-def _shown(value: Any) -> Any:
-    """Return a setting as a file's history shows it: of a long list the first and the last value, and how many."""
-    if isinstance(value, list) and len(value) > _NAMED:
-        return f"[{value[0]}, ..., {value[-1]}] ({len(value)} in all)"
-    return value.value if isinstance(value, Enum) else value
-
-
-def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, device: torch.device) -> torch.device:
-    """Put `model` on the fastest device, in the precision that is asked for or that the checkpoint was trained in."""
+def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, device: torch.device) -> None:
+    """Put `model` on a device, in the precision that is asked for or that the checkpoint was trained in."""
     trained = Speed.from_json(meta["precision"])
-    if config.precision is Precision.auto:
+    if wanted is Precision.auto:
         able = {speed.precision for speed in candidates(device, Precision.auto)} | {Precision.float64}
         speed = trained if trained.precision in able else Speed(Precision.float32, trained.channels_last)
         if speed is not trained:
             log.info("precision: %s has no %s as in training; float32 is used", device.type, trained.precision.value)
     else:
-        candidates(device, config.precision)  # refuses what the device cannot do
-        speed = Speed(config.precision, trained.channels_last)
+        candidates(device, wanted)  # refuses what the device cannot do
+        speed = Speed(wanted, trained.channels_last)
     model.to(device)
     if speed.precision is not Precision.float64:
         model.float()
     speed.apply(model)
-    return device
 
 
-def _batch_size(spec: ModelSpec) -> int:
+def batch_size(spec: ModelSpec) -> int:
+    """Return how many start dates are predicted at once."""
     planes = len(spec.leads_in) * spec.fields
     return max(1, min(_LARGEST_BATCH, _BATCH_VALUES // (planes * len(spec.latitude) * len(spec.longitude))))
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads; 0 leaves their number as it is."""
     before = torch.get_num_threads()
     if count > 0:
         torch.set_num_threads(count)

@@ -7,7 +7,7 @@ The forecast of a variable stands under its short name (t, z, t2m ...), its trut
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, field
 from ensemble_ml.store.metadata import cf_attributes, coordinates, is_store
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.store.schema import ArraySpec, Kind
-from ensemble_ml.store.source import Part, Selection
+from ensemble_ml.store.source import Part, Selection, Source
 
 _CELL_METHODS = {Part.MEAN: "realization: mean", Part.SPREAD: "realization: standard_deviation"}
 _DECODERS = "mask_and_scale", "decode_times", "concat_characters", "decode_coords", "decode_timedelta"
@@ -58,18 +57,9 @@ class EnsembleBackend(BackendEntrypoint):
             raise UserError("use_cftime=True: start dates are of the standard calendar, as numpy.datetime64")
         store = TensorStore(Path(filename_or_obj))
         dropped = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
-        coords = {name: _coordinate(*parts) for name, parts in coordinates(store.layout).items()}
-        coords = {
-            name: value for name, value in coords.items() if name not in (*dropped, "variable", "surface_variable")
-        }
-        variables = _variables(store)
-        variables |= {
-            name: xr.Variable(("latitude", "longitude"), values, cf_attributes(name))
-            for name, values in store.static().items()
-        }
-        kept = {name: value for name, value in variables.items() if name not in dropped}
-        attrs = {"Conventions": "CF-1.11", "source": store.path, "fingerprint": store.fingerprint()}
-        return xr.Dataset(kept, coords, attrs)
+        parts = dict.fromkeys(spec.part for spec in store.specs)
+        data = source_dataset(store, tuple(parts))
+        return data.drop_vars([name for name in dropped if name in data.variables])
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
         """Whether a tensor store stands at `filename_or_obj`."""
@@ -92,28 +82,38 @@ def _without(attrs: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in attrs.items() if key not in names}
 
 
-def _variables(store: TensorStore) -> dict[str, xr.Variable]:
+def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
+    """Return a source as a Dataset of decoded, lazy, CF-named variables.
+
+    Args:
+        source: a tensor store, or an archive behind the same face.
+        parts: those that are shown; names of all but the forecast end with their part.
+    """
+    coords = {name: _coordinate(*about) for name, about in coordinates(source.layout).items()}
+    coords = {name: value for name, value in coords.items() if name not in ("variable", "surface_variable")}
     found = {}
-    for spec in store.specs:
-        names = store.layout.variables if spec.kind is Kind.PRESSURE else store.layout.surface
-        for name in names:
-            lazy = indexing.LazilyIndexedArray(StoreArray(store, spec, name))
-            dims = tuple(dim for dim in spec.dimensions if not dim.endswith("variable"))
-            chunks = {dim: 1 if dim == "init_time" else length for dim, length in zip(dims, lazy.shape, strict=True)}
-            label = name if spec.part is Part.FORECAST else f"{name}_{spec.part.value}"
-            found[label] = xr.Variable(dims, lazy, _attributes(store, spec, name), {"preferred_chunks": chunks})
-    return found
+    for part in parts:
+        for name in source.layout.names:
+            array = SourceArray(source, part, name)
+            chunks = {
+                dim: 1 if dim == "init_time" else length for dim, length in zip(array.dims, array.shape, strict=True)
+            }
+            label = name if part is Part.FORECAST else f"{name}_{part.value}"
+            lazy, about = indexing.LazilyIndexedArray(array), _attributes(source, part, name)
+            found[label] = xr.Variable(array.dims, lazy, about, {"preferred_chunks": chunks})
+    for name, values in source.static().items():
+        found[name] = xr.Variable(("latitude", "longitude"), values, cf_attributes(name))
+    attrs = {"Conventions": "CF-1.11", "source": source.path, "fingerprint": source.fingerprint()}
+    return xr.Dataset(found, coords, attrs)
 
 
-def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any]:
+def _attributes(source: Source, part: Part, name: str) -> dict[str, Any]:
     known, attrs = field(name), cf_attributes(name)
-    attrs["long_name"] = (
-        attrs["long_name"] if spec.part is Part.FORECAST else f"{attrs['long_name']}, {spec.part.value}"
-    )
-    methods = [_CELL_METHODS[spec.part]] if spec.part in _CELL_METHODS else []
+    attrs["long_name"] = attrs["long_name"] if part is Part.FORECAST else f"{attrs['long_name']}, {part.value}"
+    methods = [_CELL_METHODS[part]] if part in _CELL_METHODS else []
     if known.temperature:
-        attrs["units_metadata"] = f"temperature: {'difference' if spec.part is Part.SPREAD else 'on_scale'}"
-    bounds = store.lead_bounds.get(name)
+        attrs["units_metadata"] = f"temperature: {'difference' if part is Part.SPREAD else 'on_scale'}"
+    bounds = getattr(source, "lead_bounds", {}).get(name)
     if bounds:
         # Of others it is not kept whether they are means or extremes over their intervals.
         over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == GUST else ""
@@ -122,14 +122,24 @@ def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any
     return attrs | ({"cell_methods": " ".join(methods)} if methods else {})
 
 
-class StoreArray(BackendArray):
+class SourceArray(BackendArray):
     """One variable of one part, decoded as it is indexed; shape (D[, M], T[, Z], Y, X), float32."""
 
-    def __init__(self, store: TensorStore, spec: ArraySpec, name: str):
-        self.store, self.spec, self.name = store, spec, name
-        axis = spec.dimensions.index("variable" if spec.kind is Kind.PRESSURE else "surface_variable")
-        self.shape = spec.on_disk[:axis] + spec.on_disk[axis + 1 :]
-        self.dims = spec.dimensions[:axis] + spec.dimensions[axis + 1 :]
+    def __init__(self, source: Source, part: Part, name: str):
+        self.source, self.part, self.name = source, part, name
+        lay = source.layout
+        sizes = {
+            "init_time": len(lay.init_time),
+            "realization": len(lay.realization),
+            "lead_time": len(lay.lead_hours),
+            "level": len(lay.levels),
+            "latitude": lay.grid.shape[0],
+            "longitude": lay.grid.shape[1],
+        }
+        absent = {"realization"} if part is not Part.FORECAST else set()
+        absent |= {"level"} if name in lay.surface else set()
+        self.dims = tuple(dim for dim in sizes if dim not in absent)
+        self.shape = tuple(sizes[dim] for dim in self.dims)
         self.dtype = np.dtype(np.float32)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> np.ndarray:
@@ -154,8 +164,8 @@ class StoreArray(BackendArray):
         return out[scalar]
 
     def _selection(self, index: dict[str, np.ndarray]) -> tuple[Selection, np.ndarray, np.ndarray]:
-        lay, rows = self.store.layout, index["latitude"]
-        on_levels = self.spec.kind is Kind.PRESSURE
+        lay, rows = self.source.layout, index["latitude"]
+        on_levels = self.name in self.source.layout.variables
         first, last = int(rows.min()), int(rows.max()) + 1
         selection = Selection(
             realization=_pick(lay.realization, index.get("realization")),
@@ -168,8 +178,8 @@ class StoreArray(BackendArray):
         return selection, rows - first, index["longitude"]
 
     def _date(self, date: int, selection: Selection) -> np.ndarray:
-        fields = self.store.read(self.spec.part, date, selection)
-        return fields.pressure if self.spec.kind is Kind.PRESSURE else fields.surface
+        fields = self.source.read(self.part, date, selection)
+        return fields.pressure if self.name in self.source.layout.variables else fields.surface
 
 
 def _pick(values: tuple[int, ...], positions: np.ndarray | None) -> tuple[int, ...] | None:

@@ -9,13 +9,13 @@ import xarray as xr
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
 from scipy.stats import chisquare, gamma, norm, truncnorm
 
-from ensemble_ml.config import ParallelConfig, Precision, PredictConfig
+from ensemble_ml.config import ParallelConfig, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
 from ensemble_ml.inference.contents import TIME_AXES
 from ensemble_ml.inference.outputs import order_of_equals
-from ensemble_ml.inference.predict import _place
+from ensemble_ml.inference.predict import put_on_device
 from ensemble_ml.models import Speed, ensemble_input
 from ensemble_ml.training.checkpoint import load_checkpoint, load_model
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
@@ -58,8 +58,8 @@ def test_batches_do_not_change_what_a_date_gets(config, source, tmp_path):
 def test_members_are_let_go_where_nothing_asks_for_them(config, source, tmp_path, monkeypatch):
     """And change nothing else; where a batch is one date, one is read ahead."""
     module, alive, ahead = importlib.import_module("ensemble_ml.inference.predict"), [], []
-    forward, read_ahead = module._forward, module.read_ahead
-    monkeypatch.setattr(module, "_forward", lambda *given: alive.append(given[1][0].members) or forward(*given))
+    forward, read_ahead = module.forward, module.read_ahead
+    monkeypatch.setattr(module, "forward", lambda *given: alive.append(given[1][0].members) or forward(*given))
     monkeypatch.setattr(module, "read_ahead", lambda items, depth: ahead.append(depth) or read_ahead(items, depth))
     single = str(make_checkpoint(tmp_path / "c", make_spec(source, one_member=True)))
     asked = [{}, {"members_out": True}, {"checkpoint": single}]
@@ -263,13 +263,13 @@ def test_static_fields_given_replace_those_of_the_checkpoint(config, source, tmp
 
 def test_precision_and_threads(config, source, tmp_path, monkeypatch):
     module, seen = importlib.import_module("ensemble_ml.inference.predict"), []
-    forward = module._forward
+    forward = module.forward
 
     def noted(model, group, device):
         seen.append((next(model.parameters()).dtype, torch.get_num_threads()))
         return forward(model, group, device)
 
-    monkeypatch.setattr(module, "_forward", noted)
+    monkeypatch.setattr(module, "forward", noted)
     before = torch.get_num_threads()
     double = predict(config(precision=Precision.float64, threads=before + 1), source)
     single = predict(config(output=str(tmp_path / "single"), precision=Precision.float32), source)
@@ -290,7 +290,7 @@ def test_weights_in_double_precision_keep_their_last_bits(source, tmp_path):
     speeds = []
     for precision in (Precision.auto, Precision.float32):
         given = load_model(tmp_path / "b" / "last")
-        _place(*given, PredictConfig("a", "b", output="c", precision=precision), torch.device("cpu"))
+        put_on_device(*given, precision, torch.device("cpu"))
         speeds.append({parameter.dtype for parameter in given[0].parameters()})
     assert speeds == [{torch.float64}, {torch.float32}]
 

@@ -177,14 +177,14 @@ def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
     source = make_source(dates=1)
     checkpoint = make_checkpoint(tmp_path / "c", make_spec(source))
     module = importlib.import_module("ensemble_ml.inference.predict")
-    real = module._forward
+    real = module.forward
 
     def broken(*given):
         found = real(*given)
         found.scale_p[0, 1, 0, 0, 3, 3] = torch.nan
         return found
 
-    monkeypatch.setattr(module, "_forward", broken)
+    monkeypatch.setattr(module, "forward", broken)
     with pytest.raises(UserError, match=r"t: the prediction is not finite"):
         predict(PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f")), source)
     assert not list((tmp_path / "f").glob("*"))

@@ -158,11 +158,10 @@ def test_the_synthetic_ensemble_is_calibrated_and_its_faults_are_those_asked_for
 def test_only_sums_and_gusts_are_said_to_be_sums_and_maxima(store):
     """Whether a temperature over intervals is their mean or their maximum is not kept: nothing is said."""
     store = TensorStore(Path(store.path))  # of its own
-    spec = next(spec for spec in store.specs if spec.part is Part.FORECAST)
     names = {"t2m": None, "tp": "lead_time: sum", "fg10": "lead_time: maximum"}
     store.lead_bounds = {name: [(0, 24)] for name in names}
     for name, methods in names.items():
-        found = _attributes(store, spec, name)
+        found = _attributes(store, Part.FORECAST, name)
         assert found.get("cell_methods") == methods and found["lead_bounds_hours"] == "0-24"
 
 

@@ -1,0 +1,158 @@
+"""What the forecasts of all start dates have in common, and what the head of each says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
+from enum import Enum
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml import __version__
+from ensemble_ml.config import PredictConfig, is_dataset, shown_input
+from ensemble_ml.inference.contents import Dates, Header
+from ensemble_ml.inference.outputs import Wanted, tell_of_far_thresholds, wanted_outputs
+from ensemble_ml.inference.select import Places, select
+from ensemble_ml.inference.starts import Start, check_source, plan_starts
+from ensemble_ml.inference.targets import identity, of_start
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.store.source import Source, bounds_at
+
+log = logging.getLogger(__name__)
+
+_NAMED = 10  # values of a setting in a forecast's history
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What all start dates have in common."""
+
+    config: PredictConfig
+    source: Source
+    meta: Mapping[str, Any]
+    spec: ModelSpec
+    wanted: Wanted
+    places: Places
+    same: Mapping[str, str]
+
+    @cached_property
+    def dates(self) -> dict[str, Dates]:
+        """Start dates that the weights have seen, by the names that they have in a file."""
+        earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
+        own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
+        return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
+
+
+def plan_job(
+    config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, told: bool = True
+) -> tuple[Job, list[Start]]:
+    """Check all that can be checked before anything is computed, and return what is to be made of which start dates.
+
+    Args:
+        config: what is asked for; `input` is only quoted, `source` is what is read.
+        source: what forecasts are made from.
+        spec: of the model.
+        meta: of its checkpoint.
+        told: whether warnings are logged.
+
+    Raises:
+        UserError: the source does not fit the model, or something asked for is not there.
+    """
+    check_source(source, spec, meta.get("lead_bounds"))
+    places, wanted = select(spec.grid, config.region, config.points), wanted_outputs(config, spec)
+    job = Job(config, source, meta, spec, wanted, places, identity(config, wanted, meta, source))
+    trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
+    starts = plan_starts(source, spec, config, trained)
+    if told:
+        _tell_of_few(starts, meta)
+        if "input_range" in meta:
+            tell_of_far_thresholds(wanted, meta["input_range"])
+    return job, starts
+
+
+def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
+    """Warn where forecasts come from fewer members than any that corrections were fitted to."""
+    sizes = meta["config"].get("data", {}).get("members", [])
+    fewest = min((len(start.positions) for start in starts), default=0)
+    if starts and sizes and fewest < min(sizes):
+        log.warning(
+            "members_in: %d, and the checkpoint was trained on %s: its corrections are extrapolated to so few; train"
+            " with data.members=[%d, ...]", fewest, ", ".join(map(str, sizes)), fewest,
+        )  # fmt: skip
+
+
+def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
+    """Return the coordinates and attributes of the forecast of one start date."""
+    spec = job.spec
+    layout = job.source.layout
+    numbers = tuple(layout.realization[position] for position in start.positions)
+    return Header(
+        init_time=start.init_time,
+        leads=spec.leads_out,
+        levels=spec.levels if spec.variables else (),
+        places=job.places,
+        quantiles=job.wanted.quantiles,
+        thresholds=job.wanted.thresholds,
+        members=numbers if job.wanted.members else (),
+        lead_bounds=bounds_at(job.source, (*spec.variables, *spec.surface), spec.leads_out),
+        families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
+        attributes=_attributes(job, start, remarks),
+        dates=job.dates,
+    )
+
+
+def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
+    """Return the coordinates and attributes of the forecasts of several start dates together, made from as many
+    members each."""
+    first = header(job, starts[0])
+    about = {"title": f"{_what(job)}s", **_origin(job), **job.same, "data_fingerprint": job.source.fingerprint()}
+    about |= {name: first.attributes[name] for name in ("training_data_fingerprint", "ensemble_ml_version")}
+    times = np.array([start.init_time for start in starts])
+    return replace(first, init_time=times, attributes=about)
+
+
+def _attributes(job: Job, start: Start, remarks: Sequence[str]) -> dict[str, str]:
+    time = start.init_time.astype("datetime64[m]").item()
+    hour = f"{time:%H:%M}" if time.minute else f"{time:%H}"
+    return {
+        "title": f"{_what(job)} from {time:%Y-%m-%d} {hour} UTC",
+        **_origin(job),
+        "comment": "; ".join(filter(None, (start.missing, start.unlike, *remarks))),
+        **of_start(job.same, start, job.source),
+        "training_data_fingerprint": str(job.meta.get("data_fingerprint", "")),
+        "ensemble_ml_version": __version__,
+    }
+
+
+def _what(job: Job) -> str:
+    return "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
+
+
+def _origin(job: Job) -> dict[str, str]:
+    """Return from what a forecast was made, and how."""
+    config, now = job.config, datetime.now(UTC)
+    return {
+        "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {job.meta['step']}), from {job.source.path}",
+        "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
+    }
+
+
+def _asked(config: PredictConfig) -> str:
+    """The settings that say what is in the files, where they are not the usual ones."""
+    usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
+    names = (part.name for part in fields(config) if part.name not in elsewhere)
+    every = {name: getattr(config, name) for name in names}
+    given = {k: v for k, v in every.items() if is_dataset(v) or v != getattr(usual, k)}  # Datasets compare by points
+    return " ".join(f"{name}={_shown(value)}" for name, value in given.items())
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting as a file's history shows it: of a long list the first and the last value, and how many."""
+    if isinstance(value, list) and len(value) > _NAMED:
+        return f"[{value[0]}, ..., {value[-1]}] ({len(value)} in all)"
+    return value.value if isinstance(value, Enum) else shown_input(value) if is_dataset(value) else value
