@@ -22,7 +22,7 @@ from data_prep.identity import Overrides
 from data_prep.pairs import Pair, pair
 from data_prep.selecting import slices_of
 from data_prep.truth import ArchiveTruth
-from ensemble_ml.config import Gaps, Packing, PrepareConfig, as_list
+from ensemble_ml.config import Gaps, Packing, PrepareConfig, as_list, shown_input
 from ensemble_ml.store import Part, Selection, is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import AHEAD, DateWriter
@@ -178,8 +178,8 @@ def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str,
     if gaps or starts:
         kept["gaps"] = kept_gaps(gaps, config.gaps, starts)
     return {
-        "input": as_list(config.input),
-        "truth": as_list(config.truth),
+        "input": [shown_input(path) for path in as_list(config.input)],
+        "truth": [shown_input(path) for path in as_list(config.truth)],
         "static": config.static,
         "control": config.control.value,
         "fingerprint": both.fingerprint(),

@@ -42,12 +42,13 @@ from data_prep.records import (
     field_of,
 )
 from data_prep.xarray_files import XarrayFile
+from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.source import Layout
-from ensemble_ml.store.sources import PLACE
+from ensemble_ml.store.sources import MEMORY, PLACE
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,10 @@ class Catalogue:
     """
 
     def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES):
-        self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
-        self.readers: list[Reader] = open_readers(self.files, index, overrides)
-        self.stamps = [(os.path.abspath(reader.path), *astuple(reader.stamp)) for reader in self.readers]
+        self.readers: list[Reader] = open_readers(archive_files(paths, role=role), index, overrides)
+        self.files = [reader.path for reader in self.readers]
+        self.stamps = [(_whole(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.without_units = _check_units(self.path, self.readers)
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
@@ -362,9 +363,13 @@ def _joined_tables(readers: list[Reader]) -> tuple[np.ndarray, list[Origin]]:
 
 
 def _shown(paths: Any) -> str:
-    if isinstance(paths, list | tuple):
-        return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
-    return str(paths)
+    first, *more = [shown_input(path) for path in (paths if isinstance(paths, list | tuple) else [paths])] or [""]
+    return f"{first} and {len(more)} more" if more else first
+
+
+def _whole(path: str) -> str:
+    """Return an absolute path; what stands for the path of a Dataset in memory is none, and stays as it is."""
+    return path if path.startswith(MEMORY) else os.path.abspath(path)
 
 
 def _one_grid(readers: list[Reader]) -> Grid:

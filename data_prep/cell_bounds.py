@@ -68,7 +68,7 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 
     Bounds of an axis are for all variables of a file, though some of them may be of moments.
     """
-    if field.accumulated and hours_of_sum(array):
+    if "lead_bounds_hours" in array.attrs or (field.accumulated and hours_of_sum(array)):
         return True
     found = _methods(array)
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
@@ -183,6 +183,9 @@ def widths(
         UserError: an interval does not end at its coordinate, bounds are not a pair for each of its values, or the
             variable's name states other hours.
     """
+    own = _own_intervals(array, places)
+    if own is not None:
+        return own
     named = hours_of_sum(array) if field.accumulated else 0
     absent = ""
     along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
@@ -216,6 +219,21 @@ def widths(
         text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
         raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
     return np.int32(named) + along if named else None
+
+
+def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
+    """Return the hours that each field's values cover, (N,) int32, as the Datasets of this package state them
+    (`store.xarray_engine`): `lead_bounds_hours = "none 0-24 24-48"`. Each interval ends at its lead, so that they stay
+    true where leads are left out. None where nothing is stated."""
+    said, lead = array.attrs.get("lead_bounds_hours"), find_axis(array, "lead")
+    if said is None or lead is None:
+        return None
+    pairs = [[int(hour) for hour in pair.split("-")] for pair in str(said).split() if pair != "none"]
+    length = {last: last - first for first, last in pairs}
+    hours = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
+    along = np.array([length.get(hour, 0) for hour in hours.tolist()], np.int32)
+    count = next(iter(places.values())).shape if places else (1,)
+    return along[places[lead.dims[0]]] if lead.dims else np.full(count, along[0], np.int32)
 
 
 def _times(array: xr.DataArray) -> list[xr.DataArray]:

@@ -17,7 +17,7 @@ from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.netcdf_classic import check_whole
 from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
-from ensemble_ml.config import as_list
+from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 from ensemble_ml.store.folder import is_building
@@ -42,8 +42,8 @@ _TAR = slice(257, 262)  # where an archive of tar says "ustar"
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
-def archive_files(paths: Any, *, role: str = FORECAST) -> list[str]:
-    """Expand files, folders, globs or a list of them into data files, sorted, each once.
+def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
+    """Expand files, folders, globs or a list of them into data files, sorted, each once, and open Datasets after them.
 
     A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for what it has in that role. Tensor
     stores in a folder, or that match a pattern, are no part of an archive: an output may lie inside its input.
@@ -52,12 +52,14 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[str]:
         UserError: nothing is there.
     """
     found: dict[str, None] = {}
-    for path in as_list(paths):
+    given = as_list(paths)
+    datasets = [one for one in given if is_dataset(one)]
+    for path in (one for one in given if not is_dataset(one)):
         for name in _expand(path, role):
             found.setdefault(name)
-    if not found:
+    if not found and not datasets:
         raise UserError(f"{role} archive {paths!r}: no path given")
-    return sorted(found)
+    return [*sorted(found), *datasets]
 
 
 def _expand(path: str, role: str) -> list[str]:
@@ -164,7 +166,7 @@ def is_zarr(path: str | os.PathLike) -> bool:
 
 
 def open_readers(
-    files: Sequence[str], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES
+    files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES
 ) -> list[Reader]:
     """Index each file, several at a time: an archive's headers lie far apart, and most of the time is waiting.
 
@@ -181,7 +183,9 @@ def open_readers(
             pool.shutdown(cancel_futures=True)
 
 
-def _open_reader(path: str, index: FileIndex | None, overrides: Overrides) -> Reader:
+def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Reader:
+    if is_dataset(path):
+        return XarrayFile.of_dataset(path, overrides)
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")

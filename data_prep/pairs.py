@@ -20,7 +20,7 @@ from data_prep.records import FIELD_INDEX
 from data_prep.selecting import places
 from data_prep.truth import ArchiveTruth, check_grid, period
 from data_prep.xarray_files import XarrayFile
-from ensemble_ml.config import Control, as_list
+from ensemble_ml.config import Control, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorStore, is_store, open_store
@@ -358,7 +358,7 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
 
 def _store(path: Any) -> TensorStore | None:
     paths = as_list(path)
-    stores = [one for one in paths if is_store(Path(one))]
+    stores = [one for one in paths if not is_dataset(one) and is_store(Path(one))]
     if stores and len(paths) > 1:
         raise UserError(f"{stores[0]}: is a tensor store among {len(paths)} paths; give it alone")
     return open_store(stores[0]) if stores else None

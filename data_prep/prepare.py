@@ -7,13 +7,14 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from data_prep.archive import ArchiveSource
 from data_prep.build_job import Job
 from data_prep.build_run import run
 from data_prep.gaps import listed
 from data_prep.pairs import Pair
-from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
+from ensemble_ml.config import MISSING, Executor, Gaps, Packing, PrepareConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store import is_store, open_store
@@ -61,8 +62,11 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)
 
 
-def _whole(path: str) -> str:
-    """An absolute path, or pattern: the folder where we stand may have letters that mean something in patterns."""
+def _whole(path: Any) -> Any:
+    """An absolute path, or pattern: the folder where we stand may have letters that mean something in patterns. An open
+    Dataset stays what it is."""
+    if is_dataset(path):
+        return path
     pattern = glob.has_magic(path) and not os.path.exists(path) and not os.path.isabs(path)
     return os.path.join(glob.escape(os.getcwd()), path) if pattern else str(Path(path).absolute())
 
@@ -74,15 +78,19 @@ def _may_be_done(config: PrepareConfig) -> bool:
 
 def _check_settings(config: PrepareConfig) -> None:
     for key in ("input", "output"):
-        if getattr(config, key) in (MISSING, None, "", []):
+        if not is_dataset(getattr(config, key)) and getattr(config, key) in (MISSING, None, "", []):
             raise UserError(f"{key}: is not given; say {key}=PATH")
     for key in ("truth", "static"):
-        if "" in as_list(getattr(config, key)):
+        if any(not is_dataset(path) and not path for path in as_list(getattr(config, key))):
             raise UserError(f"{key}: holds an empty path; give one, or say {key}=null")
     for key in ("input", "truth"):
         for path in as_list(getattr(config, key)):
-            if is_store(Path(path)):
+            if not is_dataset(path) and is_store(Path(path)):
                 raise UserError(f"{key}={path}: is a tensor store already; prepare reads archives (GRIB, NetCDF, Zarr)")
+    held = [path for key in ("input", "truth") for path in as_list(getattr(config, key)) if is_dataset(path)]
+    if held and config.executor is not Executor.threads:
+        remedy = "an open Dataset is computed by Dask: choose its scheduler, and leave executor=threads"
+        raise UserError(f"executor={config.executor.value}: {remedy}")
     output = Path(config.output).absolute()
     known = Build.unfinished(output) or (_may_be_done(config) and is_store(output))
     if output.exists() and not config.overwrite and not known:  # the build checks too, but hours of indexing later

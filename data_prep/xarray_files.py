@@ -6,6 +6,7 @@ coordinate, or nothing, stands for an axis of length one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from dask.base import tokenize
 
 from data_prep.assumed_units import agree, has_convention
 from data_prep.axes import (
@@ -69,6 +71,7 @@ from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
@@ -95,7 +98,7 @@ class _Variable:
 
 
 class XarrayFile:
-    """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
+    """One NetCDF file or Zarr store, or a Dataset that is open (see `data_prep.records.Reader`).
 
     `names` are those of its variables. `assumed` are units that it does not state, and that the convention of a
     name fixes, by our names; `without_units` are variables that were left out for having none: its names and ours.
@@ -105,6 +108,7 @@ class XarrayFile:
     Args:
         path: where it lies.
         overrides: what the user states of its variables.
+        data: a Dataset that is open, which is read in the place of a file; see `of_dataset`.
 
     Raises:
         UserError: it cannot be opened, changes meanwhile, has no latitude or longitude, or an axis in units that are
@@ -113,7 +117,7 @@ class XarrayFile:
 
     keyed = False
 
-    def __init__(self, path: str, overrides: Overrides = NO_OVERRIDES):
+    def __init__(self, path: str, overrides: Overrides = NO_OVERRIDES, data: xr.Dataset | None = None):
         self.path = path
         self.names: frozenset[str] = frozenset()
         self.assumed: dict[str, str] = {}
@@ -126,8 +130,9 @@ class XarrayFile:
         self.origins: tuple[Origin, ...] = ()
         self.grid: Grid | None = None
         self._fields = ""  # digest of the list of fields
-        self._data: xr.Dataset | None = None
-        self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
+        self._given = None if data is None else with_start(data)
+        self._data: xr.Dataset | None = self._given
+        self._lock = self._own_lock()
         self._listed = 0  # fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
         self.stamp = Stamp.of_archive(path)
@@ -139,6 +144,18 @@ class XarrayFile:
         finally:  # a file that is being written looks damaged: say what it is
             self._check_unchanged()
         self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
+
+    @classmethod
+    def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> XarrayFile:
+        """Read a Dataset that is open, of any arrays: lazy ones are computed field by field, by the scheduler that is
+        active then. A digest stands for its path: of lazy arrays of their names, of others of their values."""
+        return cls(f"{MEMORY}{tokenize(data)[:16]}", overrides, data)
+
+    def _own_lock(self) -> Any:
+        """Return the lock that is held while values are read; none for a Dataset, whose arrays lock what they need."""
+        if self._given is not None:
+            return contextlib.nullcontext()
+        return threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
 
     def _check_unchanged(self) -> None:
         """Raise a UserError where the file is not what it was. Of a Zarr store, which may have millions of files, that
@@ -442,11 +459,11 @@ class XarrayFile:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs; it opens the file for itself."""
-        return self.__dict__ | {"_data": None, "_lock": None}
+        return self.__dict__ | {"_data": self._given, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+        self._lock = self._own_lock()
 
 
 def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:

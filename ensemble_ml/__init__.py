@@ -1,3 +1,37 @@
-"""Predict from a few ensemble members how uncertain a weather forecast is."""
+"""Predict from a few ensemble members how uncertain a weather forecast is.
+
+    import ensemble_ml as eml
+    ensemble = eml.open("ens/")
+    forecast = eml.load("runs/first").predict(ensemble, members=5)
+
+What is listed in `__all__` is imported when it is first used, so that `import ensemble_ml` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_PLACES = {  # of what is imported when it is first used
+    "Model": "api.model",
+    "load": "api.model",
+    "open": "api.opening",
+}
+__all__ = ["Model", "__version__", "load", "open"]
+
+if TYPE_CHECKING:
+    from ensemble_ml.api.model import Model, load
+    from ensemble_ml.api.opening import open
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for (PEP 562)."""
+    if name in _PLACES:
+        return getattr(import_module(f"ensemble_ml.{_PLACES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

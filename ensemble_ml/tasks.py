@@ -84,31 +84,13 @@ def _plan(config: schema.PlanConfig) -> object:
     return plan(config)
 
 
-def _index() -> Any:
-    """The index of archives that are read in place: fields that are there and all NaN, as xarray writes absent ones,
-    are looked for, so that they count as absent here, too."""
-    from data_prep import user_index
-    from data_prep.file_index import FileIndex
-
-    return FileIndex(user_index().folder, look=True)
-
-
 def _predict(config: schema.PredictConfig) -> object:
-    from data_prep import Overrides, open_pair
+    from ensemble_ml.api.inputs import open_input
     from ensemble_ml.inference import predict
-    from ensemble_ml.inference.starts import sum_cuts
-    from ensemble_ml.training.checkpoint import find_checkpoint, load_meta, load_spec
+    from ensemble_ml.training.checkpoint import find_checkpoint
 
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
-    spec = load_spec(config.checkpoint)
-    cuts = sum_cuts(spec, load_meta(config.checkpoint).get("lead_bounds"))
-    grid = spec.grid if config.regrid else None
-    overrides = Overrides(config.names, config.units)
-    both = open_pair(
-        config.input, None, config.static, control=config.control, grid=grid, index=_index(), cuts=cuts,
-        overrides=overrides,
-    )  # fmt: skip
-    return predict(config, both)
+    return predict(config, open_input(config))
 
 
 def _export(config: schema.ExportConfig) -> object:
@@ -118,17 +100,11 @@ def _export(config: schema.ExportConfig) -> object:
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import Overrides, open_orographies, open_pair
-    from ensemble_ml.verification import Heights, evaluate, open_forecasts
+    from ensemble_ml.api.inputs import open_ground, open_verified
+    from ensemble_ml.verification import evaluate
 
-    grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    overrides = Overrides(config.names, config.units)
-    both = open_pair(
-        config.ensemble, config.truth, None, control=config.control, grid=grid, index=_index(), overrides=overrides
-    )
-    given = config.orography, config.truth_orography
-    ground = open_orographies(*given, both, regrid=config.regrid, index=_index())
-    return evaluate(config, both, both.unverified(), None if ground is None else Heights(*ground))
+    both = open_verified(config)
+    return evaluate(config, both, both.unverified(), open_ground(config, both))
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:

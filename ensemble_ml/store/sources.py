@@ -21,6 +21,8 @@ from ensemble_ml.store.shard import damaged
 
 PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
 
+MEMORY = "memory:"  # begins what stands for the path of a Dataset in memory; a digest of its contents follows
+
 Stamps = dict[str, tuple[int, int]]  # path -> bytes, time of change (ns)
 
 
@@ -64,7 +66,12 @@ class Sources:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Bytes and time of change of a file as it is now, or of all files of a Zarr folder; None where it is not seen."""
+    """Bytes and time of change of a file as it is now, or of all files of a Zarr folder; None where it is not seen.
+
+    A Dataset in memory has neither, and is never another: its name holds a digest of it.
+    """
+    if path.startswith(MEMORY):
+        return 0, 0
     try:
         inside = [os.path.join(root, name) for root, _, files in os.walk(path) for name in files]
         found = [os.stat(one) for one in inside or [path]]

@@ -1,0 +1,115 @@
+"""A trained model in Python: from an ensemble as a Dataset to its forecast as a Dataset."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from ensemble_ml.api.inputs import Reopened, open_input, settings_of
+from ensemble_ml.api.opening import resolve
+from ensemble_ml.config import ExportConfig, PredictConfig
+from ensemble_ml.inference.export import export
+from ensemble_ml.inference.job import plan_job
+from ensemble_ml.inference.lazy import forecast_dataset
+from ensemble_ml.training.checkpoint import find_checkpoint, load_checkpoint
+
+_TO_FILES = "is for files; save what predict returns, as with to_netcdf or to_zarr, or use ensemble-ml predict"
+_REFUSED = {name: _TO_FILES for name in ("output", "overwrite", "resume", "parallel")}
+
+
+class Model:
+    """A trained model, as `load` and `calibrate` return it.
+
+    Attributes:
+        path: the folder of its checkpoint.
+        meta: what the checkpoint says of itself.
+        spec: what the model takes and predicts: variables, levels (hPa), leads (h), grid.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: Any = None):
+        checkpoint = load_checkpoint(find_checkpoint(Path(path)))
+        self.path, self.meta, self.spec = checkpoint.path, checkpoint.meta, checkpoint.spec
+        self._keep = keep  # a temporary folder, which is removed with the model
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        names = ", ".join((*spec.variables, *spec.surface))
+        leads = ", ".join(map(str, spec.leads_out))
+        return f"<ensemble_ml.Model {self.path}: {names} at {leads} h, grid {spec.grid.describe()}>"
+
+    def predict(
+        self, ensemble: Any, *, members: int | list[int] | None = None, device: str | None = None, **settings: Any
+    ) -> xr.Dataset:
+        """Predict the distribution of the truth, and the spread of the full ensemble, from some of its members.
+
+        Nothing is computed before Dask asks for it: start by start (several together on a small grid), so that the
+        forecasts of any number of dates can be written by `to_zarr`. Each batch is predicted anew for each `compute`,
+        so ask for all that you need in one, or write it. Values are bit for bit those of `ensemble-ml predict`.
+
+        Args:
+            ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path; on the model's grid.
+            members: how many first members to use, or a list of member numbers; None takes all.
+            device: where to compute, "cpu" or "cuda"; None takes a GPU where there is one.
+            **settings: others of `ensemble-ml predict` by their names: `dates`, `quantiles`, `thresholds`,
+                `members_out`, `region`, `points`, `regrid`, `static`, `precision`, `threads` ...
+
+        Returns:
+            A Dataset as the command's files opened as one, with the dimensions forecast_reference_time,
+            forecast_period, level, latitude, longitude: for each variable `t_mean` and `t_stddev` (moments),
+            `t_location` and `t_scale` (parameters of the distribution), `t_quantile`, and `t_ensemble_spread`, float32
+            in SI units; on request `t_prob_above` and `t_member`.
+
+        Raises:
+            UserError: the ensemble lacks what the model takes, or is on another grid; a setting is not known; when it
+                is computed, a value is NaN or infinite.
+
+        Example:
+            >>> import ensemble_ml as eml
+            >>> model = eml.load("runs/first")
+            >>> forecast = model.predict(eml.open("archive/ensemble"), members=2)
+            >>> forecast["t2m_mean"].dims
+            ('forecast_reference_time', 'forecast_period', 'latitude', 'longitude')
+            >>> bool((forecast["t2m_ensemble_spread"] > 0).all())
+            True
+        """
+        paths, opened = resolve(ensemble)
+        numbers = members if members is None or isinstance(members, int) else [int(number) for number in members]
+        ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
+        config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
+        source = Reopened(open_input, config)
+        job, starts = plan_job(config, source, self.spec, self.meta)  # type: ignore[arg-type]
+        return forecast_dataset(job, starts, device)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the model to a folder, with a model card, as `ensemble-ml export` does; `load` takes it.
+
+        Raises:
+            UserError: the folder exists and `overwrite` is off.
+        """
+        config = ExportConfig(checkpoint=str(self.path), output=os.fspath(folder), overwrite=overwrite)
+        return export(config)
+
+
+def load(path: str | os.PathLike[str]) -> Model:
+    """Load a trained model.
+
+    Args:
+        path: a run (its best checkpoint is taken), the folder of a checkpoint such as runs/first/checkpoints/best, or
+            an exported model.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> model = eml.load("runs/first/checkpoints/best")
+        >>> model.spec.leads_out
+        (24, 48)
+    """
+    return Model(path)
