@@ -1,8 +1,8 @@
 """Verification: statistic -> weighted mean -> metric, baselines that are never left out, and the report."""
 
-from ensemble_ml.verification.evaluate import evaluate
+from ensemble_ml.verification.evaluate import Evaluation, evaluate, score
 from ensemble_ml.verification.forecasts import open_forecasts
 from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.streaming import EnsembleSums, score_members
 
-__all__ = ["EnsembleSums", "Heights", "evaluate", "open_forecasts", "score_members"]
+__all__ = ["EnsembleSums", "Evaluation", "Heights", "evaluate", "open_forecasts", "score", "score_members"]

@@ -37,7 +37,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from tqdm import tqdm
 from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, draft_of, give_name
+from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import heights, summary, vectors
@@ -59,6 +60,7 @@ from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.kept import Kept, part_of, put_part
+from ensemble_ml.verification.lacking import left_out, unfitted
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, make_plan
@@ -80,6 +82,27 @@ FORMAT = 1
 FILES = ("scores.json", "report.html")
 
 
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What an evaluation found: `content` as scores.json holds it, and what its report is drawn from."""
+
+    content: dict[str, Any]
+    scores: Scores
+    tables: Tables
+    case: Case | None
+    grid: Grid
+    land: np.ndarray | None
+    kept: Kept
+
+    def page(self) -> str:
+        """Return the report, a page of HTML that needs no other file."""
+        return write_report(self.content, self.scores, self.tables, self.case, self.grid, self.land)
+
+    def json(self) -> str:
+        """Return the text of scores.json."""
+        return json.dumps(strict(self.content), indent=1, allow_nan=False)
+
+
 def evaluate(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
 ) -> Path:  # fmt: skip
@@ -99,6 +122,27 @@ def evaluate(
     """
     output = Path(config.output)
     _check(config, output)
+    found = score(config, source, unverified, ground)
+    try:
+        _write(output, config.overwrite, found)
+    except UserError:  # another process has made the report meanwhile
+        found.kept.drop()
+        raise
+    found.kept.drop()
+    for line in found.content["headline"]:
+        log.info("%s", line)
+    log.info("-> %s, %s", output / FILES[1], output / FILES[0])
+    return output
+
+
+def score(
+    config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
+) -> Evaluation:  # fmt: skip
+    """Score as `evaluate` does, and write nothing but what is kept for a rerun.
+
+    Raises:
+        UserError: as `evaluate`.
+    """
     check_members(source, config.members_in)
     if ground is not None:
         ground.check(source.layout.grid)
@@ -142,16 +186,7 @@ def evaluate(
         "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
     }
-    try:
-        _write(output, config.overwrite, content, scores, tables, case, source)
-    except UserError:  # another process has made the report meanwhile
-        kept.drop()
-        raise
-    kept.drop()
-    for line in content["headline"]:
-        log.info("%s", line)
-    log.info("-> %s, %s", output / FILES[1], output / FILES[0])
-    return output
+    return Evaluation(content, scores, tables, case, source.layout.grid, source.static().get("lsm"), kept)
 
 
 def _check(config: EvaluateConfig, output: Path) -> None:
@@ -260,14 +295,14 @@ def _content(
     layout = setting.source.layout
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
-    left_out = _left_out(scores)
-    notes = plan.notes + summary.unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
+    omitted = left_out(scores)
+    notes = plan.notes + unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
-        ("scores leave points out that miss a value", [one for one in left_out if one["statistic"] not in limits]),
+        ("scores leave points out that miss a value", [one for one in omitted if one["statistic"] not in limits]),
         (
             "Brier scores leave points out where the limit says nothing",
-            [x for x in left_out if x["statistic"] in limits],
+            [x for x in omitted if x["statistic"] in limits],
         ),
     ):
         if which:
@@ -312,52 +347,27 @@ def _content(
         "summary": summary.summary_rows(scores),
         "comparisons": summary.comparison_rows(scores),
         "scores": summary.rows(scores),
-        "left_out": left_out,
+        "left_out": omitted,
     }
 
 
-def _left_out(scores: Scores) -> list[dict[str, Any]]:
-    """Points that a mask left out of a score, and their share of the area that the score would have covered."""
-    found = []
-    area = WEIGHTINGS.index("area")
-    for key, counts in scores.state.left_out.items():
-        for c in np.flatnonzero(counts.sum(0)):
-            column = scores.columns[c]
-            found.append(
-                {
-                    "entrant": key.entrant,
-                    "statistic": key.statistic.value,
-                    "field": column.name,
-                    "lead_hours": column.lead_hours,
-                    "left_out": int(counts[:, c].sum()),
-                    "points": int(points := scores.state.points[key][:, c].sum()),
-                    # the mean area of all points is one
-                    "area_share": round(1 - float(scores.state.weight[key][:, area, c].sum() / points), 6),
-                }
-            )
-    return found
-
-
-def _write(
-    output: Path, overwrite: bool, content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None,
-    source: Source,
-) -> None:  # fmt: skip
+def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
     """Write the files one after the other: days of scoring are not lost to a page that cannot be drawn."""
     output.mkdir(parents=True, exist_ok=True)
     scores_json, report = (output / name for name in FILES)
-    _put(scores_json, json.dumps(strict(content), indent=1, allow_nan=False), overwrite)
+    put(scores_json, found.json(), overwrite)
     if overwrite:
         report.unlink(missing_ok=True)  # it is of other scores
     try:
-        page = write_report(content, scores, tables, case, source.layout.grid, source.static().get("lsm"))
+        page = found.page()
     except BaseException:  # Ctrl-C, too
         log.warning("%s holds all scores; %s could not be drawn", scores_json, report.name)
         raise
-    _put(report, page, overwrite)
+    put(report, page, overwrite)
 
 
-def _put(path: Path, text: str, overwrite: bool) -> None:
-    """Write beside the name, then rename: a file is whole or not there."""
+def put(path: Path, text: str, overwrite: bool) -> None:
+    """Write a text beside its name, then rename it: a file is whole or not there."""
     draft = draft_of(path)
     try:
         draft.write_text(text, encoding="utf-8")

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import WEIGHTINGS
-from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
 from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
-from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.wording import shortened
 
 _NAMED = 3  # fields, of those that leave a mean without an interval
@@ -153,45 +150,6 @@ def known_in_few(scores: Scores) -> list[str]:
                 which = "them" if there[1:] else "it"
                 found.append(f"{words} of {names} is known in {known}: {text} of means that hold {which}.")
     return found
-
-
-_LACKING = {  # why a regression of the spread has no value for a field that is scored
-    "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
-    "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
-}
-
-
-def unfitted(scores: Scores, dates: int) -> list[str]:
-    """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
-    found, state = [], scores.state
-
-    def scored(key: Key) -> np.ndarray:
-        return state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
-
-    for kind, why in _LACKING.items():
-        key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
-        if key in state.total and (lacking := _fields(scores, scored(key) & ~np.isfinite(state.mean(key)))):
-            found.append(f"{key.entrant} is left out where {why}: {lacking}.")
-    raw, corrected = (
-        Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
-    )
-    if raw in state.total and dates >= FEWEST_DATES:  # of fewer the plan has told
-        if corrected not in state.total:
-            found.append(
-                f"No correction of the raw ensemble is shown: of the {dates} fit dates fewer than {FEWEST_DATES} have a"
-                f" truth and all {scores.full} members of a field."
-            )
-        elif lacking := _fields(scores, scored(raw) & ~np.isfinite(state.mean(corrected))):
-            found.append(
-                f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
-                f" {FEWEST_DATES} fit dates have a truth: {lacking}."
-            )
-    return found
-
-
-def _fields(scores: Scores, columns: np.ndarray) -> str:
-    there = [scores.columns[c] for c in np.flatnonzero(columns)]
-    return shortened([f"{column.name} {column.lead_hours} h" for column in there])
 
 
 def _where(scores: Scores, label: str) -> str:
