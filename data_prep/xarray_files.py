@@ -149,7 +149,7 @@ class XarrayFile:
     def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> XarrayFile:
         """Read a Dataset that is open, of any arrays: lazy ones are computed field by field, by the scheduler that is
         active then. A digest stands for its path: of lazy arrays of their names, of others of their values."""
-        return cls(f"{MEMORY}{tokenize(data)[:16]}", overrides, data)
+        return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data)
 
     def _own_lock(self) -> Any:
         """Return the lock that is held while values are read; none for a Dataset, whose arrays lock what they need."""

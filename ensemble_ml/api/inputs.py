@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from data_prep import Overrides, Pair, open_orographies, open_pair, user_index
 from data_prep.file_index import FileIndex
-from ensemble_ml.config import EvaluateConfig, PredictConfig, as_list
+from ensemble_ml.config import EvaluateConfig, PredictConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 
@@ -21,10 +21,20 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-def index_in_place() -> FileIndex:
-    """Return the index of archives that are read in place: fields that are there and all NaN, as xarray writes absent
-    ones, are looked for, so that they count as absent here, too."""
-    return FileIndex(user_index().folder, look=True)
+def index_in_place(*, look: bool = True) -> FileIndex:
+    """Return the index of archives that are read in place.
+
+    Args:
+        look: whether fields that are there and all NaN, as xarray writes absent ones, are looked for, so that they
+            count as absent here, too.
+    """
+    return FileIndex(user_index().folder, look=look)
+
+
+def holds_dataset(paths: Any) -> bool:
+    """Return whether any of some inputs is an open Dataset. To look for fields of its that are all NaN would compute
+    all of them, before anything is asked for."""
+    return any(is_dataset(path) for path in as_list(paths))
 
 
 def open_input(config: PredictConfig) -> Pair:
@@ -44,7 +54,7 @@ def open_input(config: PredictConfig) -> Pair:
         config.static,
         control=config.control,
         grid=spec.grid if config.regrid else None,
-        index=index_in_place(),
+        index=index_in_place(look=not holds_dataset(config.input)),
         cuts=cuts,
         overrides=Overrides(config.names, config.units),
     )

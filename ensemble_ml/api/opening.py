@@ -12,7 +12,7 @@ import xarray as xr
 
 from data_prep import Overrides, open_archive, open_source
 from data_prep.pairs import pair
-from ensemble_ml.api.inputs import Reopened, index_in_place, is_store_path
+from ensemble_ml.api.inputs import Reopened, holds_dataset, index_in_place, is_store_path
 from ensemble_ml.config import Control, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, TensorStore
@@ -112,7 +112,8 @@ def _whole(paths: Any) -> Any:
 
 def _open(opening: _Opening) -> Any:
     """Open a source with what its files have; derived variables (wind speed) are made where a model takes them."""
-    how: dict[str, Any] = {"index": index_in_place(), "overrides": Overrides(opening.names, opening.units)}
+    index = index_in_place(look=not holds_dataset(opening.paths))
+    how: dict[str, Any] = {"index": index, "overrides": Overrides(opening.names, opening.units)}
     opener = open_source if is_store_path(opening.paths) else open_archive
     return pair(opener(opening.paths, control=opening.control, **how), None, opening.static, **how)
 

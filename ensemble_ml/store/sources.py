@@ -21,7 +21,7 @@ from ensemble_ml.store.shard import damaged
 
 PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
 
-MEMORY = "memory:"  # begins what stands for the path of a Dataset in memory; a digest of its contents follows
+MEMORY = "an open Dataset ("  # begins what stands for the path of a Dataset in memory; a digest of it follows
 
 Stamps = dict[str, tuple[int, int]]  # path -> bytes, time of change (ns)
 

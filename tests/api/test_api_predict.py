@@ -76,6 +76,19 @@ def test_whatever_the_ensemble_comes_from(here, model, files, way):
         np.testing.assert_array_equal(found[name].values, files[name].sel(found[name].indexes).values)
 
 
+def test_nothing_is_computed_before_it_is_asked_for(here, model):
+    def fails(block):
+        raise AssertionError("computed")
+
+    ensemble = eml.open("archive/ensemble")
+    broken = {}
+    for name, array in ensemble.items():
+        broken[name] = array.copy(data=array.data.map_blocks(fails, meta=array.data._meta))
+    forecast = model.predict(eml.open(ensemble.assign(broken)), members=2, dates=["2003"])
+    with pytest.raises(AssertionError, match="computed"):
+        forecast["t_mean"].compute()
+
+
 def test_options_of_the_command_and_its_refusals(here, model):
     ensemble = eml.open("archive/ensemble")
     cut = model.predict(ensemble, members=2, dates=["2003"], region=[60, -20, 30, 40], thresholds={"tp": [0.001]})
