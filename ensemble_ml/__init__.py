@@ -3,6 +3,7 @@
     import ensemble_ml as eml
     ensemble = eml.open("ens/")
     forecast = eml.load("runs/first").predict(ensemble, members=5)
+    scores = eml.verify(forecast, ensemble, eml.open("truth/"))
 
 What is listed in `__all__` is imported when it is first used, so that `import ensemble_ml` costs next to nothing.
 """
@@ -16,14 +17,17 @@ __version__ = "0.1.0"
 
 _PLACES = {  # of what is imported when it is first used
     "Model": "api.model",
+    "Scores": "api.verifying",
     "load": "api.model",
     "open": "api.opening",
+    "verify": "api.verifying",
 }
-__all__ = ["Model", "__version__", "load", "open"]
+__all__ = ["Model", "Scores", "__version__", "load", "open", "verify"]
 
 if TYPE_CHECKING:
     from ensemble_ml.api.model import Model, load
     from ensemble_ml.api.opening import open
+    from ensemble_ml.api.verifying import Scores, verify
 
 
 def __getattr__(name: str) -> Any:

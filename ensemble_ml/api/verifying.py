@@ -1,0 +1,198 @@
+"""Scores of forecasts in Python: those of `ensemble-ml evaluate`, with their intervals and their report."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.api.inputs import open_verified, settings_of
+from ensemble_ml.api.opening import resolve_pair
+from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
+from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
+from ensemble_ml.inference.netcdf import file_name
+from ensemble_ml.verification import Evaluation, score
+from ensemble_ml.verification.evaluate import FILES, put
+
+_REFUSED = {name: "is for files; use Scores.save, or ensemble-ml evaluate" for name in ("output", "overwrite")}
+_START = "forecast_reference_time"
+_METRICS_OF = ("value", "low", "high")
+
+
+class Scores:
+    """Scores of forecasts, as `verify` returns them.
+
+    Attributes:
+        content: all that scores.json holds (`ensemble_ml.verification.evaluate` lists it).
+    """
+
+    def __init__(self, found: Evaluation):
+        self.content, self._found = found.content, found
+
+    def __repr__(self) -> str:
+        return "\n".join(["<ensemble_ml.Scores>", *self.headline])
+
+    @property
+    def headline(self) -> list[str]:
+        """Sentences that say whether the forecasts are better, by how much, and how sure that is."""
+        return list(self.content["headline"])
+
+    def to_xarray(self) -> xr.Dataset:
+        """Return the scores as a Dataset.
+
+        Returns:
+            For each metric a float64 array (entrant, lead_time, field), with its confidence interval as METRIC_low and
+            METRIC_high, in the units of the variable; NaN where a score is not defined. A field is a variable and its
+            level in hPa, as t850, or a surface variable, as t2m.
+        """
+        rows = self.content["scores"]
+        names = [f"{row['variable']}{'' if row['level'] is None else row['level']}" for row in rows]
+        axes = {
+            "entrant": list(dict.fromkeys(row["entrant"] for row in rows)),
+            "lead_time": sorted({row["lead_hours"] for row in rows}),
+            "field": list(dict.fromkeys(names)),
+        }
+        shape = tuple(len(values) for values in axes.values())
+        found: dict[str, np.ndarray] = {}
+        for row, name in zip(rows, names, strict=True):
+            place = tuple(
+                values.index(one)
+                for values, one in zip(axes.values(), (row["entrant"], row["lead_hours"], name), strict=True)
+            )
+            for metric, value in row.items():
+                for part in _METRICS_OF if isinstance(value, dict) else ():
+                    label = metric if part == "value" else f"{metric}_{part}"
+                    made = found.setdefault(label, np.full(shape, np.nan))
+                    made[place] = np.nan if value.get(part) is None else value[part]
+        hours = np.asarray(axes.pop("lead_time")).astype("timedelta64[h]").astype("timedelta64[ns]")
+        dims = ("entrant", "lead_time", "field")
+        return xr.Dataset({k: (dims, v) for k, v in found.items()}, {**axes, "lead_time": hours})
+
+    def report(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the report, one HTML file that needs no network, and return its path.
+
+        Raises:
+            UserError: the file exists and `overwrite` is off, or it cannot be written.
+        """
+        return _written(Path(path), self._found.page(), overwrite)
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write scores.json and report.html, as the command does, and return the folder.
+
+        Raises:
+            UserError: a file exists and `overwrite` is off, or it cannot be written.
+        """
+        pages = {FILES[0]: self._found.json, FILES[1]: self._found.page}
+        for name, text in pages.items():
+            _written(Path(folder) / name, text(), overwrite)
+        return Path(folder)
+
+
+def _written(path: Path, text: str, overwrite: bool) -> Path:
+    if path.exists() and not overwrite:
+        raise UserError(f"{path}: exists; say overwrite=True, or choose another name")
+    check_writable(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    put(path, text, overwrite)
+    return path
+
+
+def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | None = None, **settings: Any) -> Scores:
+    """Score forecasts beside the raw ensemble and statistical baselines, with confidence intervals.
+
+    A lazy forecast is computed once, date by date, into a temporary folder. Scores are bit for bit those of
+    `ensemble-ml evaluate`.
+
+    Args:
+        forecast: a Dataset of `Model.predict`, a folder of forecasts, or several of either by the names that they are
+            to have: {"ours": forecast, "theirs": "folder"}.
+        ensemble: the full ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path.
+        truth: the same for the truth; None takes that of the ensemble's tensor store, and scores the spread alone
+            where it has none.
+        members: number of first members of the raw ensemble that forecasts are compared with; None takes as many as
+            they were made from.
+        **settings: others of `ensemble-ml evaluate` by their names: `baselines` (paths), `fit`, `regions`,
+            `climate_days`, `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
+
+    Returns:
+        The scores; `report` writes their page, `to_xarray` gives them as numbers.
+
+    Raises:
+        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> ensemble = eml.open("archive/ensemble")
+        >>> forecast = eml.load("runs/first").predict(ensemble, members=2, dates=["2003"])
+        >>> scores = eml.verify(forecast, ensemble, eml.open("archive/truth"), bootstrap=100)
+        >>> sorted(scores.to_xarray().dims)
+        ['entrant', 'field', 'lead_time']
+    """
+    (paths, of_ensemble), (of_truth, more) = resolve_pair(ensemble, truth)
+    with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as folder:
+        ours = {
+            "forecast": _folders(forecast, Path(folder)),
+            "ensemble": paths,
+            "truth": of_truth,
+            "members_in": members,
+            "output": folder,
+        }
+        opened = {name: value for name, value in more.items() if name in ("names", "units") and value}
+        opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
+        config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
+        both = open_verified(config)
+        config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
+        return Scores(score(config, both, both.unverified()))
+
+
+def _shown(paths: Any) -> list[str]:
+    return [shown_input(path) for path in as_list(paths)]
+
+
+def _folders(forecast: Any, folder: Path) -> list[str]:
+    """Return folders of forecasts; Datasets are written below `folder`, under their names."""
+    if is_dataset(forecast):
+        return [_saved(forecast, folder / "forecast")]
+    if not isinstance(forecast, Mapping):
+        return as_list(forecast)
+    found = []
+    for name, one in forecast.items():
+        if is_dataset(one):
+            found.append(_saved(one, folder / str(name)))
+        else:
+            found.append(_linked(Path(one).absolute(), folder / str(name)))
+    return found
+
+
+def _linked(there: Path, folder: Path) -> str:
+    """Return a folder with links to the forecasts of another: evaluate knows a folder by its name."""
+    files = sorted(there.glob("*.nc")) if there.is_dir() else [there]
+    folder.mkdir(parents=True)
+    for path in files:
+        (folder / path.name).symlink_to(path)
+    return str(folder)
+
+
+def _saved(forecast: xr.Dataset, folder: Path) -> str:
+    """Write a file for each start date, as evaluate reads them; so many at a time as are computed together."""
+    if _START not in forecast.dims:
+        held = ", ".join(map(str, forecast.dims))
+        raise UserError(f"forecast: has no dimension {_START} (it has {held}); give what predict returns, or a folder")
+    folder.mkdir(parents=True)
+    first = 0
+    for size in forecast.chunksizes.get(_START, (1,) * forecast.sizes[_START]):
+        _write_dates(forecast.isel({_START: slice(first, first + size)}).load(), folder)
+        first += size
+    return str(folder)
+
+
+def _write_dates(some: xr.Dataset, folder: Path) -> None:
+    for at, time in enumerate(some[_START].values):
+        some.isel({_START: [at]}).to_netcdf(folder / file_name(time), engine="netcdf4")

@@ -1,0 +1,56 @@
+"""Scores from Python are those of the command, bit for bit."""
+
+import json
+
+import numpy as np
+import pytest
+import xarray as xr
+from commanding import command
+
+import ensemble_ml as eml
+from ensemble_ml.errors import UserError
+
+NAMES = ("settings", "forecasts", "ensemble", "notes")  # which hold paths
+
+
+@pytest.fixture(scope="module")
+def scores(place, tmp_path_factory):
+    """Return the command's scores of the forecasts from two members."""
+    folder = tmp_path_factory.mktemp("scores")
+    command(
+        "evaluate", f"forecast={place}/forecast", f"ensemble={place}/archive/ensemble",
+        f"truth={place}/archive/truth", "bootstrap=100", f"output={folder}",
+    )  # fmt: skip
+    return json.loads((folder / "scores.json").read_text())
+
+
+def test_scores_equal_those_of_the_command(here, scores, tmp_path):
+    ensemble, truth = eml.open("archive/ensemble"), eml.open("archive/truth")
+    forecast = eml.load("runs/first").predict(ensemble, members=2)
+    found = eml.verify(forecast, ensemble, truth, bootstrap=100)
+    mine = json.loads((found.save(tmp_path / "out") / "scores.json").read_text())
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+    assert {k: v for k, v in mine.items() if k not in NAMES} == {k: v for k, v in scores.items() if k not in NAMES}
+    assert mine["forecasts"][0]["checkpoints"] == scores["forecasts"][0]["checkpoints"]
+    assert mine["ensemble"]["fingerprint"] == scores["ensemble"]["fingerprint"]
+    values = found.to_xarray()
+    row = scores["scores"][0]
+    name = f"{row['variable']}{row['level'] or ''}"
+    metric = next(k for k, v in row.items() if isinstance(v, dict))
+    lead = np.timedelta64(row["lead_hours"], "h")
+    assert float(values[metric].sel(entrant=row["entrant"], lead_time=lead, field=name)) == row[metric]["value"]
+    assert repr(found).splitlines()[1:] == scores["headline"]
+    with pytest.raises(UserError, match=r"report\.html: exists"):
+        found.report(tmp_path / "out" / "report.html")
+
+
+def test_several_forecasts_by_name_and_refusals(here):
+    ensemble = eml.open("store.zarr")
+    forecast = xr.open_mfdataset("forecast/*.nc", decode_timedelta=True, combine_attrs="override")
+    with pytest.raises(UserError, match="no dimension forecast_reference_time"):
+        eml.verify(ensemble, ensemble)
+    with pytest.raises(UserError, match="draws: no such setting here"):
+        eml.verify("forecast", ensemble, draws=3)
+    small = forecast[[name for name in forecast if str(name).startswith(("t2m", "time"))]]
+    found = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100)
+    assert {"ours", "theirs"} <= set(found.to_xarray()["entrant"].values.tolist())
