@@ -18,15 +18,18 @@ __version__ = "0.1.0"
 _PLACES = {  # of what is imported when it is first used
     "Model": "api.model",
     "Scores": "api.verifying",
+    "calibrate": "api.preparing",
     "load": "api.model",
     "open": "api.opening",
+    "prepare": "api.preparing",
     "verify": "api.verifying",
 }
-__all__ = ["Model", "Scores", "__version__", "load", "open", "verify"]
+__all__ = ["Model", "Scores", "__version__", "calibrate", "load", "open", "prepare", "verify"]
 
 if TYPE_CHECKING:
     from ensemble_ml.api.model import Model, load
     from ensemble_ml.api.opening import open
+    from ensemble_ml.api.preparing import calibrate, prepare
     from ensemble_ml.api.verifying import Scores, verify
 
 

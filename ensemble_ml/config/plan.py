@@ -38,6 +38,10 @@ class PlanConfig(TrainConfig):
     run: str = opt("plan", "name of the plan: results go to OUTPUT/RUN")
     plan: PlanSettings = part(PlanSettings, "ranks, memory, links")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "steps")
+
 
 @dataclass
 class PlannerBenchmark:

@@ -56,7 +56,7 @@ class TrainConfig:
     run: str = opt(MISSING, "name of the run: results go to OUTPUT/RUN")
     output: str = opt("runs", "folder of all runs")
     seed: int = opt(0, "seed of weights, of the small networks and the points they are fitted to, order of dates and member subsets")
-    steps: int = opt(1000, "optimizer steps")
+    steps: int = opt(1000, "optimizer steps; 0 leaves the model as the fits before the first step make it")
     batch_size: int = opt(4, "start dates a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
     patience: int = opt(0, "validations in a row without a better score after which training ends; 0 trains all `steps`")
@@ -76,8 +76,8 @@ class TrainConfig:
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "steps", "batch_size", "validate_every", "checkpoint_every")
-        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
+        at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
+        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")

@@ -1,0 +1,180 @@
+"""Tensor stores from Python: `prepare`, and what statistics alone make of one, `calibrate`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data_prep import prepare as prepare_store
+from ensemble_ml.api.inputs import is_store_path, settings_of
+from ensemble_ml.api.opening import resolve, resolve_pair
+from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import TensorStore, open_store
+
+if TYPE_CHECKING:
+    from ensemble_ml.api.model import Model
+
+_SIZES = (1, 2, 3, 5, 8, 10)  # members that corrections are fitted to, as far as some are left over
+_VALIDATION = 5  # of so many start dates, the last are for validation
+_FEWEST = 4  # validation dates, below which no widths are fitted
+
+
+def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **settings: Any) -> Path:
+    """Turn an ensemble and its truth into a tensor store, which training reads.
+
+    The store is that of `ensemble-ml prepare`, bit for bit: packed integers of GRIB are kept where `open` has opened
+    the archives and nothing was changed. Other Datasets are computed start by start, by the Dask scheduler that is
+    active, and packed into 16 bits. Interrupted, the same call goes on where it was.
+
+    Args:
+        ensemble: a Dataset of `open`, any Dataset of an ensemble (a list of them where variables lie in several), or a
+            path.
+        truth: the same for the truth, at its own valid times; None where there is none.
+        output: the folder to make, ending in .zarr.
+        **settings: others of `ensemble-ml prepare` by their names: `static`, `variables`, `levels` (hPa), `leads` (h),
+            `dates`, `region`, `coarsen`, `regrid`, `packing`, `gaps`, `workers`, `overwrite`, `names`, `units` ...
+
+    Returns:
+        The path of the store.
+
+    Raises:
+        UserError: fields are missing, or grids or times do not fit each other; the output exists; a setting is not
+            known.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> ensemble, truth = eml.open("archive/ensemble"), eml.open("archive/truth")
+        >>> path = eml.prepare(ensemble, truth, "small.zarr", variables=["t", "t2m"], dates=["2003"])
+        >>> eml.open(path).sizes["init_time"]
+        2
+    """
+    (paths, of_ensemble), (of_truth, of_its_own) = resolve_pair(ensemble, truth)
+    opened = {name: value for name, value in of_its_own.items() if name in ("names", "units") and value}
+    opened |= {name: value for name, value in of_ensemble.items() if value}
+    ours = {"input": paths, "truth": of_truth, "output": os.fspath(output)}
+    return prepare_store(settings_of(PrepareConfig, {**opened, **settings}, ours, {}))
+
+
+def calibrate(
+    ensemble: Any,
+    truth: Any = None,
+    *,
+    train: list[str] | None = None,
+    validation: list[str] | None = None,
+    networks: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Model:
+    """Fit the statistical stages of a model alone: bias, inflation and a linear correction, and their calibration.
+
+    This is `ensemble-ml train steps=0`: what the training of the whole model begins with. It needs no GPU.
+
+    Args:
+        ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is prepared first, into a
+            temporary store; a tensor store is read as it is.
+        truth: the same for the truth; None takes that of a tensor store.
+        train: start dates to fit on, as years, ISO dates or ranges; None takes all that are not for validation.
+        validation: start dates that choose penalties and widths; None takes the last fifth of all.
+        networks: whether two small networks of single points are fitted, too, which takes minutes.
+        output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
+        **settings: others of `ensemble-ml prepare` by their names, for an archive: `static`, `variables`, `levels`,
+            `leads`, `gaps` ...
+
+    Returns:
+        The model; `Model.save` keeps it.
+
+    Raises:
+        UserError: ensemble and truth do not fit each other, or start dates are too few.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> ensemble, truth = eml.open("archive/ensemble"), eml.open("archive/truth")
+        >>> model = eml.calibrate(ensemble, truth, train=["2001"], validation=["2002"], variables=["t2m"])
+        >>> model.meta["step"]
+        0
+    """
+    from ensemble_ml.api.model import Model  # torch takes seconds to import, and prepare needs none
+    from ensemble_ml.training import train as run_training
+
+    kept = None if output is None else Path(output)
+    folder = tempfile.TemporaryDirectory(prefix="ensemble_ml-") if kept is None else None
+    root = Path(folder.name) if folder is not None else kept
+    assert root is not None
+    with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as scratch:
+        store = _store_of(ensemble, truth, Path(scratch) / "store.zarr", settings)
+        config = _fits(store, root, train, validation, networks)
+        run = run_training(config)
+    best = run / "checkpoints" / "best"
+    return Model(best if best.exists() else run / "checkpoints" / "last", keep=folder)
+
+
+def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -> TensorStore:
+    paths, _ = resolve(ensemble)
+    if is_store_path(paths):
+        if truth is not None or settings:  # which nobody would read
+            given = "truth" if truth is not None else min(settings)
+            raise UserError(f"{given}: {paths} is a tensor store, which has what it was prepared with; leave it out")
+        return open_store(paths)
+    return open_store(prepare(ensemble, truth, path, **settings))
+
+
+def _fits(
+    store: TensorStore, root: Path, train: list[str] | None, validation: list[str] | None, networks: bool
+) -> TrainConfig:
+    """Return the settings of a run that ends with its fits."""
+    if train is None or validation is None:
+        train, validation = _split(store, train, validation)
+    members = len(store.layout.realization)
+    data = DataConfig(
+        store=store.path,
+        train=list(train),
+        validation=list(validation),
+        members=[size for size in _SIZES if size < members] or [1],
+        validation_members=min(5, max(1, members - 1)),
+    )
+    usual = ModelConfig()
+    model = ModelConfig(  # the smallest U-Net: its last layer is zero as long as nothing trains it
+        hidden=4,
+        max_hidden=4,
+        depth=0,
+        surroundings=usual.surroundings if networks else 0,
+        residuals=usual.residuals if networks else 0,
+    )
+    return TrainConfig(
+        run=root.name,
+        output=str(root.parent),
+        steps=0,
+        data=data,
+        model=model,
+        tracking=TrackingConfig(tensorboard=False),
+    )
+
+
+def _split(store: TensorStore, train: list[str] | None, validation: list[str] | None) -> tuple[list[str], list[str]]:
+    """Return start dates to fit on and for validation, where one or both are not said: those that the other leaves."""
+    from ensemble_ml.store.source import select_dates
+
+    times = store.layout.init_time
+    every = np.arange(len(times))
+    if validation is not None:
+        left = np.setdiff1d(every, select_dates(times, validation, "validation"))
+        return _iso(times[left]), validation
+    if train is not None:
+        left = np.setdiff1d(every, select_dates(times, train, "train"))
+        return train, _iso(times[left])
+    count = len(times) // _VALIDATION
+    if count < _FEWEST:
+        raise UserError(
+            f"{store.path}: {len(times)} start dates, of which a {_VALIDATION}th is too few for validation; say train="
+            " and validation=, or give more"
+        )
+    return _iso(times[:-count]), _iso(times[-count:])
+
+
+def _iso(times: np.ndarray) -> list[str]:
+    return [str(time.astype("datetime64[m]")) for time in times]

@@ -1,0 +1,130 @@
+"""Stores from Python: the command's where nothing was changed, and the same fields from any Dataset."""
+
+import json
+from pathlib import Path
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+from commanding import command
+from synthetic import make_store
+
+import ensemble_ml as eml
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, open_store
+
+KEEP = {"variables": ["t", "t2m", "tp"], "levels": [500, 850]}
+SETTINGS = ["variables=[t,t2m,tp]", "levels=[500,850]"]
+
+
+def files_of(path):
+    """Return all files of a folder with their contents."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in Path(path).rglob("*") if file.is_file()}
+
+
+def test_a_store_equals_that_of_the_command(here, tmp_path):
+    ensemble, truth = eml.open("archive/ensemble", static="archive/static.grib"), eml.open("archive/truth")
+    path = eml.prepare(ensemble, truth, tmp_path / "python.zarr", **KEEP)
+    archive = [f"input={here}/archive/ensemble", f"truth={here}/archive/truth", "static=archive/static.grib"]
+    command("prepare", *archive, f"output={tmp_path}/command.zarr", *SETTINGS)
+    assert files_of(path) == files_of(tmp_path / "command.zarr")
+
+
+@pytest.fixture(scope="module")
+def zarrs(tmp_path_factory):
+    """Return an ensemble and its truth as Zarr of somebody else: names as WeatherBench has them."""
+    folder = tmp_path_factory.mktemp("zarrs")
+    store = make_store(folder / "s.zarr", dates=4, members=3, leads=(24, 48), variables=("t",), surface=("t2m",))
+    data = xr.open_dataset(store.path, engine="ensemble_ml")
+    names = {"init_time": "time", "lead_time": "prediction_timedelta", "realization": "number", "t": "temperature"}
+    names["t2m"] = "2m_temperature"
+    keep = data[["t", "t2m"]].rename(names)
+    every = [data[["t_truth", "t2m_truth"]].isel(lead_time=lead) for lead in range(2)]
+    every = [one.assign_coords(init_time=one.init_time + one.lead_time).drop_vars("lead_time") for one in every]
+    truth = xr.concat(every, "init_time").sortby("init_time").drop_duplicates("init_time")
+    truth = truth.rename(init_time="time", t_truth="temperature", t2m_truth="2m_temperature")
+    for name, one in (("ensemble", keep), ("truth", truth)):
+        for array in one.variables.values():
+            array.encoding.clear()
+        one["time"].attrs.pop("standard_name", None)
+        one.to_zarr(folder / f"{name}.zarr", zarr_format=2, consolidated=True)
+    return folder
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous", "distributed"])
+def test_any_dataset_makes_the_same_fields(zarrs, tmp_path, scheduler):
+    command(
+        "prepare", f"input={zarrs}/ensemble.zarr", f"truth={zarrs}/truth.zarr", f"output={tmp_path}/command.zarr",
+        "workers=2",
+    )  # fmt: skip
+    data = [xr.open_zarr(zarrs / f"{name}.zarr", chunks={"time": 1}) for name in ("ensemble", "truth")]
+    if scheduler == "distributed":
+        from distributed import Client
+
+        with Client(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None):
+            path = eml.prepare(*data, tmp_path / "python.zarr", workers=2)
+    else:
+        with dask.config.set(scheduler=scheduler):
+            path = eml.prepare(*data, tmp_path / "python.zarr", workers=2)
+    one, other = open_store(path), open_store(tmp_path / "command.zarr")
+    assert one.layout.names == other.layout.names == ("t", "t2m")
+    for part in Part:
+        assert one.has(part) == other.has(part)
+        for date in range(4 if one.has(part) else 0):
+            for mine, theirs in zip(*(vars(store.read(part, date)).values() for store in (one, other)), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+    mine, theirs = files_of(path), files_of(tmp_path / "command.zarr")
+    about = {"manifest.json", "sources.json", "zarr.json"}  # which name what the store was made of
+    assert {name for name in theirs if mine.get(name) != theirs[name]} <= about
+    assert json.loads(mine["zarr.json"])["attributes"]["provenance"]["input"] == ["an open Dataset"]
+
+
+def test_what_cannot_be_prepared(here, tmp_path):
+    ensemble = eml.open("archive/ensemble").isel(init_time=[0])
+    for settings, said in (
+        ({"executor": "processes"}, "executor=processes: an open Dataset is computed by Dask"),
+        ({"input": "x"}, "input: no such setting here"),
+        ({"variables": ["temprature"]}, "temprature"),
+    ):
+        with pytest.raises(UserError, match=said):
+            eml.prepare(ensemble, None, tmp_path / "x.zarr", **settings)
+    with pytest.raises(UserError, match="is a tensor store already"):
+        eml.prepare(eml.open("store.zarr"), None, tmp_path / "x.zarr")
+
+
+def test_another_dataset_does_not_go_on_with_the_store_of_the_first(here, tmp_path):
+    ensemble = eml.open("archive/ensemble")[["t2m"]].isel(init_time=[0])
+    eml.prepare(ensemble, None, tmp_path / "x.zarr")
+    warmer = ensemble.assign(t2m=(ensemble["t2m"] + 1).assign_attrs(ensemble["t2m"].attrs))
+    eml.prepare(warmer, None, tmp_path / "y.zarr")
+    digests = {
+        json.loads((tmp_path / name / "zarr.json").read_text())["attributes"]["plan"] for name in ("x.zarr", "y.zarr")
+    }
+    assert len(digests) == 2
+
+
+def test_calibration_is_the_start_of_a_training(here, tmp_path):
+    store = eml.prepare("archive/ensemble", "archive/truth", tmp_path / "rain.zarr", variables=["tp"])
+    model = eml.calibrate(eml.open(store), train=["2001"], validation=["2002"], output=tmp_path / "run")
+    command(
+        "train", f"data.store={store}", "run=same", f"output={tmp_path}", "steps=0", "model.hidden=4",
+        "model.max_hidden=4", "model.depth=0", "model.surroundings=0", "model.residuals=0",
+        "tracking.tensorboard=false", "data.train=['2001']", "data.validation=['2002']", "data.members=[1,2]",
+        "data.validation_members=2",
+    )  # fmt: skip
+    forecast, other = (one.predict("archive/ensemble", members=2) for one in (model, eml.load(tmp_path / "same")))
+    for name in ("tp_mean", "tp_scale", "tp_ensemble_spread"):
+        np.testing.assert_array_equal(forecast[name].values, other[name].values)
+    assert model.meta["step"] == 0 and (model.save(tmp_path / "saved") / "MODEL_CARD.md").exists()
+
+
+def test_calibration_of_an_archive(here):
+    ensemble = eml.open("archive/ensemble")[["t2m", "tp"]]
+    model = eml.calibrate(ensemble, "archive/truth", train=["2001"], validation=["2002"])
+    forecast = model.predict(ensemble.isel(init_time=[-1]), members=2)
+    assert set(model.spec.surface) == {"t2m", "tp"} and np.isfinite(forecast["t2m_scale"].values).all()
+    with pytest.raises(UserError, match="7 start dates, of which a 5th is too few"):
+        eml.calibrate(eml.open("store.zarr"))
+    with pytest.raises(UserError, match=r"truth: .* is a tensor store"):
+        eml.calibrate(eml.open("store.zarr"), "archive/truth")
