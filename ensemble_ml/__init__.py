@@ -24,9 +24,10 @@ _PLACES = {  # of what is imported when it is first used
     "prepare": "api.preparing",
     "verify": "api.verifying",
 }
-__all__ = ["Model", "Scores", "__version__", "calibrate", "load", "open", "prepare", "verify"]
+__all__ = ["Model", "Scores", "__version__", "calibrate", "load", "open", "plot", "prepare", "verify"]
 
 if TYPE_CHECKING:
+    from ensemble_ml import plot
     from ensemble_ml.api.model import Model, load
     from ensemble_ml.api.opening import open
     from ensemble_ml.api.preparing import calibrate, prepare
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for (PEP 562)."""
+    if name == "plot":
+        return import_module("ensemble_ml.plot")
     if name in _PLACES:
         return getattr(import_module(f"ensemble_ml.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

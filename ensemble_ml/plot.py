@@ -1,0 +1,228 @@
+"""Three figures that people draw every day: a map, a fan of quantiles at a place, and the reliability of probabilities.
+
+Each returns a matplotlib Figure: `figure.savefig("map.png")` writes it, and a notebook shows it. Style and colours are
+those of the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field as registered
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LEAD = ("forecast_period", "lead_time")
+_START = ("forecast_reference_time", "init_time")
+
+__all__ = ["fan", "map", "reliability"]
+
+
+def map(  # the figure's name
+    field: xr.DataArray, *, land: xr.DataArray | None = None, title: str | None = None, **colours: Any
+) -> Figure:
+    """Draw a field on a latitude-longitude map.
+
+    Args:
+        field: values over latitude and longitude (degrees); other dimensions have length one. NaN shows as grey.
+        land: land fraction over the same grid, for coasts, such as `lsm` of a store.
+        title: what stands above; None takes the field's name and times.
+        **colours: `cmap`, `vmin`, `vmax` and others of matplotlib's pcolormesh.
+
+    Returns:
+        The figure.
+
+    Raises:
+        UserError: the field has other dimensions or no regular grid, or matplotlib is not installed.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> ensemble = eml.open("archive/ensemble", static="archive/static.grib")
+        >>> spread = ensemble["t2m"].isel(init_time=0, lead_time=-1).std("realization", ddof=1, keep_attrs=True)
+        >>> eml.plot.map(spread, land=ensemble["lsm"], title="spread of 2 m temperature").savefig("spread.png")
+    """
+    _need_matplotlib()
+    from ensemble_ml.grid import canonical
+    from ensemble_ml.verification.plots import draw_map, new_figure
+
+    flat = _flat(field)
+    grid, rows, columns = canonical(flat["latitude"].values, flat["longitude"].values)
+    inside = (rows[:, None], columns)
+    coasts = None if land is None else _flat(land).values[inside]
+    if coasts is not None and coasts.shape != grid.shape:
+        raise UserError(f"land: {coasts.shape} points, and the field has {grid.shape}; give land on the field's grid")
+    height = 6.4 * np.ptp(grid.latitude) / max(np.ptp(grid.longitude), 1e-6)
+    figure, axes = new_figure(7.6, float(np.clip(height, 2.0, 6.4)) + 0.5)
+    words = title if title is not None else _title(field)
+    mesh = draw_map(axes[0, 0], flat.values[inside], grid, coasts, words, **{"cmap": "viridis", **colours})
+    figure.colorbar(mesh, ax=axes[0, 0], shrink=0.8, label=str(field.attrs.get("units", "")))
+    return figure
+
+
+def fan(
+    forecast: xr.Dataset,
+    variable: str,
+    latitude: float,
+    longitude: float,
+    *,
+    level: int | None = None,
+    truth: xr.DataArray | None = None,
+) -> Figure:
+    """Draw the predicted quantiles of one forecast at a place against lead time, with the truth where it is given.
+
+    Args:
+        forecast: what `Model.predict` returns, of one start date.
+        variable: short name, as "t2m".
+        latitude, longitude: the place in degrees; the nearest grid point is drawn.
+        level: pressure level in hPa, of a variable on levels.
+        truth: the truth at the same leads, or of the same grid and leads, in the forecast's units.
+
+    Returns:
+        The figure.
+
+    Raises:
+        UserError: the forecast has no quantiles of the variable, or several start dates; the place is outside of the
+            grid; or matplotlib is not installed.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> forecast = eml.load("runs/first").predict("archive/ensemble", members=2, dates=["2003-01-09"])
+        >>> eml.plot.fan(forecast, "t2m", 48.2, 16.4).savefig("fan.png")
+    """
+    _need_matplotlib()
+    from ensemble_ml.verification.plots import BLUE, new_figure
+
+    name = f"{variable}_quantile"
+    if name not in forecast:
+        there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
+        raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
+    values = _at(forecast[name], latitude, longitude, level)
+    lead = next(one for one in _LEAD if one in values.dims)
+    values = values.transpose("quantile", lead).compute()
+    hours = values[lead].values / np.timedelta64(1, "h")
+    levels = values["quantile"].values
+    figure, axes = new_figure(6.4, 3.4)
+    axis = axes[0, 0]
+    for low in np.flatnonzero(levels < 0.5 - 1e-9):
+        high = int(np.abs(levels - (1 - levels[low])).argmin())
+        label = f"{100 * levels[low]:g} to {100 * levels[high]:g} %"
+        axis.fill_between(hours, values[low], values[high], color=BLUE, alpha=0.22, lw=0, label=label)
+    middle = int(np.abs(levels - 0.5).argmin())
+    axis.plot(hours, values[middle], "o-", color=BLUE, ms=4, label=f"{100 * levels[middle]:g} %")
+    if truth is not None:
+        seen = (
+            _at(truth, latitude, longitude, level) if {"latitude", "longitude"} & set(truth.dims) else truth.squeeze()
+        )
+        if seen.shape != hours.shape:
+            raise UserError(f"truth: {seen.shape} values, and the forecast has {len(hours)} leads; give one for each")
+        axis.plot(hours, seen.values, "x", color="black", ms=7, mew=1.6, label="truth")
+    units = forecast[name].attrs.get("units", registered(variable).units)
+    axis.set_xlabel("lead time, h")
+    axis.set_ylabel(f"{registered(variable).long_name}, {units}")
+    axis.set_xticks(hours)
+    axis.set_title(f"{variable} at {float(values['latitude']):g} N, {float(values['longitude']):g} E", loc="left")
+    axis.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def reliability(
+    probability: xr.DataArray | Mapping[str, xr.DataArray], event: xr.DataArray, *, bins: int = 10, title: str = ""
+) -> Figure:
+    """Draw how often an event happened against the probability that was forecast for it.
+
+    Points are weighted by the exact area of their cell where they lie on a latitude-longitude grid.
+
+    Args:
+        probability: forecast probabilities, 0 to 1; or several by the names that the legend shows.
+        event: what happened, true or false (or 1 and 0), at the same coordinates; NaN is left out.
+        bins: how many bins of equal width the probabilities are counted in.
+        title: what stands above.
+
+    Returns:
+        The figure: the curves, and above them how often each probability was forecast.
+
+    Raises:
+        UserError: coordinates differ, values are no probabilities or events, or matplotlib is not installed.
+
+    Example:
+        >>> import ensemble_ml as eml
+        >>> data = eml.open("store.zarr").isel(lead_time=[-1])
+        >>> wet = (data["tp"] > 0.001).mean("realization")
+        >>> eml.plot.reliability({"raw": wet}, data["tp_truth"] > 0.001, title="rain over 1 mm").savefig("rain.png")
+    """
+    _need_matplotlib()
+    from ensemble_ml.verification import figures
+    from ensemble_ml.verification.api import area_weights
+    from ensemble_ml.verification.checks import check_probability
+    from ensemble_ml.verification.probability import Reliability
+
+    several = probability if isinstance(probability, Mapping) else {"forecast": probability}
+    curves = {}
+    for name, one in several.items():
+        try:
+            p, o = xr.align(one, event, join="exact", copy=False)
+            p, o = xr.broadcast(p, o)
+        except ValueError as error:
+            raise UserError(f"{name}: its coordinates are not those of the event ({error})") from error
+        on_grid = {"latitude", "longitude"} <= set(p.dims)
+        weights = area_weights(p).broadcast_like(p) if on_grid else xr.ones_like(p, dtype=np.float64)
+        shares, happened = (np.asarray(part.transpose(*p.dims).values, np.float64) for part in (p, o))
+        check_probability(name, shares)
+        curves[name] = Reliability.zeros(bins)
+        there = np.isfinite(shares) & np.isfinite(happened)
+        curves[name].record(shares, happened, weights.transpose(*p.dims).values, there)
+    return figures.reliability({title: curves})
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401 - whether it is there
+    except ModuleNotFoundError as error:
+        raise UserError("matplotlib: not installed, and eml.plot draws with it; pip install matplotlib") from error
+
+
+def _flat(field: xr.DataArray) -> xr.DataArray:
+    """Return a field over latitude and longitude without other axes, computed."""
+    more = [dim for dim in field.dims if dim not in ("latitude", "longitude")]
+    if several := [str(dim) for dim in more if field.sizes[dim] != 1]:
+        raise UserError(f"{field.name}: has several values along {', '.join(several)}; choose one, as with isel")
+    if lacking := [dim for dim in ("latitude", "longitude") if dim not in field.dims]:
+        held = ", ".join(str(dim) for dim in field.dims) or "none"
+        raise UserError(f"{field.name}: has no dimension {lacking[0]} (it has {held}); a map needs a field on a grid")
+    return field.squeeze(more, drop=True).transpose("latitude", "longitude").compute()
+
+
+def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:
+    """Return the values at the nearest grid point, of one level and start date."""
+    from ensemble_ml.grid import canonical
+    from ensemble_ml.inference.select import nearest_points
+
+    if "level" in values.dims:
+        if level is None or level not in values["level"].values:
+            there = ", ".join(str(one) for one in values["level"].values)
+            raise UserError(f"level={level}: give one of {there} hPa")
+        values = values.sel(level=level)
+    for dim in _START:
+        if values.sizes.get(dim, 1) != 1:
+            raise UserError(f"forecast: holds {values.sizes[dim]} start dates; choose one, as with isel({dim}=[0])")
+        values = values.squeeze(dim, drop=True) if dim in values.dims else values
+    grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
+    nearest = nearest_points(grid, [[float(latitude), float(longitude)]])
+    return values.isel(latitude=int(rows[nearest.rows[0]]), longitude=int(columns[nearest.columns[0]]))
+
+
+def _title(field: xr.DataArray) -> str:
+    words = [str(field.attrs.get("long_name", field.name))]
+    for names, text in ((_START, "from {}"), (_LEAD, "+{} h")):
+        for name in names:
+            if name in field.coords and field[name].size == 1:
+                value = field[name].values.reshape(())
+                shown = value / np.timedelta64(1, "h") if names is _LEAD else str(value)[:13]
+                words.append(text.format(f"{shown:g}" if names is _LEAD else shown))
+    return ", ".join(words)

@@ -1,0 +1,59 @@
+"""Figures show the values that they are given, or say in one line what is missing."""
+
+import builtins
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import ensemble_ml as eml
+from ensemble_ml.errors import UserError
+
+
+def test_figures(here):
+    ensemble = eml.open("archive/ensemble", static="archive/static.grib")
+    forecast = eml.load("runs/first").predict(ensemble, members=2, dates=["2003-01-09"], thresholds={"tp": [0.001]})
+    figure = eml.plot.map(forecast["t_mean"].isel(level=0, forecast_period=0), land=ensemble["lsm"])
+    assert figure.axes[0].get_title(loc="left").endswith(", from 2003-01-09T00, +24 h")
+    truth = eml.open("store.zarr")["t_truth"].sel(init_time=["2003-01-09"])
+    fan = eml.plot.fan(forecast, "t", 48.2, -16.4, level=850, truth=truth.isel(lead_time=slice(1, None)))
+    labels = [text.get_text() for text in fan.axes[0].get_legend().get_texts()]
+    assert labels == ["10 to 90 %", "25 to 75 %", "50 %", "truth"]
+    point = forecast["t_quantile"].sel(level=850, quantile=0.5).sel(latitude=48.2, longitude=343.6, method="nearest")
+    drawn = next(line for line in fan.axes[0].lines if line.get_label() == "50 %")
+    np.testing.assert_array_equal(drawn.get_ydata(), point.values.ravel())
+    probability = forecast["tp_prob_above"].isel(threshold_tp=0, forecast_reference_time=0).drop_vars("time")
+    event = probability > 0.4
+    (curve,) = eml.plot.reliability(probability, event).axes[1].lines[:1]
+    assert set(curve.get_ydata()[:3]) == {0.0} and curve.get_ydata()[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda f: eml.plot.map(f["t_mean"]), "t_mean: has several values along"),
+        (lambda f: eml.plot.map(f["level"]), "level: has several values along level"),
+        (lambda f: eml.plot.fan(f, "t", 0, 0), "level=None: give one of"),
+        (lambda f: eml.plot.fan(f, "t2m", 0, 0), "holds 7 start dates"),
+        (lambda f: eml.plot.fan(f, "sst", 0, 0), "sst: the forecast has no quantiles"),
+        (lambda f: eml.plot.reliability(f["t2m_mean"], f["t2m_mean"] > 0), "forecast: holds"),
+        (lambda f: eml.plot.reliability(f["t2m_mean"], f["t2m_mean"][:, :, 1:] > 0), "coordinates are not those"),
+    ],
+)
+def test_what_cannot_be_drawn(here, draw, said):
+    forecast = xr.open_mfdataset("forecast/*.nc", decode_timedelta=True, combine_attrs="override")
+    with pytest.raises(UserError, match=said):
+        draw(forecast)
+
+
+def test_without_matplotlib_one_line_says_so(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *given, **more):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *given, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match="matplotlib: not installed"):
+        eml.plot.map(xr.DataArray(np.zeros((2, 2)), dims=("latitude", "longitude")))
