@@ -455,7 +455,7 @@ class XarrayFile:
             values = variable.written.told(values, [variable.dims.get(role) for role in _LEADING], first.tolist())
         if (variable.factor, variable.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * variable.factor + variable.shift
-        return values.astype(np.float32)
+        return values.astype(np.float32, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs; it opens the file for itself."""

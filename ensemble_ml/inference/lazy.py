@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import dask
@@ -26,6 +27,7 @@ from ensemble_ml.inference.outputs import kinds_of, outputs
 from ensemble_ml.inference.predict import batch_size, forward, put_on_device, torch_threads
 from ensemble_ml.inference.starts import Start
 from ensemble_ml.models import AnyModel, Prediction
+from ensemble_ml.store.source import Fields
 from ensemble_ml.training.checkpoint import load_model
 
 # Batches are predicted one after the other, whatever the number of Dask's threads: torch shares out each over the
@@ -63,7 +65,15 @@ class Forecaster:
         with _alone, dask.config.set(scheduler="synchronous"), torch_threads(self._threads), torch.inference_mode():
             model, device, samples = self._ready()
             group = [samples.read(start) for start in starts]
-            return forward(model, group, device), [samples.judged(sample) for sample in group]
+            prediction = forward(model, group, device)
+            return prediction, [self._kept(samples.judged(sample)) for sample in group]
+
+    def _kept(self, sample: Sample) -> Sample:
+        """Return what `outputs` needs of a sample, for it waits in memory until all variables are made."""
+        if self.job.wanted.members or self.job.spec.masked:
+            return sample
+        nothing = Fields(np.empty(0, np.float32), np.empty(0, np.float32))
+        return replace(sample, members=nothing, mean=nothing, spread=nothing)
 
     def variable(self, batch: Batch, name: str) -> dict[str, np.ndarray]:
         """Return the fields of one variable by their kind, each with an axis of start dates in its place."""

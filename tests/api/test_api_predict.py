@@ -85,7 +85,7 @@ def test_nothing_is_computed_before_it_is_asked_for(here, model):
     for name, array in ensemble.items():
         broken[name] = array.copy(data=array.data.map_blocks(fails, meta=array.data._meta))
     forecast = model.predict(eml.open(ensemble.assign(broken)), members=2, dates=["2003"])
-    with pytest.raises(AssertionError, match="computed"):
+    with pytest.raises(UserError, match="AssertionError: computed"):
         forecast["t_mean"].compute()
 
 
