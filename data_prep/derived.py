@@ -1,4 +1,7 @@
-"""Variables that an archive does not hold but that follow, member by member, from two that it does: wind speed."""
+"""Variables that are computed from two others, member by member: wind speed from its components.
+
+They are added to the table of records only. The values are computed when they are read (see `data_prep.combine`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,17 @@ NONE = -1
 
 
 def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add a record for every field of `names` whose two components are there; a variable that is there stays as it is.
+    """Add a record for every field of `names` whose two components are present.
 
-    Returns the records, the row of `records` that each stands for, and that of the second component (NONE elsewhere).
+    A variable that the archive has itself stays as it is: it is more exact than one computed from packed components.
+
+    Args:
+        records: (N,) table of fields, sorted by its keys.
+        names: variables that are wanted; those without components are ignored.
+
+    Returns:
+        The records (N + K,). The row of `records` to which each belongs (for a derived field, that of its first
+        component). The row of the second component, or NONE if the record is not derived.
     """
     tables, rows = [records], [np.arange(len(records))]
     partners = [np.full(len(records), NONE)]
@@ -37,10 +48,12 @@ def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray,
 
 
 def _matched(records: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Those rows of both that agree in all keys but the variable."""
+    """Return the rows of both components that agree in all keys but the variable."""
     keys = KEYS[1:]
     one, other = records[keys][first], records[keys][second]
-    if len(one) == len(other) and all((one[key] == other[key]).all() for key in keys):  # a table is sorted by its keys
+    # In a complete archive both components come in the same order, because the table is sorted by its keys. Then the
+    # costly search for common keys is not needed.
+    if len(one) == len(other) and all((one[key] == other[key]).all() for key in keys):
         return first, second
     _, here, there = np.intersect1d(one, other, assume_unique=True, return_indices=True)
     return first[here], second[there]

@@ -1,8 +1,9 @@
-"""Which GRIB messages are a field of a run: lists of what is read; all else is left out by name.
+"""The rules that decide which GRIB messages are a field of one model run. All other messages are left out by name.
 
-A message bears its variable's parameter whether it holds a member, a percentile, a probability, an ensemble mean or a
-climate. So nothing is concluded from the parameter alone: each key that could make it another quantity has to have a
-value that stands here. Names of codes are those of the WMO Manual on Codes and of ECMWF's MARS, as ecCodes spells them.
+A message bears the parameter of its variable whether it holds a member, a percentile, a probability, an ensemble mean
+or a climate. So nothing is concluded from the parameter alone: every key that could make the message another quantity
+must have a value that is listed here. The codes are those of the WMO Manual on Codes (WMO-No. 306, Volume I.2) and of
+ECMWF's MARS, as ecCodes spells them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 from data_prep.records import MEMBER_TYPES, OF_STEP_TYPE, other_step_type
 from ensemble_ml.fields import Field
 
-Get = Callable[..., Any]  # key, default, type -> value of a key of one message
+Get = Callable[..., Any]  # (key, default, type) -> value of the key in one message
 
-PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run, or one member of an ensemble, on a level
+PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run or one ensemble member, on a level
     0: "analysis or forecast at a point in time",
     1: "member of an ensemble at a point in time",
     8: "analysis or forecast over an interval of time",
@@ -24,22 +25,22 @@ PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run, or one 
     61: "member of an ensemble of reforecasts over an interval of time",
 }
 PROCESSED_DATA = ("an", "fc", "af", "cf", "pf", "cp")  # edition 2, code table 1.4, codes 0 to 5
-_MISSING = 255  # of any code of one octet
+_MISSING = 255  # the missing value of any code of one octet
 GENERATING_PROCESSES = (0, 1, 2, 3, 4, 11, 12, 13, 14, 15, *range(192, 256))  # code table 4.3: analyses and forecasts
-REFERENCE_TIMES = (0, 1)  # code table 1.2: an analysis, the start of a forecast; others are no start
-TIME_INCREMENTS = (2, 255)  # code table 4.11: one run's successive times; others are made of several runs
-STREAMS = (  # of MARS: one run or one ensemble; others are means over months, hindcast statistics, several models
+REFERENCE_TIMES = (0, 1)  # code table 1.2: an analysis, or the start of a forecast
+TIME_INCREMENTS = (2, 255)  # code table 4.11: successive times of one run; the others combine several runs
+STREAMS = (  # MARS streams of one run or ensemble; others are monthly means, hindcast statistics, several models
     "oper", "scda", "dcda", "lwda", "wave", "scwv", "enfo", "enfh", "efov", "efhc", "eefo", "eefh", "enda", "elda",
     "waef", "enwh", "mofc", "mnfc", "mnfh", "seas", "mmsf",
 )  # fmt: skip
-LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a message without any is read
-    "ecmf": (1, 15, 26, 30, 36),  # labels of MARS: of an ensemble, seasonal, a hindcast, of a grid that varies, 4D-Var
+LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a message without one is read, too
+    "ecmf": (1, 15, 26, 30, 36),  # MARS labels: ensemble, seasonal, hindcast, variable resolution, 4D-Var
     "edzw": (253, 254),  # DWD: ensembles; deterministic runs
 }
 _COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
 _AT_2_M = ("surface", "heightAboveGround 2")
 _AT_10_M = ("surface", "heightAboveGround 10")
-LEVELS = {  # where a surface variable is one: kind of level, with its height where it has one
+LEVELS = {  # the kinds of level on which each surface variable lies, with the height where there is one
     "t2m": _AT_2_M,
     "msl": ("surface", "meanSea"),
     "u10": _AT_10_M,
@@ -56,17 +57,28 @@ PRESSURE_LEVELS = ("isobaricInhPa", "isobaricInPa")
 
 
 def levels_of(field: Field) -> tuple[str, ...]:
-    """Return the kinds of level on which a message is the field `field`, as ecCodes names them."""
+    """Return the kinds of level on which a message can hold `field`, as ecCodes' typeOfLevel names them."""
     return LEVELS.get(field.name, _AT_THE_SURFACE) if field.surface or field.static else PRESSURE_LEVELS
 
 
 def on_its_level(field: Field, kind: str, level: int) -> bool:
-    """Return whether `field` on a level of a `kind` of ecCodes' typeOfLevel is that variable of the registry."""
+    """Return whether `field` on a level of this kind is the registry's variable.
+
+    Args:
+        field: the variable whose parameter the message bears.
+        kind: ecCodes' typeOfLevel.
+        level: ecCodes' level, e.g. the height in m.
+    """
     return kind in levels_of(field) or f"{kind} {level}" in levels_of(field)
 
 
 def why_left_out(get: Get, field: Field) -> str:
-    """Return why a message that bears the parameter of `field` is no field of a run; empty where it is one."""
+    """Return why a message that bears the parameter of `field` is not a field of one run; empty if it is one.
+
+    Args:
+        get: reads a key of the message.
+        field: the variable whose parameter the message bears.
+    """
     kind, stream = get("dataType"), get("stream")
     if kind not in (None, *MEMBER_TYPES) and not _processed(get):
         return f"of type {kind}"
@@ -80,12 +92,16 @@ def is_control(get: Get) -> bool:
     """Return whether a message is the unperturbed member of an ensemble."""
     if get("dataType") == "cf":
         return True
+    # Centres that do not label their messages for MARS state the control in code table 1.4.
     return _processed(get) and get("typeOfProcessedData", kind=int) == PROCESSED_DATA.index("cf")
 
 
 def _processed(get: Get) -> bool:
-    """Return whether a message of edition 2 that no centre labelled says by its code that it is of a run, or does not
-    say it. The names that ecCodes gives these codes differ from one version of the tables to the next."""
+    """Return whether the code table 1.4 value of an unlabelled edition 2 message allows it to be a field of a run.
+
+    A message that does not state the code passes, too. The code is compared as a number, because its names differ
+    between versions of ecCodes' tables.
+    """
     if get("edition") != 2 or get("marsType") is not None:
         return False
     code = get("typeOfProcessedData", kind=int)
@@ -93,7 +109,7 @@ def _processed(get: Get) -> bool:
 
 
 def _other_product(get: Get) -> str:
-    """Return what a message of edition 2 is instead of a field of a run; empty where it is one."""
+    """Return the reason why an edition 2 message is not a field of one run; empty if it is one."""
     template = get("productDefinitionTemplateNumber")
     if template not in PRODUCT_TEMPLATES:
         return f"of product template 4.{template}"
@@ -109,16 +125,17 @@ def _other_product(get: Get) -> str:
 
 
 def _other_definition(get: Get) -> str:
-    """Return what a message of edition 1 is by its local section, if no field of a run; empty where it is one."""
+    """Return the local definition by which an edition 1 message is not a field of a run; empty if none does that."""
     number, centre = get("localDefinitionNumber"), get("centre")
     if number is None or not get("localUsePresent", 1) or number in LOCAL_DEFINITIONS.get(centre, ()):
         return ""
-    as_ecmwf = centre not in LOCAL_DEFINITIONS and get("marsType") is not None  # ecCodes reads others' by ECMWF's rules
+    # ecCodes applies ECMWF's local definitions to centres that have none of their own, and then finds MARS labels.
+    as_ecmwf = centre not in LOCAL_DEFINITIONS and get("marsType") is not None
     if as_ecmwf and number in LOCAL_DEFINITIONS["ecmf"]:
         return ""
     return f"of local definition {number} of {centre}"
 
 
 def method_of(get: Get) -> str:
-    """Return the mean, maximum or minimum over time that a message is; empty of a moment or a sum."""
+    """Return whether a message is a mean, maximum or minimum over time; empty for instantaneous values and sums."""
     return OF_STEP_TYPE.get(str(get("stepType", "")), "")

@@ -1,7 +1,8 @@
-"""Limits beyond which a number is no weather: 9999 and its like stand for missing values that nothing else tells of.
+"""Physical limits of each variable, beyond which a value must be an undeclared missing value or have other units.
 
-They hold for every format alike. A field that goes beyond them is refused, never clipped: what else is wrong with it
-nobody knows.
+9999 and similar numbers stand for missing values in files that declare no fill value and have no bitmap. The limits are
+the same for every file format. A field that exceeds them is refused and never clipped: nobody knows what else is wrong
+with it. The height of pressure levels is that of the ICAO Standard Atmosphere (Doc 7488).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import math
 from data_prep.records import RawField
 from ensemble_ml.fields import GRAVITY, Field
 
-# By units, beyond any weather, in deserts and at 1 hPa, and any sums over weeks. 9999, -9999 and -32767 are outside,
-# and so is most of what has other units than it says.
+# The limits for each unit leave room for any weather, up to 1 hPa and in deserts, and for sums over weeks. They exclude
+# 9999, -9999 and -32767, and most values whose units are not the stated ones.
 _LIMITS = {
     "K": (100.0, 400.0),
     "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
@@ -26,22 +27,22 @@ _LIMITS = {
     "1": (0.0, 1.0),
 }
 _ALTITUDES = (-2e3, 9.5e3)  # m
-_BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # what interpolation makes of speeds and humidities near zero
-# How far a level may lie from its height in the standard atmosphere: some metres, and a share of it.
+_BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # interpolation makes speeds and humidities slightly negative
+# A level may differ from its height in the standard atmosphere by these metres plus this fraction of the height.
 _HEIGHT_OFF = 2000.0, 0.1
-# Sums below zero and fractions beyond their ends are faults, but for what rounding makes of zero and one: centres pack
-# rain in steps of up to 0.1 mm (of two sums, each is off by half a step), and clouds in steps of up to 1 %.
+# Negative sums and fractions outside 0 to 1 are errors, except for rounding. Centres pack rain in steps of up to 0.1 mm
+# (a difference of two sums is off by half a step for each) and clouds in steps of up to 1 %.
 _SUM_BELOW = 1.5e-4  # m
 _FRACTION_BEYOND = 0.01
 
 
 def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, float]:
-    """Return what the values of a variable lie between, in its units.
+    """Return the lowest and highest plausible value of a variable, in the registry's units.
 
     Args:
         field: the variable.
-        level: its level in hPa; 0 where it has none, or all of them are meant.
-        step: that of the packing which the values come from, by which they may be off; 0 where it is not known.
+        level: its level in hPa; 0 if it has none, or if all levels are meant.
+        step: packing step of the values, by which they may be off; 0 if it is not known.
     """
     low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
     if field.name == "z" and level:
@@ -57,8 +58,16 @@ def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, f
 
 
 def standard_height(level: float) -> float:
-    """Return the height in m of a pressure level in hPa: troposphere and lower stratosphere of the ICAO standard
-    atmosphere (Doc 7488), the latter continued upwards."""
+    """Return the height of a pressure level in the ICAO Standard Atmosphere (Doc 7488), in m.
+
+    Above the lower stratosphere, the isothermal layer from 11 km is continued upwards:
+
+        p > 226.32 hPa:  h = 44330.77 (1 - (p / 1013.25)^0.190263)
+        otherwise:       h = 11000 + 6341.62 ln(226.32 / p)
+
+    Args:
+        level: pressure in hPa.
+    """
     if level > 226.32:
         return 44330.77 * (1 - (level / 1013.25) ** 0.190263)
     return 11000.0 + 6341.62 * math.log(226.32 / level)
@@ -70,12 +79,13 @@ def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
     Args:
         field: the variable.
         level: its level in hPa, 0 at the surface.
-        raw: its values, in its units.
-        bits: of each packed integer, if they are packed. What they can hold mostly lies within the limits, and then no
-            value is looked at.
+        raw: its values, in the registry's units.
+        bits: bits of each packed integer, if the values are packed.
     """
     low, high = plausible(field, 2 * raw.rounding, level)
     if raw.packed:
+        # The smallest and largest integer that the packing can hold mostly decode to values within the limits. Then no
+        # value needs to be looked at. Otherwise the actual extremes decide, and only then are all values decoded.
         ends = _ends(raw, 0, (1 << bits) - 1)
         if not low < ends[0] <= ends[1] < high:
             ends = _ends(raw, int(raw.values.min()), int(raw.values.max()))
@@ -93,6 +103,6 @@ def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
 
 
 def _ends(raw: RawField, least: int, most: int) -> tuple[float, float]:
-    """Return the values of two packed integers, in ascending order."""
+    """Return the decoded values of two packed integers, in ascending order."""
     ends = [(integer * raw.scale + raw.reference) * raw.decimal for integer in (least, most)]
     return min(ends), max(ends)

@@ -1,8 +1,10 @@
-"""A catalogue of two-dimensional fields: one row a field, whatever kind of file it lies in.
+"""The table of all fields of an archive: one row for each two-dimensional field, whatever the file format.
 
-An archive of any format is read in two steps: a `Reader` for each file lists its fields as rows of `RECORD`, and later
-hands out the values of chosen rows as `RawField`s. Everything in between (which fields are there, which are missing,
-which verify which) is arithmetic on the table.
+An archive of any format is read in two steps. First, a `Reader` for each file lists its fields as rows of `RECORD`.
+Later it hands out the values of chosen rows as `RawField`s. Everything in between is arithmetic on the table: which
+fields are present, which are missing, and which field of the truth verifies which field of the forecast.
+
+The codes for kinds of data (`MEMBER_TYPES`, `OF_STEP_TYPE`) are those of ECMWF's MARS, as ecCodes spells them.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where start dates are built already); where an archive or a static file is read in place, leave the field out"
 )
-NO_MESSAGE = "that are no GRIB message"  # of bytes of a file: a message may be damaged there
-OTHER_UNITS = "units "  # after a variable's name, why it is left out
-MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; all others are made of several, or no field
+NO_MESSAGE = "that are no GRIB message"  # ends the note on bytes between messages: one may be damaged there
+OTHER_UNITS = "units "  # follows a variable's name in the note on why it is left out
+MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; other types combine several runs
 OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method
 _SUMS = ("accum", "diff")  # over a range of steps
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
@@ -39,19 +41,19 @@ GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 RECORD = np.dtype(
     [
         ("file", np.int32),  # position of the reader in the archive
-        ("origin", np.int16),  # position in the origins of its file, in a catalogue in those of the archive
+        ("origin", np.int16),  # position in the origins of the file; in a catalogue, in those of the whole archive
         ("field", np.int16),  # position in FIELDS
         ("level", np.int32),  # hPa; 0 at the surface
         ("kind", np.uint8),  # MEMBER or CONTROL
         ("member", np.int32),
-        ("numbered", bool),  # whether the file states it; the member of a deterministic run is 0
+        ("numbered", bool),  # whether the file states the member; that of a deterministic run is 0
         ("init", "datetime64[s]"),
         ("lead_start", np.int32),  # hours; below `lead` where the field is a sum or maximum over a range of steps
         ("lead", np.int32),  # hours; the end of the range
         ("bounded", bool),  # whether the file states lead_start
-        ("offset", np.int64),  # GRIB: of the message in the file; else the flat index over the leading axes
+        ("offset", np.int64),  # GRIB: offset of the message in the file; else the flat index over the leading axes
         ("length", np.int64),
-        ("place", np.int16),  # GRIB: position in the file's list of grids as they are scanned
+        ("place", np.int16),  # GRIB: position in the file's list of scanned grids
         ("data", np.int32),  # offset of the packed integers in the message
         ("bitmap", np.int32),  # offset of the bitmap in the message, 0 where it has none
         ("stated", np.int32),  # number of values that the message states or has room for, -1 where it does neither
@@ -74,7 +76,10 @@ IS_ACCUMULATED = np.array([field.accumulated for field in FIELDS])
 
 
 class Origin(NamedTuple):
-    """Who made a field, by the codes that files state; empty where they do not."""
+    """The producer of a field, by the codes that files state; a part that a file does not state is empty.
+
+    Fields of different origins must not be mixed into one ensemble, so the catalogue compares them.
+    """
 
     centre: str = ""
     label: str = ""  # MARS's class: operational, research, a reanalysis
@@ -83,23 +88,33 @@ class Origin(NamedTuple):
     ensemble: str = ""  # which of a centre's ensembles: MARS's stream, the system of a seasonal forecast
 
     def differs(self, other: Origin, *, one_start: bool = False) -> bool:
-        """Return whether both state something that is not the same.
+        """Return whether any part that both origins state has different values, ignoring case.
 
         Args:
-            one_start: whether fields of one start date are compared: those of different ensembles never go together
-                then, while an archive's start dates may come from one ensemble after the other.
+            one_start: whether fields of one init time are compared. Their ensembles must agree as well then, while the
+                init times of an archive may come from one ensemble after another.
         """
         pairs = list(zip(self, other, strict=True))
         pairs = pairs if one_start else pairs[:-1]
         return any(mine and theirs and mine.casefold() != theirs.casefold() for mine, theirs in pairs)
 
     def __str__(self) -> str:
+        """Return the stated parts as messages show them, e.g. `centre ecmf, class od`."""
         named = zip(("centre", "class", "experiment", "institution", "ensemble"), self, strict=True)
         return ", ".join(f"{name} {code}" for name, code in named if code) or "no centre that is stated"
 
 
 def identities(records: np.ndarray) -> np.ndarray:
-    """What tells fields apart, without where they lie: (N,) IDENTITY, a third of RECORD. An archive has millions."""
+    """Return the columns that tell fields apart, without those that say where they lie.
+
+    An archive has millions of rows, and these columns take a third of the memory of `RECORD`.
+
+    Args:
+        records: (N,) RECORD.
+
+    Returns:
+        (N,) IDENTITY.
+    """
     out = np.empty(len(records), IDENTITY)
     for name in out.dtype.names or ():
         out[name] = records[name]
@@ -108,12 +123,23 @@ def identities(records: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class RawField:
-    """One field in the program's order of rows and columns, as the file holds it.
+    """A field as the file holds it, with rows and columns in the program's order (north to south, west to east).
 
-    `values` (Y, X) are either packed integers (uint16, of this machine's order of bytes or of the file's), with value =
-    ((X * scale) + reference) * decimal in double precision, or float32 values in the registry's units. `mask` (Y, X)
-    bool is True where a point has no value (the integer is 0 there, the float NaN); None where every point has one.
-    `step` is that of the packing which floats were decoded from, 0 where there was none or nobody knows it.
+    It carries packed integers from a file to the store without decoding them, so that nothing is rounded twice.
+
+    `values` (Y, X) are either packed integers or float32 values in the registry's units. Packed integers are uint16, in
+    the byte order of this machine or of the file. They are decoded in double precision:
+
+        value = ((X * scale) + reference) * decimal
+
+        X          packed integer
+        scale      2^E, E being GRIB's binary scale factor
+        reference  reference value R of the message
+        decimal    10^-D, D being GRIB's decimal scale factor, and the factor of a change of units
+
+    `mask` (Y, X) bool is True at points without a value, where the integer is 0 or the float is NaN. It is None if
+    every point has a value. `step` is the packing step of the message from which floats were decoded, or 0 if there was
+    no packing or the step is not known.
     """
 
     values: np.ndarray
@@ -125,25 +151,29 @@ class RawField:
 
     @property
     def rounding(self) -> float:
-        """By how much packing may have moved a value."""
+        """Return the largest error that packing may have caused, in the registry's units: half a step."""
         return abs(self.scale * self.decimal if self.packed else self.step) / 2
 
     @property
     def packed(self) -> bool:
-        """Whether `values` are integers."""
+        """Return whether `values` are packed integers."""
         return self.values.dtype.kind == "u"
 
     @property
     def nothing(self) -> bool:
-        """Whether no point has a value."""
+        """Return whether no point has a value."""
         return self.mask is not None and bool(self.mask.all())
 
     def decode(self) -> np.ndarray:
-        """Values (Y, X) float32, bit for bit those of ecCodes for simple packing; NaN where a point has none."""
+        """Return the values (Y, X) as float32, with NaN at points without a value.
+
+        For simple packing they equal ecCodes' values bit for bit.
+        """
         if not self.packed:
             return self.values
         factors = self.reference, self.scale, self.decimal
         exact, out = _exact_in_float32(*factors), np.empty(self.values.shape, np.float32)
+        # The compiled decoder does not take every case; NumPy then decodes with the same arithmetic.
         if not native.decode_field(self.values, factors, exact, out):
             dequantise(self.values, [np.array(part, np.float32 if exact else np.float64) for part in factors], out)
         if self.mask is not None:
@@ -152,7 +182,10 @@ class RawField:
 
 
 def _exact_in_float32(reference: float, scale: float, decimal: float) -> bool:
-    """`ensemble_ml.store.packing.exact_in_float32` of one field, without the cost of arrays."""
+    """Return whether one field decodes exactly in float32, without the cost of arrays.
+
+    It is `ensemble_ml.store.packing.exact_in_float32` for one field; the cost counts because every field is asked.
+    """
     if decimal != 1:
         return False
     mantissa, exponent = math.frexp(scale)
@@ -161,9 +194,13 @@ def _exact_in_float32(reference: float, scale: float, decimal: float) -> bool:
 
 
 def other_step_type(kind: str, field: Field) -> str:
-    """Why values of ecCodes' stepType `kind` are not those of a variable whose name they bear; empty where they may be.
+    """Return why values of ecCodes' stepType `kind` are not the variable `field`; empty if they may be.
 
-    A deviation, range or trend over time is another quantity, and so are means over many analyses or forecasts.
+    A deviation, range or trend over time is another quantity. So is a mean over many analyses or forecasts.
+
+    Args:
+        kind: ecCodes' stepType of the message.
+        field: the variable whose parameter the message bears.
     """
     if kind in OF_STEP_TYPE:
         return f"the {OF_STEP_TYPE[kind]} over time and not the sum" if field.accumulated else ""
@@ -173,12 +210,13 @@ def other_step_type(kind: str, field: Field) -> str:
 
 
 class Reader(Protocol):
-    """One file of an archive.
+    """The interface to one file of an archive, whatever its format.
 
-    `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
-    counts the fields of variables that the registry does not know. `keyed` says whether other values make other records
-    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time. `origins` are
-    those that its records number. `stamp` is of before the file was indexed: what is read belongs to it.
+    `records` are RECORD rows in the file's own order. `grid` is their common grid, or None if there are none. `skipped`
+    counts the fields that are not read, by their descriptions. `keyed` tells whether other values always make other
+    records (by their packing constants), so that a hash of the records notices changed values. `methods` names the
+    variables that are a mean, maximum or minimum over time. `origins` is the list into which the records' column
+    `origin` points. `stamp` was taken before the file was indexed; values are only read while the file still has it.
     """
 
     keyed: bool
@@ -193,36 +231,38 @@ class Reader(Protocol):
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield the values of `records`, in their order; threads may do so at the same time.
+        """Yield the values of `records`, in their order. Several threads may call this at the same time.
 
-        `rows` (start, stop) is a band of latitudes, None takes all. Fields of packed integers are written to the arrays
-        of `into` (rows, X) uint16, one a record, where they are given.
+        Args:
+            records: (N,) RECORD rows of this file.
+            rows: band of latitudes (start, stop); None for all.
+            into: arrays (rows, X) uint16, one for each record, to which packed integers are written; None to allocate.
         """
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Which of `records` hold no value though the file has a place for them, (N,) bool.
+        """Return which of `records` hold no value although the file has a place for them, (N,) bool.
 
-        It may take reading all of them; what was found is kept in `index`.
+        This may require reading all of them, so the answer is kept in `index`.
         """
 
 
 def covers(rows: slice | None, grid: Grid | None) -> bool:
-    """Whether a band of latitudes is all of them."""
+    """Return whether a band of latitudes covers the whole grid."""
     return rows is None or (grid is not None and (rows.start, rows.stop) == (0, grid.shape[0]))
 
 
 def field_of(record: np.void) -> Field:
-    """The registry's entry of a record."""
+    """Return the registry's entry for a record."""
     return FIELDS[int(record["field"])]
 
 
 def variable_text(field: Field, level: int) -> str:
-    """A variable as messages show it, e.g. `t at 500 hPa`."""
+    """Return a variable as messages show it, e.g. `t at 500 hPa`."""
     return field.name if field.surface or field.static else f"{field.name} at {level} hPa"
 
 
 def describe(record: np.void) -> str:
-    """A record as messages show it, e.g. `t at 500 hPa, member 7, 2001-01-03T00, lead 48 h`."""
+    """Return a record as messages show it, e.g. `t at 500 hPa, member 7, 2001-01-03T00, lead 48 h`."""
     member = "control" if record["kind"] == CONTROL else f"member {record['member']}"
     where = f"{member}, {hour_text(record['init'])}, lead {record['lead']} h"
     return f"{variable_text(field_of(record), int(record['level']))}, {where}"

@@ -1,7 +1,8 @@
-"""What the name of a data variable says beside the quantity: a pressure level, a height, the hours of a sum.
+"""Parse names of data variables that state more than the quantity: a pressure level, a height, or the hours of a sum.
 
-`geopotential_height_500hpa` and `z500` hold one pressure level, `temperature_2m` lies at a height, `tp6` and
-`total_precipitation_24hr` are sums over hours.
+`geopotential_height_500hpa` and `z500` hold one pressure level, `temperature_2m` lies at a height, and `tp6` and
+`total_precipitation_24hr` are sums over some hours. No standard covers these names; the patterns follow archives that
+are met in practice.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ _PRESSURE = re.compile(r"(.+?)_?(\d{1,4})_?(?:hpa|mb|mbar|millibars?)", re.IGNOR
 _HEIGHT_BEHIND = re.compile(r"(.+?)_?(\d{1,3}(?:\.\d+)?)_?m")
 _HEIGHT_BEFORE = re.compile(r"(\d{1,3}(?:\.\d+)?)_?m_(.+)")
 _NUMBER = re.compile(r"([A-Za-z_]+?)_?(\d{2,4})")
-# Bare numbers behind a name are levels only where models have levels: u80 is wind at 80 m.
+# A bare number after a name is taken for a level only if models commonly have that level: u80 is wind at 80 m.
 _LEVELS = {50, 70, 100, 125, 150, 175, *range(200, 451, 50), *range(500, 751, 50), *range(775, 1001, 25)}
-_MASTS = 300  # m: below it a bare number may as well be a height
-_CERTAIN = 600  # hPa: above it no mast reaches
+_MASTS = 300  # up to here a bare number may also be the height of a mast in m
+_CERTAIN = 600  # from here on a bare number is a pressure in hPa: no mast is that high
 _WORDS = {
     "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
     "eighteen": 18, "twenty four": 24, "twenty-four": 24, "thirty six": 36, "forty eight": 48, "seventy two": 72,
 }  # fmt: skip
 _SUM = r"(?:\w+\s+)?(?:sums?|totals?|accum\w*|precip\w*|rain\w*)\b"
 _AGO = r"\b(?:last|previous|past|preceding)\s+"
-# Of days a description may say much else, as how far a forecast reaches: these are of a sum.
+# Descriptions mention days for other reasons, too, such as the range of a forecast. These patterns only match a number
+# of days that belongs to a sum.
 _DAYS = re.compile(rf"(?:(\d{{1,2}})[\s-]*days?|\b(?:daily))[\s-]+{_SUM}|{_AGO}(?:(\d{{1,2}})\s+)?days?\b", re.I)
 _OF_SUM = re.compile(
     rf"(\d{{1,3}})[\s-]*(?:hours?|hourly|hrs?|h)[\s-]+{_SUM}|{_AGO}(\d{{1,3}})[\s-]*(?:hours?|hrs?|h)\b", re.I
@@ -38,10 +40,11 @@ _IN_TEXT = re.compile(r"(\d{1,3})[\s-]*(?:hours?|hourly|hrs?|h)\b|\b(hourly|last
 
 @dataclass(frozen=True)
 class Spelling:
-    """What a name says: `field` is that of its `stem`, None where the registry does not know it.
+    """The parts of a variable's name, used to find its quantity, level and interval.
 
-    `level` is in hPa and `hours` are those of a sum, both 0 where the name states none; `height` is in m. `bare` says
-    that the level is a number without units.
+    `field` is the registry's entry for the `stem`, or None if the registry does not know it. `level` is in hPa and
+    `hours` is the length of a sum; both are 0 if the name does not state them. `height` is in m. `bare` marks a level
+    that was written as a number without units.
     """
 
     stem: str
@@ -53,6 +56,7 @@ class Spelling:
 
 
 def _known(name: str) -> Field | None:
+    """Return the registry's entry for a name, or None if there is none."""
     try:
         return resolve(name)
     except UserError:
@@ -60,7 +64,14 @@ def _known(name: str) -> Field | None:
 
 
 def spell(name: Hashable) -> Spelling:
-    """Return what the name of a data variable says. A name that the registry has says nothing more."""
+    """Parse the name of a data variable.
+
+    Args:
+        name: the name; one that the registry has is taken as a whole, so `u10` has no number.
+
+    Returns:
+        The parts. The field is None if nothing in the name is known.
+    """
     whole = str(name)
     if (field := _known(whole)) is not None:
         return Spelling(whole, field)
@@ -80,9 +91,14 @@ def spell(name: Hashable) -> Spelling:
 
 
 def may_be_height(spelling: Spelling, names: Iterable[Hashable]) -> bool:
-    """Return whether the bare number of a name may be a height: u100 is wind at 100 m to ECMWF, at 100 hPa to others.
+    """Return whether the bare number in a name may be a height: ECMWF's u100 is wind at 100 m, others' at 100 hPa.
 
-    Geopotential has no height, and a file that names it, or levels that no mast reaches, names pressure levels.
+    Geopotential is not given at heights. So if the file names geopotential with such a number, or levels that no mast
+    reaches, its bare numbers are pressure levels.
+
+    Args:
+        spelling: the parsed name.
+        names: names of all variables of the file.
     """
     if not spelling.bare or spelling.level > _MASTS or _is_geopotential(spelling):
         return False
@@ -91,6 +107,7 @@ def may_be_height(spelling: Spelling, names: Iterable[Hashable]) -> bool:
 
 
 def _is_geopotential(spelling: Spelling) -> bool:
+    """Return whether the name is that of geopotential."""
     return spelling.field is not None and spelling.field.name == "z"
 
 
@@ -99,11 +116,12 @@ def hours_in_text(text: str, *, remark: bool = False) -> set[int]:
 
     Args:
         text: the description.
-        remark: whether it may be of other things, and only hours that it calls those of a sum count.
+        remark: whether the text may be about other things, so that only hours count that it ascribes to a sum.
     """
     for word, number in _WORDS.items():
         text = re.sub(rf"\b{word}(?=[\s-]*(?:hour|day))", str(number), text, flags=re.I)
     hours = set()
+    # The patterns have several groups, of which one matched. Without a number ("hourly", "last hour", "daily") it is 1.
     for numbers in (_OF_SUM if remark else _IN_TEXT).findall(text):
         hours.add(int(next(filter(str.isdigit, numbers), 1)))
     for numbers in _DAYS.findall(text):
