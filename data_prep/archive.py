@@ -1,10 +1,11 @@
-"""Archives read in place, behind the same face as a tensor store: fields are decoded when they are asked for.
+"""Archives of GRIB, NetCDF or Zarr that are read in place, with the same interface as a tensor store.
 
-Which leads, variables and levels an archive has is the union over its start dates and members. What is in none of them
-(z at 850 hPa for one lead only, beside gusts at three others) is ragged by design, and masked; what is in some and not
-in others is missing, and `data_prep.gaps` names it.
+Fields are decoded when they are asked for. The leads, variables and levels of an archive are the union over its init
+times and members. A combination that no init time and member has is ragged by design, and masked (z at 850 hPa for one
+lead only, beside gusts at three others). A field that some have and others lack is missing, and `data_prep.gaps` names
+it.
 
-Axes: D start date, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: D init time, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -54,18 +55,28 @@ from ensemble_ml.store.source import Fields, Layout, Part, Selection
 
 log = logging.getLogger(__name__)
 
+# In the column of subtrahends: the record needs no subtraction, or its subtrahend is not in the archive.
 _NOTHING, _ABSENT = -1, -2
 
 __all__ = ["DERIVED", "ArchiveSource", "open_archive"]
 
 
 class ArchiveSource:
-    """A forecast archive (implements `ensemble_ml.store.source.Source`). `lead_bounds` are as in a tensor store.
-    `left_out` are variables that have nothing but sums at lead 0, from the start; `cut` says which variables over
-    intervals lack some between their leads (`data_prep.intervals.cut`).
+    """A forecast archive with the interface of a store (it implements `ensemble_ml.store.source.Source`).
+
+    `layout` holds the coordinates, and `lead_bounds` are as in a tensor store. `left_out` names the variables that have
+    only sums at lead 0, counted from the start. `cut` says which variables over intervals lack some intervals between
+    their leads (see `data_prep.intervals.cut`).
+
+    Args:
+        catalogue: the table of the archive's fields.
+        control: whether the control counts as a member.
+        variables, levels, leads, dates: the selection; None keeps all.
+        derive: variables to derive if their components are present.
+        cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored.
 
     Raises:
-        UserError: nothing is left of what was asked for.
+        UserError: the selection leaves nothing.
     """
 
     def __init__(
@@ -92,7 +103,8 @@ class ArchiveSource:
         keep &= ~beside(records, self._intervals)
         keep &= ~without_members(records, keep, self.path)
         order = np.flatnonzero(keep)
-        order = order[np.argsort(records["init"][order], kind="stable")]  # start dates stand together
+        # The records of one init time have to be contiguous, so that `_here` finds them without a search.
+        order = order[np.argsort(records["init"][order], kind="stable")]
         self._records = records[order]
         self._rows, self._partners = rows[order].astype(np.int32), partners[order].astype(np.int32)
         self.layout = layout_of(self._records, catalogue.grid, self.path, leads)
@@ -107,10 +119,10 @@ class ArchiveSource:
         self._subtrahend = self._find_subtrahends()
 
     def _check_sums(self, records: np.ndarray, variables: Sequence[str] | None) -> tuple[str, ...]:
-        """Variables that have nothing but sums at lead 0.
+        """Return the variables that have only sums at lead 0.
 
         Raises:
-            UserError: one of them is asked for, or there are no others.
+            UserError: one of them is asked for, or there are no other variables.
         """
         alone = at_lead_zero_alone(records)
         if alone and variables is not None:
@@ -120,7 +132,11 @@ class ArchiveSource:
         return alone
 
     def _place(self) -> None:
-        """Find the place of every record in the blocks; -1 on an axis where it has none."""
+        """Set the position of every record in the blocks, (N, 4), with -1 on an axis that does not contain it.
+
+        The four columns are member, lead, variable and level. The member of a control and the level of a surface
+        variable are 0.
+        """
         lay, records = self.layout, self._records
         self._first = np.append(np.searchsorted(records["init"], lay.init_time), len(records))
         axis = {name: place for group in (lay.variables, lay.surface) for place, name in enumerate(group)}
@@ -133,7 +149,11 @@ class ArchiveSource:
         self._places[:, 3] = np.where(self._surface, 0, positions(records["level"], lay.levels))
 
     def _find_subtrahends(self) -> np.ndarray:
-        """Row of the sum that is to be taken off each record: _NOTHING, or _ABSENT where the archive lacks it."""
+        """Return the row of the sum to subtract from each record: _NOTHING if none is needed, _ABSENT if it is missing.
+
+        A sum from the start of the forecast is brought to the interval of its lead by subtracting the sum up to the
+        lead before (see `data_prep.intervals`).
+        """
         found = np.full(len(self._records), _NOTHING, np.int32)
         for index, by_lead in self._intervals.items():
             mine = np.flatnonzero(self._records["field"] == index)
@@ -150,8 +170,16 @@ class ArchiveSource:
         return found
 
     def lost(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields of the forecast or the control some record would give, but for what is to be taken off it, or
-        for its hours: bool (T, V, Z) and (T, S)."""
+        """Return which fields have records but cannot be made: the sum to subtract is missing, or the hours differ.
+
+        Such a field is a gap even if no init time has it.
+
+        Args:
+            part: the forecast or the control.
+
+        Returns:
+            bool (T, V, Z) and (T, S).
+        """
         lay = self.layout
         pressure = np.zeros((len(lay.lead_hours), len(lay.variables), len(lay.levels)), bool)
         surface = np.zeros((len(lay.lead_hours), len(lay.surface)), bool)
@@ -162,17 +190,26 @@ class ArchiveSource:
         return pressure, surface
 
     def rows(self) -> np.ndarray:
-        """Rows of the catalogue that are read for any field, (N,) ascending."""
+        """Return the rows of the catalogue that are read for any field, (N,), ascending."""
         used = self._places[:, 1] >= 0
         rows = np.concatenate([self._rows[used], self._partners[used], self._subtrahend[used]])
         return np.unique(rows[rows >= 0])
 
     def rows_of(self, part: Part, date: int) -> np.ndarray:
-        """Rows of the catalogue that the forecast or the control of a start date is read from, (N,)."""
+        """Return the rows of the catalogue from which one init time of the forecast or the control is read, (N,).
+
+        Args:
+            part: the forecast or the control.
+            date: position of the init time.
+        """
         return np.array([row for target in self._targets(part, date, self.layout) for row in target.rows], int)
 
     def without(self, dates: Sequence[int]) -> ArchiveSource:
-        """The same archive less some start dates, given by their positions."""
+        """Return the same archive without some init times.
+
+        Args:
+            dates: positions of the init times to leave out.
+        """
         lay = self.layout
         keep = ~np.isin(self._records["init"].astype("datetime64[ns]"), lay.init_time[list(dates)])
         other = copy.copy(self)
@@ -183,7 +220,10 @@ class ArchiveSource:
         return other
 
     def has(self, part: Part) -> bool:
-        """Whether any field of `part` is there."""
+        """Return whether any field of `part` is present.
+
+        An archive of a forecast has no truth, and a spread needs two members.
+        """
         kinds = self._records["kind"]
         if part is Part.TRUTH:
             return False
@@ -192,13 +232,13 @@ class ArchiveSource:
         return bool((kinds == (CONTROL if part is Part.CONTROL else MEMBER)).any())
 
     def _here(self, part: Part, date: int) -> np.ndarray:
-        """Positions of the records that make the forecast or the control of one start date."""
+        """Return the positions of the records that make the forecast or the control of one init time."""
         here = np.arange(self._first[date], self._first[date + 1])
         here = here[self._records["kind"][here] == (CONTROL if part is Part.CONTROL else MEMBER)]
         return here[(self._places[here, 1] >= 0) & (self._subtrahend[here] != _ABSENT)]
 
     def _targets(self, part: Part, date: int, narrowed: Layout) -> list[Target]:
-        """What makes each field of a start date that `narrowed` keeps, at its place there."""
+        """Return a target for each field of an init time that `narrowed` keeps, with its position there."""
         here = self._here(part, date)
         axes = translation(self.layout, narrowed, members=part is Part.FORECAST)
         targets = []
@@ -221,16 +261,28 @@ class ArchiveSource:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         room: Room = zeros,
     ) -> Gathered:
-        """Read one start date of the forecast or the control into blocks (see `data_prep.gathered.Gathered`).
+        """Read one init time of the forecast or the control into blocks (see `data_prep.gathered.Gathered`).
 
-        It costs what it reads: a date may as well be gathered in pieces (`data_prep.selecting.slices_of`).
+        The cost is that of the fields selected, so an init time may be gathered in pieces (see
+        `data_prep.selecting.slices_of`).
+
+        Args:
+            part: the forecast or the control.
+            date: position of the init time.
+            selection: the coordinates to read.
+            room: allocates the blocks of integers.
         """
         narrowed = narrow(self.layout, selection, self.path)
         count = len(narrowed.realization) if part is Part.FORECAST else 1
         return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, room)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one start date: see `ensemble_ml.store.source.Source`.
+        """Read one init time (see `ensemble_ml.store.source.Source`).
+
+        Args:
+            part: the forecast, the control, or the mean or spread of the members.
+            date: position of the init time.
+            selection: the coordinates to read.
 
         Raises:
             UserError: the archive lacks the part or something selected, or a field cannot be decoded.
@@ -242,7 +294,7 @@ class ArchiveSource:
         return Fields(*self.gather(part, date, selection).decoded())
 
     def _moments(self, part: Part, date: int, selection: Selection) -> Fields:
-        """Mean or spread of all members, one lead at a time to bound the memory."""
+        """Return the mean or spread of all members, computed one lead at a time to bound the memory."""
         leads = selection.lead_hours or self.layout.lead_hours
         blocks = []
         for lead in leads:
@@ -253,7 +305,14 @@ class ArchiveSource:
         return Fields(pressure, surface)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+        """Return which fields are present, bool (M, T, V, Z) and (M, T, S).
+
+        For the mean and spread, M is 1, and a field is present if two members have it.
+
+        Args:
+            part: the part of the data.
+            date: position of the init time.
+        """
         lay = self.layout
         derived = part in (Part.MEAN, Part.SPREAD)
         count = len(lay.realization) if derived or part is Part.FORECAST else 1
@@ -271,15 +330,15 @@ class ArchiveSource:
         return pressure, surface
 
     def static(self) -> dict[str, np.ndarray]:
-        """Static fields that came with the archive, (Y, X) float32."""
+        """Return the static fields that came with the archive, (Y, X) float32 in the registry's units."""
         return self.catalogue.static()
 
     def fingerprint(self) -> str:
-        """16 hex digits over file names, sizes and keys of all fields."""
+        """Return a hash of file names, sizes and keys of all fields, as 16 hexadecimal digits."""
         return self.catalogue.fingerprint()
 
     def date_fingerprint(self, date: int) -> str:
-        """The same of what the forecast of one start date is read from, whatever else the archive holds."""
+        """Return the hash of the fields from which one init time of the forecast is read, and of no others."""
         return self.catalogue.fingerprint(self.rows_of(Part.FORECAST, date))
 
 
@@ -298,24 +357,23 @@ def open_archive(
     cuts: Mapping[str, Collection[int]] | None = None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> ArchiveSource:
-    """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
+    """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
 
     Args:
-        paths: where it lies; a folder with archive.json stands for its sub-folder of that role.
-        role: "forecast" or "truth"; a truth archive is what `data_prep.truth` aligns, here its fields stand under
-            their own dates.
+        paths: where the archive lies; a folder with archive.json stands for its sub-folder of the role.
+        role: "forecast" or "truth". A truth archive keeps the dates of its files here; `data_prep.truth` aligns it.
         control: whether an unperturbed member counts as a member.
-        variables, levels, leads, dates: what to keep; None keeps all. Wind speed (ws, ws10), where it is named, is
-            derived for each member from its components, unless the archive has it.
-        change: the grid that fields are wanted on; None keeps their own.
-        index: where tables of GRIB files are kept, and which fields of NetCDF and Zarr are all NaN; None keeps none.
-        derive: variables to derive where their components are there (`data_prep.derived.DERIVED`).
-        cuts: hours, by variable, at which its sums are cut; those that end at others are not looked at. Sums of other
-            variables are cut at each lead that the archive has of them, whatever `leads` keeps.
-        overrides: names and units of variables of NetCDF and Zarr that the user states.
+        variables, levels, leads, dates: what to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived
+            for each member from its components, unless the archive has it.
+        change: the grid on which fields are wanted; None keeps their own.
+        index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none.
+        derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).
+        cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored. Sums of
+            other variables are cut at each lead that the archive has of them, whatever `leads` keeps.
+        overrides: names and units of NetCDF and Zarr variables that the user states.
 
     Raises:
-        UserError: a file is missing or damaged, or nothing is left of what was asked for.
+        UserError: a file is missing or damaged, or the selection leaves nothing.
     """
     if role not in (FORECAST, TRUTH):
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
@@ -340,7 +398,7 @@ def open_archive(
 
 
 def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
-    """Raise a UserError where a variable that is asked for was left out for having no units."""
+    """Refuse a variable that is asked for but was left out because its file states no units."""
     present = {FIELDS[index].name for index in np.unique(catalogue.records["field"]).tolist()}
     asked = set(variables) - present
     lacking = {theirs: ours for theirs, ours in catalogue.without_units.items() if ours in asked}
@@ -352,7 +410,7 @@ def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
 
 
 def _warn_unstated_sums(source: ArchiveSource) -> None:
-    """Warn of sums whose interval no file states: they are taken from the start of the forecast."""
+    """Warn of sums whose interval no file states: they are taken as sums from the start of the forecast."""
     records = source.catalogue.records
     open_sums = IS_ACCUMULATED[records["field"]] & ~records["bounded"] & (records["lead"] > 0)
     names = [FIELDS[index].name for index in np.unique(records["field"][open_sums]).tolist()]
@@ -363,7 +421,15 @@ def _warn_unstated_sums(source: ArchiveSource) -> None:
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
-    """Mean or spread (1, T, ..., Y, X) of the members (M, T, ..., Y, X) that are there; NaN where there are too few."""
+    """Return the mean or spread over the members that are present, NaN where there are too few.
+
+    Args:
+        values: members (M, T, ..., Y, X), NaN where absent.
+        part: the mean or the spread.
+
+    Returns:
+        (1, T, ..., Y, X) float32.
+    """
     out = np.empty((1, *values.shape[1:]), np.float32)
     for cell in np.ndindex(*values.shape[1:-2]):
         members = values[:, *cell][:, None]

@@ -1,8 +1,8 @@
-"""GRIB files, editions 1 and 2: an index made in one pass, and exact values by offset.
+"""Readers of GRIB files, editions 1 and 2: one pass makes an index, and values are then read by byte offset.
 
-Simple packing is taken apart by NumPy: up to 16 bits the integers with their reference and scales, which so reach the
-tensor store without a rounding, up to 24 bits as float32; points hidden by a bitmap become a mask. All else (CCSDS,
-JPEG, second order) is decoded by ecCodes to float32.
+NumPy unpacks simple packing (data representation template 5.0). Integers of up to 16 bits stay packed, so they reach
+the tensor store with their reference and scales and without rounding. Those of up to 24 bits become float32. Points
+that a bitmap hides become a mask. ecCodes decodes all other packings (CCSDS, JPEG 2000, second order) to float32.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from ensemble_ml.store.packing import grib_factors
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
-_HOLE = -1e30  # what ecCodes is to give for a point without a value
-_HEADING = 100  # bytes: lines of a bulletin, or what fills up a record, between two messages
+_HOLE = -1e30  # the number that ecCodes returns for a point without a value
+_HEADING = 100  # bytes: the heading of a bulletin or the padding of a record between two messages
 _LARGEST = float(np.finfo(np.float32).max)
 _NO_FINITE = "its packing constants give no finite values; the file is damaged, fetch it again"
 _SCALES = ("bitsPerValue", "binaryScaleFactor", "decimalScaleFactor")
 
 
 class GribFile:
-    """One GRIB file (see `data_prep.records.Reader`), by its table in `index` where that has one.
+    """A GRIB file as a reader (see `data_prep.records.Reader`). Its table is taken from `index` if that has one.
+
+    Args:
+        path: the file.
+        index: keeps the tables of files; None keeps none.
 
     Raises:
         UserError: the file is missing, truncated, damaged, changes while it is read, or is on a grid that is not
@@ -58,6 +62,7 @@ class GribFile:
         self.grid: Grid | None = self._places()[0].grid if table.scans else None
 
     def _scanned(self, index: FileIndex | None) -> Table:
+        """Scan the file, unless another reader scans it at the same time; then return the table that it saved."""
         if index is None:
             return _Indexer(self.path, self.stamp).table()
         with index.alone(self.path):
@@ -68,12 +73,13 @@ class GribFile:
         return table
 
     def _places(self) -> list[Place]:
+        """Return the grids of the file's records, in the order of their column `place`."""
         return [place_of(scan) for scan in self._scans]
 
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield the values of `records`: see `data_prep.records.Reader`.
+        """Yield the values of `records` (see `data_prep.records.Reader`).
 
         Raises:
             UserError: a message is damaged, the file changed since it was indexed, or ecCodes cannot decode it.
@@ -85,12 +91,16 @@ class GribFile:
                 place = places[record["place"]]
                 message = _Message(self.path, descriptor, record, place, rows or slice(0, place.grid.shape[0]))
                 field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
+                # The check after each read excludes values that were written while they were read.
                 self.stamp.check(self.path, Stamp.of(descriptor))
                 yield field
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Those whose bitmap hides all (see `data_prep.records.Reader`); only messages that state or vary by no value
-        are looked at."""
+        """Return which of `records` have a bitmap that hides every point (see `data_prep.records.Reader`).
+
+        Only messages that state no values, or whose values all have zero bits, are read: the others have at least one
+        value.
+        """
         doubtful = records["masked"] & ((records["bits"] == 0) | (records["stated"] <= 0))
         found = np.zeros(len(records), bool)
         found[doubtful] = [field.nothing for field in self.fields(records[doubtful])]
@@ -98,7 +108,7 @@ class GribFile:
 
 
 class _Message:
-    """One message of an open file, and the band of rows that is wanted of it."""
+    """A message of an open file, with the band of rows to read from it."""
 
     def __init__(self, path: str, descriptor: int, record: np.void, place: Place, rows: slice):
         self.path, self.descriptor, self.record, self.place, self.rows = path, descriptor, record, place, rows
@@ -106,7 +116,11 @@ class _Message:
         self.bits = int(record["bits"])
 
     def packed(self, out: np.ndarray | None) -> RawField:
-        """Integers of simple packing, or float32 values where they have more than 16 bits."""
+        """Return the integers of simple packing, or float32 values if they have more than 16 bits.
+
+        Args:
+            out: array (rows, X) uint16 for the integers; None to allocate.
+        """
         reference, scale, decimal = (float(self.record[name]) for name in ("reference", "scale", "decimal"))
         shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
         if self.bits > 16:
@@ -119,13 +133,14 @@ class _Message:
         return RawField(integers, reference, scale, decimal, mask)
 
     def _as_it_lies(self, shape: tuple[int, int]) -> np.ndarray:
-        """The wanted rows of 16-bit integers where they are read to, in the file's order of octets: no copy is made."""
+        """Return the wanted rows of 16-bit integers as a view of the bytes read, in the file's byte order, uncopied."""
         octets = np.empty(2 * shape[0] * shape[1], np.uint8)
         start = int(self.record["offset"]) + int(self.record["data"]) + packed_size(self.rows.start * shape[1], 16)
         read_into(self.descriptor, self.path, octets, start)
         return octets.view(">u2").reshape(shape)
 
     def _integers(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the integers of the wanted rows in `out`, and the mask of points without a value, or None."""
         if self.record["bitmap"]:
             return self._under_bitmap(out)
         if not self.bits:
@@ -140,13 +155,17 @@ class _Message:
         return out, None
 
     def _place(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Put a message's points, or those of the wanted rows, into the wanted rows."""
+        """Write a message's values into the wanted rows; `values` are those of the whole grid or of these rows."""
         if values.size == out.size:
             self.place.put(values, out)
         else:
             out[...] = self.place.put(values, np.empty(self.place.grid.shape, values.dtype))[self.rows]
 
     def _under_bitmap(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return what `_integers` returns, for a message with a bitmap.
+
+        The bitmap decides which points have one of the packed integers, so all of them are read.
+        """
         first, data = int(self.record["bitmap"]), int(self.record["data"])
         octets = self._read(first, int(self.record["length"]) - 4 - first)
         there = bitmap(octets, self.points)
@@ -154,6 +173,7 @@ class _Message:
         room = octets[data - first :]
         stated = int(self.record["stated"])
         left = 0 if stated < 0 else (stated - count) * max(self.bits, 1)
+        # A bitmap that does not fit the number of values would shift every value to another point.
         if packed_size(count, self.bits) > len(room) or not 0 <= left <= int(self.record["spare"]):
             raise UserError(f"{self._where()}: {count} points by its bitmap, but not so many values; fetch it again")
         values = np.zeros(self.points, out.dtype)
@@ -167,7 +187,7 @@ class _Message:
         return out, mask if mask.any() else None
 
     def decoded(self) -> RawField:
-        """Values as ecCodes decodes them."""
+        """Return the values as ecCodes decodes them, in the registry's units."""
         length = int(self.record["length"])
         message = single_field(self._read(0, length).tobytes(), 0, length, int(self.record["data"]))
         codes = eccodes_module()
@@ -203,22 +223,25 @@ class _Message:
         return RawField(_masked(out, mask), mask=mask if mask.any() else None, step=step)
 
     def _read(self, start: int, size: int) -> np.ndarray:
+        """Read bytes of the message, counted from its beginning, into the thread's scratch buffer."""
         buffer = _scratch.take(size)
         read_into(self.descriptor, self.path, buffer, int(self.record["offset"]) + start)
         return buffer
 
     def _where(self) -> str:
+        """Return the file, the position and the variable of the message for error messages."""
         return f"{self.path}: message at byte {self.record['offset']}, {field_of(self.record).name}"
 
 
 def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """Set points without a value to NaN."""
     if mask is not None:
         values[mask] = np.nan
     return values
 
 
 class _Indexer:
-    """One pass over a file: headers are read, values are not."""
+    """A single pass over a file that reads headers but no values."""
 
     def __init__(self, path: str, stamp: Stamp):
         self.path, self.stamp = path, stamp
@@ -228,7 +251,11 @@ class _Indexer:
         self.origins: dict[Origin, int] = {}
 
     def table(self) -> Table:
-        """The table of the file's messages."""
+        """Scan the file and return the table of its messages.
+
+        Raises:
+            UserError: the file is damaged, or changed during the scan.
+        """
         rows, end = [], 0
         with descriptors.opened(self.path) as descriptor:
             self.stamp.check(self.path, Stamp.of(descriptor))
@@ -257,11 +284,16 @@ class _Indexer:
             ) from error
 
     def _note_gap(self, end: int, start: int) -> None:
-        """Note bytes between messages that are more than the heading of a bulletin: a message may be damaged there."""
+        """Note bytes between messages that are too many for the heading of a bulletin: one may be damaged there."""
         if start - end > _HEADING:
             self.skipped[f"{start - end} bytes from byte {end} on {NO_MESSAGE}"] = 1
 
     def _row(self, content: Windows, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
+        """Return the kind and the header of one message, or None if it is no field that is read.
+
+        ecCodes is asked only for the first message with a header key, unless it reads the header in another way than
+        the program (see `data_prep.grib_sections`).
+        """
         kind = _kinds.get(head.key)
         if kind is None:
             message, shift = without_values(content, offset, length, head)
@@ -280,6 +312,10 @@ class _Indexer:
         return kind, head
 
     def _check(self, kind: Kind, head: Header) -> None:
+        """Refuse a message whose level, sizes, bitmap, packing constants or grid make no sense.
+
+        Such a message would otherwise be read as wrong values, or fail only in the middle of a build.
+        """
         assert kind.row is not None and kind.scan is not None
         place = place_of(kind.scan)
         level = kind.row["level"] if head.level is None else head.level
@@ -312,7 +348,7 @@ class _Indexer:
 
 
 def _step(handle: int) -> float:
-    """Between values that an open message may hold; 0 where it has no scales (IEEE floats), or one value."""
+    """Return the packing step of an open message; 0 if it has no scales (IEEE floats) or a single value."""
     codes = eccodes_module()
     if not all(codes.codes_is_defined(handle, key) for key in _SCALES):
         return 0.0
@@ -322,7 +358,7 @@ def _step(handle: int) -> float:
 
 
 def _finite(kind: Kind, head: Header) -> bool:
-    """Whether every value that simple packing can hold is a float32 number."""
+    """Return whether every value that simple packing can hold is finite in float32."""
     assert kind.row is not None
     bits = kind.row["bits"]
     decimal = grib_factors(bits, 0, kind.decimal_scale)[1]
@@ -334,6 +370,11 @@ def _finite(kind: Kind, head: Header) -> bool:
 def _records(
     rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int], origins: dict[Origin, int]
 ) -> np.ndarray:
+    """Return the table of a file's messages, (N,) RECORD.
+
+    The columns that depend on the kind of message are filled once for each kind, and the others column by column,
+    because a file may have millions of messages.
+    """
     if not rows:
         return np.zeros(0, RECORD)
     kinds = {id(kind): kind for kind, *_ in rows}
@@ -367,7 +408,7 @@ def _records(
 
 
 def _understood(heads: list[Header]) -> dict[str, np.ndarray]:
-    """Columns that headers state, -1 where they are left to the kind."""
+    """Return the columns that headers state themselves, with -1 where the kind of message states the value."""
     steps = [(-1, -1) if head.steps is None else head.steps for head in heads]
     return {
         "level": np.array([-1 if head.level is None else head.level for head in heads]),

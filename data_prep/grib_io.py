@@ -1,6 +1,7 @@
-"""Reading GRIB files by offset: descriptors shared by threads, small windows for headers, and files that change.
+"""Access to GRIB files by byte offset: shared descriptors, small windows for headers, and detection of changed files.
 
-`os.pread` has no position that threads could disturb, so that nothing here is locked while bytes are read.
+`os.preadv` reads at a given offset and uses no file position that threads could disturb. So no lock is held while bytes
+are read.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ _WINDOW = 1024  # holds the end of one message and the header of the next
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and time of a file, by which a change is noticed."""
+    """The size and modification time of a file, by which changes are noticed."""
 
     size: int
     mtime_ns: int
 
     @classmethod
     def of(cls, path: str | int) -> Stamp:
-        """The stamp of a path, or of an open descriptor."""
+        """Return the stamp of a path or of an open descriptor."""
         status = os.stat(path)
         return cls(status.st_size, status.st_mtime_ns)
 
     @classmethod
     def of_archive(cls, path: str) -> Stamp:
-        """The stamp of a file, or of all files of a Zarr folder together.
+        """Return the stamp of a file, or of all files of a Zarr folder together.
 
         Raises:
-            UserError: it is not seen.
+            UserError: the path does not exist.
         """
         found = stamp(path)
         if found is None:
@@ -46,10 +47,14 @@ class Stamp:
         return cls(*found)
 
     def check(self, path: str, now: Stamp) -> None:
-        """Refuse a file that is not what it was.
+        """Refuse a file that has changed since this stamp was taken.
+
+        Args:
+            path: the file.
+            now: its stamp now.
 
         Raises:
-            UserError: names it, and says how its size changed.
+            UserError: the stamps differ; the message names the file and both sizes.
         """
         if now != self:
             size = f"{self.size} bytes, now {now.size}" if now.size != self.size else f"{self.size} bytes, then as now"
@@ -57,17 +62,21 @@ class Stamp:
 
 
 class Descriptors:
-    """Open files of a process by path: the latest stay open, and none is closed while it is used."""
+    """The open files of a process, by path. The most recently used stay open, and none is closed while it is used."""
 
     def __init__(self, most: int = _OPEN_FILES):
         self._most = most
-        self._lock = threading.RLock()  # a reader that was given up is finalised in any thread, one that holds it too
-        self._open: dict[str, int] = {}  # the latest last
+        # An abandoned generator may be finalised in a thread that holds the lock already, so it has to be reentrant.
+        self._lock = threading.RLock()
+        self._open: dict[str, int] = {}  # the most recently used last
         self._users: dict[int, int] = {}
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[int]:
-        """A descriptor for reading.
+        """Open a file for the duration of a `with` block, or use its open descriptor.
+
+        Yields:
+            A descriptor for reading.
 
         Raises:
             UserError: the file cannot be opened.
@@ -86,17 +95,19 @@ class Descriptors:
                 self._users[descriptor] -= 1
 
     def _close_oldest(self) -> None:
+        """Close the least recently used files that nobody uses, down to the limit."""
         idle = [path for path, descriptor in self._open.items() if not self._users.get(descriptor)]
         for path in idle[: max(0, len(self._open) - self._most)]:
             self._close(path)
 
     def _close(self, path: str) -> None:
+        """Close a file; the caller holds the lock."""
         descriptor = self._open.pop(path)
         self._users.pop(descriptor, None)
         os.close(descriptor)
 
     def close(self, path: str) -> None:
-        """Close a file that nobody uses; a later read opens it anew."""
+        """Close a file if nobody uses it, so that a later read opens it anew."""
         with self._lock:
             if path in self._open and not self._users.get(self._open[path]):
                 self._close(path)
@@ -107,7 +118,7 @@ os.register_at_fork(after_in_child=lambda: descriptors.__init__())  # type: igno
 
 
 def open_to_read(path: str) -> int:
-    """Open a file.
+    """Open a file and return its descriptor.
 
     Raises:
         UserError: it is missing, or may not be read.
@@ -119,10 +130,16 @@ def open_to_read(path: str) -> int:
 
 
 def read_into(descriptor: int, path: str, buffer: np.ndarray, start: int) -> None:
-    """Fill `buffer` (N,) uint8 from byte `start` on.
+    """Fill a buffer with bytes of a file.
+
+    Args:
+        descriptor: the open file.
+        path: its path, for error messages.
+        buffer: (N,) uint8.
+        start: offset of the first byte.
 
     Raises:
-        UserError: the file ends before, or cannot be read.
+        UserError: the file ends before N bytes, or cannot be read.
     """
     filled = 0
     while filled < len(buffer):
@@ -136,23 +153,23 @@ def read_into(descriptor: int, path: str, buffer: np.ndarray, start: int) -> Non
 
 
 class Scratch(threading.local):
-    """A buffer of each thread, so that reading does not allocate."""
+    """A buffer for each thread, so that reading does not allocate memory for every message."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
 
     def take(self, size: int) -> np.ndarray:
-        """Bytes (size,) uint8 that are the caller's until the next call of this thread."""
+        """Return a buffer (size,) uint8, which is the caller's until the next call of this thread."""
         if len(self._buffer) < size:
             self._buffer = np.empty(size + size // 8, np.uint8)
         return self._buffer[:size]
 
 
 class Windows:
-    """A file as a sequence of bytes, of which small windows are read where it is looked at.
+    """A file as a sequence of bytes, of which small windows are read as they are accessed.
 
-    The two latest windows are kept: the end of a message and the header of the next lie in one, and the header that
-    belongs to the end in the one before.
+    The two latest windows are kept. The end of one message and the header of the next lie in one of them, and the
+    header that belongs to this end lies in the one before.
     """
 
     def __init__(self, descriptor: int, path: str):
@@ -161,13 +178,16 @@ class Windows:
         self._now, self._last = (0, b""), (0, b"")
 
     def __len__(self) -> int:
+        """Return the size of the file in bytes."""
         return self._size
 
     def __getitem__(self, key: slice) -> bytes:
+        """Return the bytes of a slice."""
         start, stop = key.start or 0, self._size if key.stop is None else key.stop
         return self._bytes(start, min(stop, self._size))
 
     def _bytes(self, start: int, stop: int) -> bytes:
+        """Return bytes from one of the two windows, or read a new window that begins with them."""
         for first, content in (self._now, self._last):
             if first <= start and stop <= first + len(content):
                 return content[start - first : stop - first]
@@ -180,7 +200,7 @@ class Windows:
         return self._now[1][: stop - start]
 
     def find(self, needle: bytes, start: int) -> int:
-        """Position of `needle` from `start` on, -1 where it is not there."""
+        """Return the position of `needle` from `start` on, -1 if it is not there."""
         step = 1 << 16
         while start < self._size:
             found = self._bytes(start, min(start + step, self._size)).find(needle)

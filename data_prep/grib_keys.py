@@ -1,6 +1,6 @@
-"""What ecCodes says of a GRIB message: variable, level, member, lead, packing and grid.
+"""Questions to ecCodes about one GRIB message: its variable, level, member, lead, packing and grid.
 
-Asked once for each kind of message (see `data_prep.grib_sections`), which keeps the index of an archive fast.
+ecCodes is asked once for each kind of message (see `data_prep.grib_sections`), which keeps indexing an archive fast.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _UNSTATED = Origin()
 
 @dataclass(frozen=True)
 class Kind:
-    """What all messages with the same header key have in common.
+    """The properties that all messages with the same header key have in common.
 
-    `row` holds the columns of RECORD that do not change; it is None where the registry does not know the variable,
-    whose `name` is then for the log. value * factor + shift is in the registry's units. `method` is the mean, maximum
-    or minimum over time that it is; empty of a moment or a sum. `origin` says who made it.
+    `row` holds the columns of RECORD that do not change. It is None if the message is not read; `name` then goes to the
+    log. Decoded values are brought to the registry's units by value * factor + shift. `method` is the mean, maximum or
+    minimum over time that the field is, empty for an instantaneous value or a sum. `origin` states the producer.
     """
 
     row: dict[str, Any] | None
@@ -51,7 +51,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Scan:
-    """How a message scans its grid: `latitude` and `longitude` are (first, last, number of points) in degrees."""
+    """The order in which a message stores the points of its grid.
+
+    `latitude` and `longitude` are (first, last, number of points) in degrees, in the message's order.
+    """
 
     latitude: tuple[float, float, int]
     longitude: tuple[float, float, int]
@@ -61,30 +64,42 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A grid, and the way from a message's order of points to the program's: no index arrays, only views."""
+    """A grid, with the mapping from a message's order of points to the program's. It uses views and no index arrays.
+
+    `shift` is the number of columns that come before the program's first column in the message.
+    """
 
     scan: Scan
     grid: Grid
     southwards: bool
-    shift: int  # columns of the message that stand west of the program's first
+    shift: int
 
     @property
     def by_rows(self) -> bool:
-        """Whether a band of rows is one stretch of the message."""
+        """Return whether a band of rows is contiguous in the message."""
         return not self.scan.by_columns
 
     @property
     def straight(self) -> bool:
-        """Whether the message's order of points is the program's."""
+        """Return whether the message's order of points is the program's."""
         return self.southwards and not (self.shift or self.scan.by_columns or self.scan.westwards)
 
     def stretch(self, rows: slice) -> tuple[int, int]:
-        """First and last row (exclusive), as the message counts them, of a band of the program's."""
+        """Return the first and last row (exclusive) of a band, counted in the message's order.
+
+        Args:
+            rows: the band in the program's order.
+        """
         height = self.grid.shape[0]
         return (rows.start, rows.stop) if self.southwards else (height - rows.stop, height - rows.start)
 
     def put(self, values: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write rows of a message (their points in its order) into `out` (rows, X); the one copy that is made."""
+        """Write rows of a message into `out`, with a single copy.
+
+        Args:
+            values: the points of these rows in the message's order.
+            out: (rows, X) in the program's order.
+        """
         columns = self.grid.shape[1]
         lines = values.reshape(columns, -1).T if self.scan.by_columns else values.reshape(-1, columns)
         lines = lines[:: 1 if self.southwards else -1, :: -1 if self.scan.westwards else 1]
@@ -99,10 +114,10 @@ class Place:
 
 @lru_cache(64)
 def place_of(scan: Scan) -> Place:
-    """The place that a scan describes.
+    """Return the grid and the point order that a scan describes.
 
     Raises:
-        UserError: the grid is none that can be read.
+        UserError: the grid cannot be read.
     """
     south, west = scan.latitude[1] < scan.latitude[0] or scan.latitude[2] == 1, scan.westwards
     first, last = (scan.longitude[1], scan.longitude[0]) if west else scan.longitude[:2]
@@ -121,7 +136,7 @@ _sinks: list[Any] = []
 
 
 def eccodes_module() -> Any:
-    """The ecCodes package, loaded when the first GRIB file is met.
+    """Return the ecCodes package, which is loaded when the first GRIB file is met.
 
     Raises:
         UserError: it is not installed.
@@ -136,7 +151,7 @@ def eccodes_module() -> Any:
 
 
 def _keep_quiet() -> None:
-    """Keep the C library's own complaints off the terminal: what matters in them is in the exception."""
+    """Keep the messages of the C library off the terminal; the exceptions contain what matters in them."""
     from gribapi import gribapi
 
     sink = open(os.devnull, "w")  # noqa: SIM115 - the library keeps it
@@ -147,7 +162,18 @@ def _keep_quiet() -> None:
 
 @contextlib.contextmanager
 def opened(message: bytes, where: str = "") -> Iterator[int]:
-    """A handle of ecCodes on one message; its errors become UserErrors that begin with `where`."""
+    """Open a message with ecCodes for the duration of a `with` block.
+
+    Args:
+        message: the bytes of the message.
+        where: text with which error messages begin.
+
+    Yields:
+        The handle.
+
+    Raises:
+        UserError: ecCodes cannot read or decode the message.
+    """
     codes = eccodes_module()
     prefix = f"{where}: " if where else ""
     try:
@@ -163,7 +189,14 @@ def opened(message: bytes, where: str = "") -> Iterator[int]:
 
 
 def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
-    """Let ecCodes describe a message; also return the header as it sees it.
+    """Return ecCodes' description of a message, and its header with the values that ecCodes reads.
+
+    The caller compares the two headers. If they differ, the program's own parser does not understand messages of this
+    kind.
+
+    Args:
+        message: the bytes of the message.
+        head: the header as `data_prep.grib_sections` reads it.
 
     Raises:
         UserError: the message is damaged, or of a kind that is refused.
@@ -195,7 +228,7 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Say in one line that a header makes no sense: keys that are absent, or of another type than they should be."""
+    """Turn errors from missing keys, or keys of an unexpected type, into one line: the header makes no sense."""
     try:
         yield
     except UserError:
@@ -205,6 +238,7 @@ def _understood() -> Iterator[None]:
 
 
 def _init(date: int, time: int) -> np.datetime64:
+    """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM)."""
     try:
         day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
     except ValueError as error:
@@ -215,6 +249,11 @@ def _init(date: int, time: int) -> np.datetime64:
 
 
 def _kind(get: Get) -> Kind:
+    """Return the kind of a message: its columns of RECORD, or the reason why it is not read.
+
+    Raises:
+        UserError: the message is of a wanted variable but cannot be read.
+    """
     name, known = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", by_param_id(get("paramId"))
     if known is None:
         return Kind(None, None, name)
@@ -262,8 +301,10 @@ def _kind(get: Get) -> Kind:
 
 
 def _other_end(get: Get, end: int) -> str:
-    """Return how the end of an interval, which edition 2 states as a date too, contradicts start and lead; empty where
-    it does not, or is not stated."""
+    """Return how the stated end of an interval contradicts its start and length; empty if it agrees or is not stated.
+
+    Edition 2 states the end of an interval as a date, too.
+    """
     if get("yearOfEndOfOverallTimeInterval", 0) in (0, 0xFFFF):
         return ""
     wanted = _init(get("dataDate"), get("dataTime")) + np.timedelta64(end, "h")
@@ -271,28 +312,36 @@ def _other_end(get: Get, end: int) -> str:
     return "" if stated == wanted else f"over an interval that ends at {stated} by its date, at {wanted} by its length"
 
 
-# MARS streams of one ensemble under several names: its waves, its last days once more, hindcasts as they were called.
+# MARS splits one ensemble into several streams: its waves, the overlapping part of its last days, older hindcasts.
 _SAME_ENSEMBLE = {"waef": "enfo", "efov": "enfo", "enwh": "enfh", "efhc": "enfh"}
 
 
 def _origin(get: Get) -> Origin:
+    """Return the producer of a message as its keys state it.
+
+    The streams of deterministic runs name no ensemble, because a control may be a run of its own.
+    """
     centre, label, experiment = (str(get(key) or "") for key in ("centre", "class", "expver"))
     stream, system = str(get("stream") or ""), get("systemNumber") or get("system")
     ensemble = "" if stream in _ONE_RUN else _SAME_ENSEMBLE.get(stream, stream)  # a control may be a run of its own
     return Origin(centre, label, experiment, ensemble=f"{ensemble} system {system}" if system else ensemble)
 
 
-_ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles
+_ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams of deterministic runs
 
 
 def _numbered(get: Get, member: int | None) -> bool:
-    """Whether a message is of a member by its own account; in edition 1 ECMWF's have room for it in any stream."""
+    """Return whether a message states that it is a member.
+
+    In edition 1, ECMWF's section 1 has an octet for the member in any stream, so a number 0 says nothing there.
+    """
     stated = member is not None and (get("edition") != 1 or get("stream", None) not in _ONE_RUN)
     return get("dataType") in ("cf", "pf") or bool(member) or stated
 
 
 def _field_and_level(field: Field, level_type: str, level: int) -> tuple[int, int] | None:
-    """Return position in FIELDS and level in hPa of a variable, or None where the registry does not know it there."""
+    """Return the position in FIELDS and the level in hPa of a variable, or None if the registry has none there."""
+    # ECMWF encodes the orography as geopotential of the surface.
     if field.name == "z" and on_its_level(FIELDS[FIELD_INDEX["orog"]], level_type, level):
         return FIELD_INDEX["orog"], 0
     if not on_its_level(field, level_type, level):
@@ -305,6 +354,7 @@ def _field_and_level(field: Field, level_type: str, level: int) -> tuple[int, in
 
 
 def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
+    """Return factor and shift from the units of a message to those of the registry."""
     field = FIELDS[index]
     if field.name == "orog" and number == 129:
         return 1 / GRAVITY, 0.0
@@ -315,7 +365,11 @@ def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
 
 
 def _steps(text: str) -> tuple[int, int, bool]:
-    """First and last hour of a step range such as `48`, `69-72` or `0m-90m`, and whether it is a range."""
+    """Parse a step range such as `48`, `69-72` or `0m-90m`.
+
+    Returns:
+        The first and last hour, and whether the text is a range.
+    """
     hours = []
     for part in text.split("-"):
         match = re.fullmatch(r"(\d+)([a-zA-Z]?)", part)
@@ -328,6 +382,11 @@ def _steps(text: str) -> tuple[int, int, bool]:
 
 
 def _scan(get: Get) -> Scan:
+    """Return how a message scans its grid.
+
+    Raises:
+        UserError: the order of points or the size of the grid cannot be read.
+    """
     latitude = [get(f"latitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
     longitude = [get(f"longitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
     if get("alternativeRowScanning", 0):  # ecCodes gives no places of points for these

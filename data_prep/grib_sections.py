@@ -1,9 +1,9 @@
-"""Where messages begin and end in a GRIB file, and the few header bytes that change from one message to the next.
+"""Boundaries of GRIB messages in a file, and the few header bytes that change from one message to the next.
 
-ecCodes needs about 0.25 ms to open a message and ask for its keys; an archive has millions of them, most with the same
-header but for date, level, member, step and packing constants. So the bytes that change are read here, and the rest is
-a key under which the index remembers what ecCodes said about it. Octet numbers in comments are those of the WMO Manual
-on Codes, from 1.
+ecCodes needs about 0.25 ms to open a message and return its keys. An archive has millions of messages, most of which
+have the same header except for date, level, member, step and packing constants. So the bytes that change are read here.
+The remaining bytes form a key under which the index remembers what ecCodes says about such messages. Octet numbers in
+comments are those of the WMO Manual on Codes (WMO-No. 306, Volume I.2), which count from 1.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Content = bytes | Windows
 
 @dataclass(frozen=True)
 class Header:
-    """What differs between messages of one kind. `key` holds all other header bytes.
+    """The part of a header that differs between messages of one kind. `key` holds all other header bytes.
 
-    `level` (hPa), `member` and `steps` (first and last hour) are None where they are left to ecCodes; the key then
-    holds their bytes.
+    `level` (hPa), `member` and `steps` (first and last hour) are None if they are left to ecCodes; the key then
+    contains their bytes.
     """
 
     key: bytes
@@ -36,7 +36,7 @@ class Header:
     binary_scale: int
     data: int  # offset of the packed values in the message
     bitmap: int = 0  # offset of the bitmap's bits in the message; 0 where it has none
-    bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points that its section can be meant for
+    bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points for which the bitmap section can be meant
     count: int | None = None  # packed values, where the header says
     room: int = 0  # bytes of packed values
     spare: int = 0  # bits by which the values may fall short of `count`: edition 1 fills up to whole octets
@@ -48,8 +48,12 @@ class Header:
 def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
     """Yield (offset, length) of each GRIB message in `content`.
 
+    Args:
+        path: the file, for error messages.
+        content: the bytes of the file.
+
     Raises:
-        UserError: no message, or one that is cut short or damaged.
+        UserError: there is no message, or one is truncated or damaged.
     """
     position, found = 0, 0
     while (start := _find(content, position)) >= 0:
@@ -68,12 +72,14 @@ def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
 
 
 def _find(content: Content, position: int) -> int:
+    """Return the position of the next "GRIB" from `position` on, -1 if there is none."""
     if content[position : position + 4] == b"GRIB":
         return position
     return content.find(b"GRIB", position)
 
 
 def _length(content: Content, start: int) -> int | None:
+    """Return the length that a message states; None if it is cut off, or of an edition other than 1 and 2."""
     if start + 16 > len(content):
         return None
     edition = _octet(content, start + 7)
@@ -86,7 +92,10 @@ def _length(content: Content, start: int) -> int | None:
 
 
 def _large_length(content: Content, start: int, length: int) -> int | None:
-    """Length of an edition 1 message above 8 MiB: units of 120 bytes, less what section 4 says (ECMWF's convention)."""
+    """Return the length of an edition 1 message that may be larger than 8 MiB.
+
+    By ECMWF's convention the length then counts units of 120 bytes, less the number that section 4 states.
+    """
     position = start + 8
     flags = _octet(content, position + 7)
     sections = 1 + bool(flags & 128) + bool(flags & 64)
@@ -101,10 +110,15 @@ def _large_length(content: Content, start: int, length: int) -> int | None:
 
 
 def headers(content: Content, start: int = 0, length: int | None = None) -> list[Header]:
-    """Read the header of each field of the message at `start` (edition 1 or 2); packed values are not touched.
+    """Read the header of each field of the message at `start` (edition 1 or 2), without its packed values.
 
-    A message of edition 1 holds one field. One of edition 2 may repeat its sections from 2, 3 or 4 up to 7; those that
-    it does not repeat are those of the field before.
+    A message of edition 1 holds one field. One of edition 2 may repeat its sections from 2, 3 or 4 up to 7. Sections
+    that it does not repeat are those of the field before.
+
+    Args:
+        content: the bytes of the file, or of the message alone.
+        start: offset of the message.
+        length: length of the message; None for all bytes that follow.
 
     Raises:
         UserError: sections do not fit into the message.
@@ -119,6 +133,13 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
 
 
 def _header1(content: Content, start: int, end: int) -> Header:
+    """Read the header of an edition 1 message.
+
+    Args:
+        content: the bytes of the file.
+        start: offset of the message.
+        end: offset of its end.
+    """
     product = start + 8
     grid = product + _integer(content, product, 3)
     first = content[product:grid]
@@ -135,8 +156,9 @@ def _header1(content: Content, start: int, end: int) -> Header:
     level = int.from_bytes(first[10:12], "big") if first[9] == 100 else None
     steps = _steps1(first)
     member = first[49] if len(first) > 49 and (first[4], first[40]) == (98, 1) and first[49] else None
-    # Left out of the key: the date (octets 13-17 and 25); level (11-12), steps (19-20) and member (50) where they are
-    # understood; a bitmap's bits; length, binary scale and reference of section 4.
+    # The key leaves out all that may change between messages of one kind: the date (octets 13-17 and 25), the level
+    # (11-12), steps (19-20) and member (50) if they are understood, the bits of a bitmap, and the length, binary scale
+    # and reference of section 4.
     key = b"".join(
         (
             first[:10],
@@ -169,7 +191,7 @@ def _header1(content: Content, start: int, end: int) -> Header:
 
 
 def _check_lists(grid: bytes) -> None:
-    """Refuse a section 2 whose lists lie beyond its end: ecCodes reads on there, and may crash."""
+    """Refuse a section 2 whose lists lie beyond its end: ecCodes reads on there and may crash."""
     vertical, place, rows = grid[3], grid[4], _integer(grid, 8, 2)
     listed = 4 * vertical if vertical else (0 if place == 255 else 2 * rows)  # vertical coordinates, or points by row
     if listed and place - 1 + listed > len(grid):
@@ -177,7 +199,11 @@ def _check_lists(grid: bytes) -> None:
 
 
 def _steps1(first: bytes) -> tuple[int, int] | None:
-    """First and last hour of a section 1 in hours; None where it is in other units, zero, or of another kind."""
+    """Return the first and last hour of a section 1; None if they are left to ecCodes.
+
+    That is the case for units other than hours, for step 0, and for time range indicators (code table 5) other than 0,
+    2 to 5 and 10.
+    """
     unit, one, two, kind = first[17:21]
     if unit != 1:
         return None
@@ -191,10 +217,10 @@ Sections = dict[int, tuple[int, int]]  # number of a section -> where it begins 
 
 
 def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
-    """Yield the sections 1 to 7 of each field of a message of edition 2.
+    """Yield the sections 1 to 7 of each field of an edition 2 message.
 
     Raises:
-        UserError: they are out of order, or do not fill the message.
+        UserError: the sections are out of order, or do not fill the message.
     """
     position, sections, bitmap = start + 16, Sections(), None
     found, last = False, 0
@@ -203,6 +229,8 @@ def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
         repeats = last == 7 and number in (2, 3, 4)
         if length < 5 or position + length > end - 4 or not (last < number <= 7 or repeats):
             raise UserError("damaged sections")
+        # A field may reuse the bitmap of a field before it (code table 6.0). It is resolved here, so that readers find
+        # the bitmap's own bits.
         if number == 6 and _octet(content, position + 5) == _BITMAP_BEFORE:
             if bitmap is None:
                 raise UserError("its bitmap is that of a field before, and there is none; fetch the file again")
@@ -221,7 +249,13 @@ def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
 
 
 def _header2(content: Content, start: int, sections: Sections) -> Header:
-    """Read the header of one field, given its sections."""
+    """Read the header of one field of an edition 2 message.
+
+    Args:
+        content: the bytes of the file.
+        start: offset of the message.
+        sections: position and length of the field's sections.
+    """
     parts = [content[start + 6 : start + 8]]
     reference, scale, bitmap = 0.0, 0, 0
     init: np.datetime64 = np.datetime64("NaT", "s")
@@ -260,7 +294,16 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
 
 
 def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
-    """Section 4 without what is understood of it; and level (hPa), member, and first and last hour, or None."""
+    """Parse section 4, the product definition.
+
+    Args:
+        section: the bytes of the section.
+        init: the init time, from section 1.
+
+    Returns:
+        The section with the bytes that were understood blanked, for the key. The level in hPa, the member, and the
+        first and last hour, each None if it is left to ecCodes.
+    """
     template = _integer(section, 7, 2)
     if template not in _TAILS or len(section) < 34:
         return section, None, None, None
@@ -277,22 +320,33 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
             steps, out[18:22] = (first, first), b"STEP"
         elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
             end = first + _integer(section, tail + 15, 4)
-            if section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):  # else ecCodes is asked
+            # The end of the interval depends on the init time, and would make another key for each. It is only left out
+            # if it agrees with start and length; otherwise ecCodes is asked.
+            if section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):
                 steps, out[18:22], out[tail : tail + 7] = (first, end), b"STEP", bytes(7)
     return bytes(out), level, member, steps
 
 
-# Product definition templates whose header is understood here, and where the end of their interval stands in section 4.
+# Product definition templates that are understood here, with the offset in section 4 of the end of their interval.
 _TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
 _BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)
 _SPARE = 15
 _MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
-_SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
+_SOME_VALUES = 256  # bytes of values that ecCodes is given: some packings of edition 1 continue their header there
 
 
 def without_values(content: Content, start: int, length: int, head: Header) -> tuple[bytes, int]:
-    """Return the field of `head` as a message whose values are cut off, for questions about its keys, and by how many
-    bytes its values stand earlier there than in the message that it comes from."""
+    """Return the field of `head` as a message whose values are cut off, for questions about its keys.
+
+    Args:
+        content: where the message lies.
+        start: offset of the message in it.
+        length: length of the message.
+        head: header of the field.
+
+    Returns:
+        The message, and the number of bytes by which its values begin earlier than in the original message.
+    """
     if _octet(content, start + 7) == 2:
         message = single_field(content, start, length, head.data, _SOME_VALUES)
         return message, head.data - (len(message) - 4 - min(head.room, _SOME_VALUES))
@@ -309,8 +363,10 @@ def without_values(content: Content, start: int, length: int, head: Header) -> t
 
 
 def single_field(content: Content, start: int, length: int, data: int, most: int | None = None) -> bytes:
-    """Return one field of a message as a message of its own, which is all that ecCodes reads without its multi-field
-    mode (that mode keeps state between calls, and threads would meet in it).
+    """Return one field of a message as a message of its own.
+
+    ecCodes reads further fields of a message only in its multi-field mode, which keeps state between calls and is
+    therefore not safe with threads.
 
     Args:
         content: where the message lies.
@@ -318,6 +374,9 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
         length: length of the message.
         data: offset of the field's packed values in the message.
         most: bytes of packed values to keep; None keeps all.
+
+    Raises:
+        UserError: no field has its values there.
     """
     if _octet(content, start + 7) == 1:
         return content[start : start + length]
@@ -335,37 +394,44 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
 
 
 def _check_room(room: int, most: int) -> None:
+    """Refuse a section of values that is larger than the message."""
     if not 0 <= room <= most:
         raise UserError(f"damaged sections ({room} bytes of values; the message has room for {most})")
 
 
 def _octet(content: Content, place: int) -> int:
+    """Return the octet at a position."""
     return content[place : place + 1][0]
 
 
 def _integer(content: Content, start: int, size: int) -> int:
+    """Return a big-endian unsigned integer of `size` octets."""
     return int.from_bytes(content[start : start + size], "big")
 
 
 def _signed(content: Content, start: int) -> int:
-    """A 16-bit integer as GRIB writes it: a sign bit and a magnitude."""
+    """Return a 16-bit integer as GRIB writes it: a sign bit and a magnitude, not two's complement."""
     value = _integer(content, start, 2)
     return -(value & 0x7FFF) if value & 0x8000 else value
 
 
 def _ibm(four: bytes) -> float:
-    """A System/360 single: sign, exponent of 16 with excess 64, 24-bit fraction; exact in double precision."""
+    """Return the value of an IBM System/360 single, exact in double precision.
+
+    It has a sign bit, an exponent of 16 with excess 64, and a 24-bit fraction. Edition 1 writes reference values so.
+    """
     sign, exponent = (-1.0 if four[0] & 0x80 else 1.0), four[0] & 0x7F
     return sign * int.from_bytes(four[1:], "big") * 16.0 ** (exponent - 70)
 
 
 @lru_cache(4096)
 def _octets_of(time: np.datetime64) -> bytes:
-    """Return a time as section 4 writes the end of an interval: two octets of the year, then month to second."""
+    """Return a time as section 4 writes the end of an interval: two octets for the year, then month to second."""
     moment = time.astype(datetime)
     return moment.year.to_bytes(2, "big") + bytes((*moment.timetuple()[1:6],))
 
 
 @lru_cache(1024)
 def _time(year: int, month: int, day: int, hour: int, minute: int) -> np.datetime64:
+    """Return a time in seconds; numbers that are no date raise a ValueError."""
     return np.datetime64(datetime(year, month, day, hour, minute), "s")  # refuses what is no date

@@ -1,7 +1,8 @@
-"""Packed integers and bitmaps of GRIB messages, taken apart with NumPy.
+"""Unpacking of the integers and bitmaps of GRIB messages with NumPy.
 
-Integers of n bits lie one after the other, the most significant bit first. Those of whole octets are a view; of others
-8 / gcd(n, 8) neighbours make a group of whole octets, so that a column of groups is shifted alike.
+Integers of n bits follow each other without gaps, most significant bit first (simple packing, data template 7.0).
+Integers of whole octets are read as a view. Otherwise 8 / gcd(n, 8) neighbouring integers form a group of whole octets.
+The k-th integers of all groups need the same shift, so they are unpacked with one NumPy operation.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ MOST_BITS = 24
 
 
 def packed_size(points: int, bits: int) -> int:
-    """Octets that `points` integers of `bits` take."""
+    """Return the number of octets that `points` integers of `bits` bits take."""
     return (points * bits + 7) // 8
 
 
 def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
-    """Unsigned integers (points,) of `bits` 1 to 24 out of `octets` (packed_size,) uint8.
+    """Unpack unsigned integers of 1 to 24 bits.
 
-    16 bits come as a big-endian view of `octets`, 8 bits as `octets` themselves; fewer than 16 as uint16, more as
-    uint32.
+    Args:
+        octets: (packed_size,) uint8.
+        bits: bits of each integer.
+        points: number of integers.
+
+    Returns:
+        (points,). 16 bits are a big-endian view of `octets`, 8 bits are `octets` themselves; other widths below 16 are
+        uint16, and above 16 uint32 (big-endian for 24).
     """
     if bits == 16:
         return octets[: 2 * points].view(">u2")
@@ -57,5 +64,10 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
 
 
 def bitmap(octets: np.ndarray, points: int) -> np.ndarray:
-    """Which points have a value: (points,) bool."""
+    """Return which points have a value, (points,) bool.
+
+    Args:
+        octets: the bitmap, one bit for each point, most significant bit first.
+        points: number of points.
+    """
     return np.unpackbits(octets, count=points).view(bool)
