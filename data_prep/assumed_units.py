@@ -1,8 +1,8 @@
-"""Units of variables that state none: those that the convention of their names fixes, where their values agree.
+"""Units of variables that state none: those that the convention of their names implies, if their values agree.
 
-WeatherBench 2 leaves out the units of what it derived, earth2studio those of everything. Both, and ECMWF's short names,
-mean the units of the registry. Other programs write the same names with degrees Celsius, hectopascal, millimetres or
-metres of height, so values are looked at before the units are taken.
+WeatherBench 2 leaves out the units of the variables that it derived, and earth2studio those of all variables. Both, and
+ECMWF's short names, imply the units of the registry. Other programs write the same names with degrees Celsius,
+hectopascal, millimetres or metres of height. So the values are checked before the units are taken.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NAMES = {
     "convective_precipitation", "total_cloud_cover", "total_column_water", "total_column_water_vapour",
     "sea_surface_temperature", "skin_temperature",
 }  # fmt: skip
-# What weather stays within in the registry's units, and in other units somewhere does not: narrower than the limits
-# that mark missing values.
+# Weather stays within these ranges in the registry's units, but leaves them somewhere in other units. They are narrower
+# than the limits in `data_prep.limits`, which mark missing values.
 _RANGES = {
     "K": (150.0, 350.0),
     "Pa": (4e4, 1.15e5),
@@ -38,19 +38,19 @@ _RANGES = {
 
 
 def has_convention(spelling: Spelling) -> bool:
-    """Return whether the convention that a name belongs to fixes its units, and they are the registry's."""
+    """Return whether a name belongs to a convention that fixes its units to those of the registry."""
     return spelling.stem in _NAMES
 
 
 def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> bool:
-    """Return whether values are those of `field` in the registry's units.
+    """Return whether values agree with `field` in the registry's units.
 
     Args:
-        field: what the values are of.
-        values: (Z, Y, X) of one date, member and lead.
+        field: the variable.
+        values: (Z, Y, X) of one init time, member and lead.
         levels: (Z,) hPa.
-        grid: that of the values. A dry region has small sums in millimetres as in metres, and all round the globe it
-            rains more than a millimetre somewhere: of sums only those of the globe agree.
+        grid: the grid of the values. A dry region has small sums in millimetres as well as in metres, but somewhere on
+            the globe it always rains more than a millimetre. So only sums on grids all around the globe can agree.
     """
     valid = values[np.isfinite(values)]
     if not valid.size:
@@ -65,8 +65,10 @@ def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> b
 
 
 def _is_geopotential(values: np.ndarray, levels: np.ndarray) -> bool:
-    """Return whether the highest level lies where the standard atmosphere has it; its height in metres would be a tenth
-    of that."""
+    """Return whether the mean of the highest level is near its geopotential in the standard atmosphere.
+
+    Its height in metres would be a tenth of that.
+    """
     top = int(np.argmin(levels))
     height = 44330.8 * (1 - (float(levels[top]) / 1013.25) ** 0.190263)  # m, up to 226 hPa, and near enough above
     expected = GRAVITY * height

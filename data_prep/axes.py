@@ -1,4 +1,7 @@
-"""Axes of NetCDF files and Zarr stores: the names under which they are met, and their values in our units."""
+"""Axes of NetCDF files and Zarr stores: the names under which they occur, and their values in the program's units.
+
+CF's standard names come first, then names that are common in archives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import xarray as xr
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import AXIS_NAMES, HECTOPASCAL, LOWEST_PASCAL, PASCAL
 
-# Names under which the axes of archives are met; standard names are looked up in the attributes as well.
+# Names of the axes in archives, in order of preference. Standard names in the attributes take precedence over them.
 ALIASES = {
     "init": (
         "init_time", "forecast_reference_time", "initial_time", "reference_time", "initialization_time", "init",
@@ -33,10 +36,10 @@ _STANDARD = {
     "level": "air_pressure",
 }
 START = _STANDARD["init"]
-BETWEEN = -1  # a level of no whole hPa, which is left out
-VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
+BETWEEN = -1  # stands for a level that is not a whole number of hPa, which is left out
+VALID = ("valid_time", "time")  # valid times in forecasts; they are init times only if nothing else is there
 _MINUTE = 60_000  # ms
-# Spellings of degrees in lower case. CF's own end in the letter or the word of the direction.
+# Spellings of degrees in lower case. CF's spellings end in the letter or the word of the direction.
 _DEGREES = {
     role: {"", "degrees", "degree", "deg", "\N{DEGREE SIGN}"}
     | {
@@ -47,9 +50,9 @@ _DEGREES = {
     }
     for role, way in (("latitude", "north"), ("longitude", "east"))
 }
-_FEW = 3  # rows that may lie within a degree and a half of the equator, and whose units nobody states
-SHARES = ("percentile", "quantile", "threshold", "probability")  # of what a variable beside them is
-ROUNDING = 1e-3  # hours: days of some weeks in float32 are off by a ten-thousandth
+_FEW = 3  # so few rows may lie within a degree and a half of the equator, so they are not suspected to be radians
+SHARES = ("percentile", "quantile", "threshold", "probability")  # coordinates that make values no field of one run
+ROUNDING = 1e-3  # hours: leads of some weeks in float32 days are off by about 1e-4
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
@@ -57,10 +60,13 @@ _HOURS = {
 
 
 class OfSomethingElse(UserError):
-    """A variable is none of the registry's fields, and is most likely something that nobody asked for.
+    """An error for a variable that is none of the registry's fields, and most likely nothing that anybody asked for.
+
+    If other variables of the file are read, it only leaves this one out, and `why` is noted after the variable's name.
 
     Args:
-        why: the reason that stands behind its name where others of the file are read.
+        text: the message if nothing else can be read.
+        why: the reason for leaving the variable out.
     """
 
     def __init__(self, text: str, why: str):
@@ -69,7 +75,7 @@ class OfSomethingElse(UserError):
 
 
 def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
-    """The coordinate of `array` that plays a role of ALIASES, by CF standard name first; None where it has none."""
+    """Return the coordinate of `array` that plays a role of ALIASES, by CF standard name first; None if it has none."""
     standard = _STANDARD.get(role, role)
     for coordinate in array.coords.values():
         if coordinate.ndim <= 1 and coordinate.attrs.get("standard_name") == standard:
@@ -82,7 +88,7 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
 
 
 def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
-    """`level`, or where it has no units a coordinate along it that is in units of pressure: it may only count them."""
+    """Return the coordinate of levels in units of pressure, if `level` has no units and may only count them."""
     if not level.attrs.get("units"):
         for other in array.coords.values():
             if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*PASCAL, *HECTOPASCAL):
@@ -91,8 +97,11 @@ def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
 
 
 def with_start(data: xr.Dataset) -> xr.Dataset:
-    """Let starts, valid times and percentiles that stand beside the fields of a file, but not among their
-    `coordinates`, be some of these."""
+    """Return the file with init times, valid times and percentiles as coordinates of its fields.
+
+    Some files have these as variables that no `coordinates` attribute names. Percentiles must be noticed, because
+    fields along them are no members.
+    """
     beside = [name for name, array in data.data_vars.items() if _tells_time(array) or _tells_share(array)]
     data = data.set_coords(beside) if beside else data
     starts = {name: a for name, a in data.data_vars.items() if a.attrs.get("standard_name") == START}
@@ -101,21 +110,28 @@ def with_start(data: xr.Dataset) -> xr.Dataset:
 
 
 def _tells_time(array: xr.DataArray) -> bool:
+    """Return whether a variable holds valid times."""
     named = array.name == "valid_time" or array.attrs.get("standard_name") == "time"
     return named and np.issubdtype(array.dtype, np.datetime64)
 
 
 def _tells_share(array: xr.DataArray) -> bool:
+    """Return whether a variable holds percentiles, thresholds or the like."""
     return array.name in SHARES and array.ndim <= 1
 
 
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Where a file has starts and valid times but no lead, the lead is their difference.
+    """Set the lead to the difference of valid time and init time, if a file has both but no lead.
 
-    It has one start, or one for each valid time: then all are after the same lead, or all from the same start.
+    The file has one init time, or one for each valid time. In the second case all are at the same lead, or all from the
+    same init time.
+
+    Args:
+        array: the data variable.
+        axes: its axes by their roles, which are changed.
 
     Raises:
-        UserError: both start and lead differ from one valid time to the next.
+        UserError: both init time and lead differ from one valid time to the next.
     """
     init = axes["init"]
     if init is None or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
@@ -143,17 +159,23 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
 
 
 def _both(array: xr.DataArray, dimension: Hashable) -> UserError:
+    """Return the error for a dimension along which both init time and lead change."""
     return UserError(f"{array.name}: dimension {dimension} carries both start and lead time; give each its own")
 
 
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Where one dimension carries two roles, the lead keeps it if all are from one start, the start if after one lead.
+    """Give a dimension that carries both init time and lead to one of them.
 
-    Valid times after one and the same lead become start dates. `time` is one of them where the file names both in CF's
-    terms, and the lead is a scalar: an axis of leads beside it would be of starts.
+    The lead keeps it if all are from one init time, and the init time keeps it if all are at one lead. Valid times at
+    one and the same lead become init times. The coordinate `time` counts as valid time if the file names both axes in
+    CF's terms and the lead is a scalar. Beside an axis of leads it is the init time.
+
+    Args:
+        array: the data variable.
+        axes: its axes by their roles, which are changed.
 
     Raises:
-        UserError: start dates differ along the dimension, or each valid time comes with each lead.
+        UserError: init times differ along the dimension, or each valid time comes with each lead.
     """
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
@@ -179,7 +201,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
 
 
 def check_degrees(array: xr.DataArray, latitude: xr.DataArray, longitude: xr.DataArray) -> None:
-    """Check that a variable's axes are in degrees north and east.
+    """Refuse a variable whose axes are not in degrees north and east.
 
     Raises:
         OfSomethingElse: they are in other units, or state none and hold values that radians would have.
@@ -201,10 +223,11 @@ def check_degrees(array: xr.DataArray, latitude: xr.DataArray, longitude: xr.Dat
 
 
 def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Check that valid times that stand beside starts and leads are what these add up to.
+    """Refuse valid times that differ from init time plus lead.
 
     Args:
-        axes: the axes of `array` by their roles, with those of start and lead as they are read.
+        array: the data variable.
+        axes: its axes by their roles, with init time and lead as they are read.
 
     Raises:
         UserError: one differs by more than a minute.
@@ -231,6 +254,7 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
 
 
 def _read_init(axis: xr.DataArray | None) -> np.ndarray:
+    """Return init times as datetime64[s]; without an axis, the epoch."""
     if axis is None:
         return np.array(0, "datetime64[s]")
     if not np.issubdtype(axis.dtype, np.datetime64):
@@ -244,15 +268,17 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def _to_minutes(times: np.ndarray) -> np.ndarray:
-    """The same at the nearest minute where that is near, else at the nearest second."""
+    """Return times rounded to the nearest minute if that is near, else to the nearest second."""
     exact = times.astype("datetime64[ms]").astype(np.int64)
-    minutes = np.rint(exact / _MINUTE) * _MINUTE  # days as floating numbers fall short of the hour, or go beyond it
+    # Times in days as floating-point numbers miss the hour by a rounding error.
+    minutes = np.rint(exact / _MINUTE) * _MINUTE
     near = np.abs(exact - minutes) <= ROUNDING * 60 * _MINUTE
     seconds = np.where(near, minutes, np.rint(exact / 1000) * 1000)
     return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[ns]")
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:
+    """Return member numbers as int32; without an axis, 0."""
     if axis is None:
         return np.array(0)
     try:
@@ -266,6 +292,7 @@ def _read_member(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
+    """Return leads as int32 hours; without an axis, 0."""
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
@@ -276,7 +303,11 @@ def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def to_hours(values: np.ndarray, axis: xr.DataArray) -> np.ndarray:
-    """Lead times as float64 hours, by the units of `axis`.
+    """Return lead times as float64 hours.
+
+    Args:
+        values: the lead times.
+        axis: the axis, which states their units.
 
     Raises:
         UserError: the units are not known.
@@ -291,6 +322,11 @@ def to_hours(values: np.ndarray, axis: xr.DataArray) -> np.ndarray:
 
 
 def _read_level(axis: xr.DataArray | None) -> np.ndarray:
+    """Return levels as int32 hPa, BETWEEN for those that are not whole; without an axis, 0.
+
+    Raises:
+        UserError: the axis has other units than those of pressure, or counts levels.
+    """
     if axis is None:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
@@ -322,7 +358,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> None:
-    """Raise a UserError where values of an axis are absent: one that was made longer than what was written."""
+    """Refuse an axis with absent values, which was made longer than what was written."""
     if absent.any():
         raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent ({how}); leave them out")
 
@@ -332,7 +368,7 @@ READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _rea
 
 @contextlib.contextmanager
 def understood(name: Hashable) -> Iterator[None]:
-    """Say in one line that axes or attributes of the variable `name` make no sense, as a level of `500hPa`."""
+    """Turn errors from axes or attributes that make no sense, such as a level `500hPa`, into a UserError."""
     try:
         yield
     except UserError:
@@ -345,12 +381,12 @@ def understood(name: Hashable) -> Iterator[None]:
 
 
 def known_axes() -> str:
-    """The alias table as messages show it."""
+    """Return the table of axis names as messages show it."""
     return "; ".join(f"{role}: {', '.join(names)}" for role, names in ALIASES.items())
 
 
 def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
-    """Role -> dimension of the array, for roles that are dimensions.
+    """Return the dimension of the array for each role that is a dimension.
 
     Raises:
         UserError: a dimension has two roles.

@@ -1,4 +1,4 @@
-"""Run a build: hand out the start dates that are not done, say how it goes, and complete the store."""
+"""The run of a build: hand out the init times that are not built, log the progress, and complete the store."""
 
 from __future__ import annotations
 
@@ -22,16 +22,24 @@ from ensemble_ml.wording import hour_text
 log = logging.getLogger(__name__)
 
 _LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
-_SEEN_WITHIN = 60.0  # seconds until what a worker has written is seen here; NFS keeps what it knows for some
-_LOOK_AGAIN = 0.5  # seconds between looks at what another builder has under way
+_SEEN_WITHIN = 60.0  # seconds until a worker's files must be visible here; NFS caches attributes for some time
+_LOOK_AGAIN = 0.5  # seconds between checks of the init times that another builder has under way
 
 
 def run(config: PrepareConfig, job: Job, build: Build) -> bool:
-    """Build this run's share of the start dates and, where nothing is left, the store; whether it is complete.
+    """Build this run's share of the init times, and complete the store if all are built.
+
+    Args:
+        config: the settings of the run.
+        job: builds one init time.
+        build: the store under construction.
+
+    Returns:
+        Whether the store is complete.
 
     Raises:
-        UserError: a field cannot be decoded or holds NaN; the disk refuses; a worker died.
-        KeyboardInterrupt: the build was stopped; what is finished is kept.
+        UserError: a field cannot be decoded or holds NaN, the disk refuses a write, or a worker died.
+        KeyboardInterrupt: the build was stopped; init times that are built are kept.
     """
     number, count = config.share
     mine = range(build.dates * number // count, build.dates * (number + 1) // count)
@@ -71,6 +79,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
 
 
 def _say_what_is_superseded(job: Job, build: Build) -> None:
+    """Warn of init times that were built from other fields than the archive has now."""
     if build.superseded:
         first = hour_text(job.plan.layout.init_time[min(build.superseded)])
         text = "%s: %d start dates (first %s) were built from other fields than the archive has now; build them again"
@@ -78,13 +87,15 @@ def _say_what_is_superseded(job: Job, build: Build) -> None:
 
 
 def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None:
-    """Build `todo`; dates that another builder has are looked at again until they are done or given up."""
+    """Build the init times `todo`. Those that another builder has are checked again until they are done or given up."""
     with workers_of(config, job, build) as workers, _progress(len(todo)) as tick:
         waiting, built = False, dict[int, float]()
         while todo:
             _each(workers, job, todo, tick, built)
             todo = build.missing(todo)
             _check_still(build, built)
+            # An init time that a worker has built but that stays invisible here means that the two do not share the
+            # folder.
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
                 log.info("waiting for %d start dates that another builder has under way", len(todo))
@@ -94,14 +105,14 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
 
 
 def _check_still(build: Build, built: Iterable[int]) -> None:
-    """Raise a UserError where a file changed while start dates were built from it."""
+    """Refuse files that changed while init times were built from them."""
     for path, dates in build.outdated.items():
         if dates & set(built):
             raise UserError(f"{path}: changed while it was read; leave it alone until the build is done, and run again")
 
 
 def _check_seen(build: Build, lost: list[int]) -> None:
-    """Raise a UserError where workers have built dates that are not to be found."""
+    """Refuse an output folder in which the init times that workers have built do not appear."""
     if lost:
         raise UserError(
             f"output={build.path}: workers have built {len(lost)} start dates that are not seen here; give a folder"
@@ -110,7 +121,17 @@ def _check_seen(build: Build, lost: list[int]) -> None:
 
 
 def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: dict[int, float]) -> None:
-    """Hand out `todo`, so many at a time; `built` notes when a worker first had one built."""
+    """Hand out the init times `todo`, a limited number at a time.
+
+    A queue of all of them would hold every result and could not be stopped soon.
+
+    Args:
+        workers: the workers.
+        job: names init times in error messages.
+        todo: the init times to build.
+        tick: the progress bar.
+        built: receives the time at which a worker first reported an init time as built.
+    """
     queue, running = iter(todo), dict[Future[bool], int]()
     try:
         while True:
@@ -134,6 +155,7 @@ def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: di
 
 
 def _result(future: Future[bool], job: Job, dates: list[int]) -> bool:
+    """Return a worker's result, and turn the death of a worker into a UserError."""
     try:
         return future.result()
     except (UserError, Stopped):
@@ -147,6 +169,7 @@ def _result(future: Future[bool], job: Job, dates: list[int]) -> bool:
 
 
 def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
+    """Return the error for a dead worker, which names the init times under way."""
     times = ", ".join(hour_text(job.plan.layout.init_time[date]) for date in sorted(dates)[:4])
     more = f" and {len(dates) - 4} more" if len(dates) > 4 else ""
     return UserError(
@@ -156,7 +179,7 @@ def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
 
 
 def _say_what_is_kept(build: Build, error: BaseException) -> None:
-    """Keep what is worth it, and say so."""
+    """Keep the init times that are built and log how many, or remove a folder in which nothing is built."""
     kept = 0 if build.over else build.dates - len(build.missing())
     if kept:
         how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -170,7 +193,7 @@ def _say_what_is_kept(build: Build, error: BaseException) -> None:
 
 @contextmanager
 def _progress(count: int) -> Iterator[tqdm]:
-    """A bar on a terminal, and a line now and then elsewhere."""
+    """Yield a progress bar on a terminal; elsewhere, an object that logs a line every 30 seconds."""
     if sys.stderr.isatty():
         with tqdm(total=count, desc="prepare", unit="date") as bar:
             yield bar
@@ -179,11 +202,14 @@ def _progress(count: int) -> Iterator[tqdm]:
 
 
 class _Lines:
+    """A replacement for tqdm that logs lines, for batch jobs whose output is a file."""
+
     def __init__(self, count: int):
         self.count, self.done = count, 0
         self.said = self.start = time.monotonic()
 
     def update(self, number: int = 1) -> None:
+        """Count finished init times, and log the total if the last line is old enough or everything is done."""
         self.done += number
         now = time.monotonic()
         if number and (now - self.said > _LINE_EVERY or self.done == self.count):

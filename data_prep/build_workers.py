@@ -1,7 +1,8 @@
-"""Who builds the start dates: threads, processes, a Dask cluster by its address, or SLURM jobs.
+"""Workers that build the init times: threads, processes, a Dask cluster by its address, or SLURM jobs.
 
-All are executors of `concurrent.futures` (Dask's by `Client.get_executor`), one task a start date, so that one loop
-serves them. A worker in another process opens the archives itself, once; all that it is sent is the configuration.
+All of them are executors of `concurrent.futures` (Dask's by `Client.get_executor`) with one task for each init time, so
+one loop serves them all. A worker in another process opens the archives itself, once; it is only sent the
+configuration.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from ensemble_ml.store.build import Build
 
 log = logging.getLogger(__name__)
 
-_DATES_AT_ONCE = 2  # of a process: one reads and writes while the other is compressed
+_DATES_AT_ONCE = 2  # in one process: one init time is read and written while another is compressed
 _opening = Lock()
 
 
 @dataclass(frozen=True)
 class Workers:
-    """`submit` takes a start date, `ahead()` of them at a time; `stop` asks those under way to give up.
+    """The functions by which a build uses its workers.
 
-    There may be more workers than before each time that `ahead` is asked.
+    `submit` takes an init time. `ahead()` returns how many may be submitted at a time; it is called anew each time,
+    because workers may join a cluster during the build. `stop` asks the tasks under way to give up.
     """
 
     submit: Callable[[int], Future[bool]]
@@ -44,7 +46,10 @@ class Workers:
 
 @contextmanager
 def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Workers]:
-    """The workers that `config.executor` names; they are let go on leaving.
+    """Start the workers that `config.executor` names, and release them on leaving the `with` block.
+
+    Yields:
+        The workers.
 
     Raises:
         UserError: the scheduler cannot be reached, or a package is not installed.
@@ -68,6 +73,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def ahead() -> int:
+            """Return the number of init times to submit at a time: two for each worker, so that none has to wait."""
             return 2 * (max(1, sum(client.nthreads().values())) if config.scheduler else count)
 
         same = job.plan.digest, job.files
@@ -75,6 +81,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
 
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
+    """Return workers that are threads of this process: two init times at a time, and all cores for compression."""
     count = config.workers or cores()
     keep_freed_memory(arenas=1)
     packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))
@@ -85,13 +92,23 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:
-    """Build one start date in a worker process; `threads` compress (0: as many as the process may use).
+    """Build one init time in a worker process.
 
-    `plan` and `files` are the digests of whoever sends the start dates. Archives that were opened for other `files` are
-    opened anew: workers of a cluster outlive a run, and what they know of a file that was copied again is of before.
+    Workers of a cluster outlive a run, and what they have read of a file may be older than the file. So archives that
+    were opened for other `files` are opened anew.
+
+    Args:
+        config: the settings of the run.
+        threads: number of threads for compression; 0 for as many as the process may use.
+        date: position of the init time.
+        plan: digest of the plan of the process that sends the init times.
+        files: digest of the files that it has seen.
+
+    Returns:
+        Whether this worker built it.
 
     Raises:
-        UserError: what this process finds makes another plan than `plan`.
+        UserError: this process finds archives that make another plan.
     """
     with _opening:
         job, build, pool = _opened(f"{config!r} {files}", threads, plan, _Held(config))
@@ -99,7 +116,10 @@ def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files:
 
 
 class _Held:
-    """A configuration that caches do not look at: its text stands for it."""
+    """A configuration that caches ignore, because its text is the key.
+
+    A configuration cannot be hashed, and `lru_cache` hashes all arguments.
+    """
 
     def __init__(self, config: PrepareConfig):
         self.config = config
@@ -113,9 +133,18 @@ class _Held:
 
 @lru_cache(maxsize=1)
 def _opened(_: str, threads: int, plan: str, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
+    """Return the opened archives, the store under construction and the threads of this process, kept between calls.
+
+    Args:
+        _: the text by which the cache knows the archives.
+        threads: number of threads for compression; 0 for as many as the process may use.
+        plan: digest of the plan to compare with.
+        held: the settings of the run.
+    """
     keep_freed_memory(arenas=1)
     job = Job(held.config)
-    if job.plan.digest != plan:  # before anything is made in the output; and such archives are not kept
+    # This check comes before the output is touched. Since it raises, the cache does not keep these archives.
+    if job.plan.digest != plan:
         raise UserError(
             f"output={held.config.output}: a worker on {socket.gethostname()} finds other archives than are seen here;"
             " give paths that mean the same everywhere, and leave the archives alone while they are read"
@@ -125,7 +154,11 @@ def _opened(_: str, threads: int, plan: str, held: _Held) -> tuple[Job, Build, T
 
 
 def _cluster(stack: ExitStack, config: PrepareConfig) -> Any:
-    """A client of the cluster that `config` names."""
+    """Return a client of the cluster that `config` names.
+
+    Raises:
+        UserError: the scheduler cannot be reached, or SLURM jobs cannot be submitted.
+    """
     from distributed import Client
 
     if config.executor is Executor.distributed:

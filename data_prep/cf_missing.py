@@ -1,4 +1,7 @@
-"""Values of NetCDF files that are none, though no attribute says so: never written, or not in their range."""
+"""Missing values of NetCDF files and Zarr stores that no `_FillValue` marks: never written, or out of the valid range.
+
+The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of the CF conventions, section 2.5.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from data_prep.axes import check_there
 log = logging.getLogger(__name__)
 
 _PACKED = "scale_factor", "add_offset"
-_ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
+_ROUNDING = 1e-6  # tolerance as a share of a limit: values may have fewer digits than the limit
 
 
 def open_netcdf(path: str) -> xr.Dataset:
-    """Open a NetCDF file lazily; packed integers that were never written are NaN in it.
+    """Open a NetCDF file lazily, with NaN for packed integers that were never written.
 
-    They hold the library's fill value of their type, which is not said where there is no `_FillValue`. Integers of one
-    byte have none (NetCDF Users Guide, "Attribute Conventions").
+    Such integers have the library's default fill value of their type, even if the file has no `_FillValue`. Integers of
+    one byte have no default (NetCDF Users Guide, "Attribute Conventions").
 
     Raises:
         UserError: a coordinate was not written to its end.
@@ -35,11 +38,11 @@ def open_netcdf(path: str) -> xr.Dataset:
 
 
 def open_zarr(path: str) -> xr.Dataset:
-    """Open a Zarr store of NetCDF's conventions lazily.
+    """Open a Zarr store with NetCDF's conventions lazily, with zeros as values.
 
-    Zeros are values. A fill value of zero is what Zarr's own libraries say of an array that nobody gave one, and what
-    xarray takes, in version 2, for the mark of a missing value where no attribute has one: the equator, the first
-    member, no rain. (What was never written is told by other means: see `zarr_chunks`.)
+    Zarr's own libraries state a fill value of zero for any array that was given none. In version 2, xarray takes it for
+    the mark of a missing value if no attribute has one. That would hide the equator, the first member, and points
+    without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
     """
     raw = xr.open_dataset(path, engine="zarr", decode_cf=False)
     for name, array in raw.variables.items():
@@ -53,19 +56,24 @@ def open_zarr(path: str) -> xr.Dataset:
 
 
 def _said(path: str, name: Hashable) -> bool:
-    """Whether an attribute of a variable of a Zarr store says what stands for missing values."""
+    """Return whether an attribute of a Zarr variable states the value that stands for missing ones."""
     import zarr
 
     return "_FillValue" in zarr.open_array(os.path.join(path, str(name)), mode="r").attrs
 
 
 def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
-    """Scales and missing values applied; `written`: what was never written is told by other means."""
+    """Return the file with scales and missing values applied.
+
+    Args:
+        raw: the file without decoding.
+        written: whether values that were never written are found by other means.
+    """
     for array in raw.data_vars.values():
         _as_values(array)
         packed = array.dtype.kind in "iu" and any(name in array.attrs for name in _PACKED)
         unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
-        # Of integers to be taken as unsigned the library's fill value is one in the middle of the range.
+        # For integers that are to be read as unsigned, the library's fill value lies in the middle of the range.
         unsaid &= not unsigned(array.attrs)
         if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
@@ -74,8 +82,10 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
 
 
 def _check_written(axis: xr.DataArray) -> None:
-    """Raise a UserError where a dimension is longer than what was written of its coordinate: the library's fill values,
-    or xarray's for dates, would be leads and members like others."""
+    """Refuse a coordinate that is shorter than its dimension.
+
+    The library's fill values, or xarray's for dates, would otherwise become leads and members.
+    """
     fill = netCDF4.default_fillvals.get(f"{axis.dtype.kind}{axis.dtype.itemsize}")
     if fill is None or axis.dtype.itemsize == 1 or axis.dtype.kind not in "iuf":
         return
@@ -87,14 +97,19 @@ def _check_written(axis: xr.DataArray) -> None:
 
 
 def unsigned(about: Mapping[str, Any]) -> bool:
-    """Whether integers are to be taken as unsigned, which classic files have none of, by the attributes or the encoding
-    of their variable."""
+    """Return whether integers are to be read as unsigned, by the attributes or encoding of their variable.
+
+    Classic NetCDF files have no unsigned types and use the attribute `_Unsigned`.
+    """
     return str(about.get("_Unsigned", "")).lower() == "true"
 
 
 def _as_values(array: xr.DataArray) -> None:
-    """Let missing values have the type of the values: 1e20 of float64, or as text, equals no float32, and -1 is no
-    unsigned integer (whose `_FillValue` xarray sees to)."""
+    """Give missing values the type of the values.
+
+    1e20 as float64 or as text equals no float32 value, and -1 equals no unsigned integer. xarray converts the
+    `_FillValue` of unsigned integers itself.
+    """
     whole = array.dtype.kind == "i" and unsigned(array.attrs)
     if array.dtype.kind != "f" and not whole:
         return
@@ -113,8 +128,13 @@ def _as_values(array: xr.DataArray) -> None:
 
 
 def valid_limits(array: xr.DataArray) -> tuple[float, float]:
-    """Smallest and largest valid value in the units of `array`, by CF's valid_range, valid_min and valid_max; infinite
-    where nothing is said. Integers say it of packed values, other numbers of unpacked ones."""
+    """Return the smallest and largest valid value by CF's valid_range, valid_min and valid_max.
+
+    Limits of the type integer apply to packed values, other limits to unpacked ones.
+
+    Returns:
+        Both limits in the units of `array`, infinite if none is stated.
+    """
     both = np.ravel(array.attrs.get("valid_range", ()))
     low, high = both if len(both) == 2 else (None, None)
     ends = [array.attrs.get("valid_min", low), array.attrs.get("valid_max", high)]

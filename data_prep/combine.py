@@ -1,4 +1,4 @@
-"""How several fields of an archive make one that is wanted: intervals of sums, maxima over parts, speed of a vector."""
+"""Combinations of several archive fields into one: intervals of sums, maxima over parts, and speed of a vector."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ import numpy as np
 from data_prep.records import RawField
 from ensemble_ml.errors import UserError
 
-_FALL, _FALLING = 0.05, 0.01  # share of its maximum by which a sum may fall, and share of points that may fall further
-_ROUNDING = 0.004  # share of its maximum by which packing into 8 bits may err, twice
+_FALL, _FALLING = 0.05, 0.01  # a sum may fall by this share of its maximum; this share of points may fall further
+_ROUNDING = 0.004  # twice the rounding error of packing into 8 bits, as a share of the maximum
 
 
 class Combine(Enum):
-    """How the fields of the archive make the field that is wanted."""
+    """The ways in which fields of the archive make a wanted field."""
 
     ONE = "one"
-    DIFFERENCE = "difference"  # first less second: an interval of a sum that runs from the start (`difference`)
+    DIFFERENCE = "difference"  # first minus second: an interval of a sum from the start (see `difference`)
     SUM = "sum"
     MAXIMUM = "maximum"
     SPEED = "speed"  # of a vector, from its two components
 
 
 def difference(later: RawField, earlier: RawField) -> np.ndarray:
-    """What came to a sum that runs from the start, (Y, X) float64.
+    """Return the increase of a sum from the start of the forecast between two leads, (Y, X) float64.
 
-    Packing rounds both sums: what is no more than half a step of each is no rain, or a dry interval would come out just
-    below zero here, just above it there.
+    Packing rounds both sums. An increase of at most half a packing step of each counts as zero; otherwise a dry
+    interval would have values slightly below and above zero.
+
+    Args:
+        later: the sum up to the later lead.
+        earlier: the sum up to the earlier lead.
 
     Raises:
-        UserError: the sum fell by more, over more of the field: it runs from somewhere else.
+        UserError: the sum fell noticeably over more than 1 % of the points, so it runs from another time.
     """
     first, second = (raw.decode().astype(np.float64) for raw in (later, earlier))
     now, before = np.maximum(first, 0), np.maximum(second, 0)
@@ -48,6 +52,7 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
 
 
 def _most(values: np.ndarray) -> float:
+    """Return the largest finite value, at least 0."""
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 

@@ -1,10 +1,10 @@
-"""What was found of an archive's files, kept on disk, so that each is looked through once in its life.
+"""An index of archive files on disk, so that each file is scanned only once.
 
-GRIB files have a table of their messages. The headers of NetCDF and Zarr tell what they hold, but not which of it is
-all NaN: where such fields are looked for, what was found of each is kept.
+GRIB files have a table of their messages. The headers of NetCDF files and Zarr stores state what they hold, but not
+which fields are all NaN; if such fields are searched for, the result for each field is kept.
 
-Both belong to one path, size and time of change; where any of them differs they are made anew. A file of the index is
-a line of JSON, which says what it belongs to, and the rows as they lie in memory.
+An entry belongs to one path, size and modification time, and is made anew if any of them differs. Its file is a line of
+JSON that states what it belongs to, followed by the rows as they lie in memory.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from ensemble_ml.store.locks import NoLocks, claimed_once
 
 log = logging.getLogger(__name__)
 
-UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is all NaN
+UNKNOWN, FILLED, EMPTY = 0, 1, 2  # states of a field: not read yet, has a value, is all NaN
 
 Found = TypeVar("Found")
 _FORMAT = 7
-_LOOK = 0.2  # seconds between looks at a file that another process scans
-# What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
+_LOOK = 0.2  # seconds between checks for the table of a file that another process scans
+# The rows depend on the columns and on the registry, so an index made by another version must not be used.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The messages of a file: rows of RECORD, the grids that they are scanned on, counts of unknown variables, which
-    variables are a mean or an extreme over time, and who made the fields (see `data_prep.records.Reader`)."""
+    """The messages of a GRIB file, as the index keeps them (see `data_prep.records.Reader`).
+
+    These are rows of RECORD, the grids on which they are scanned, counts of messages that are not read, the variables
+    that are a mean or extreme over time, and the producers of the fields.
+    """
 
     records: np.ndarray
     scans: tuple[Scan, ...]
@@ -53,11 +56,11 @@ class Table:
 
 
 class FileIndex:
-    """A folder of tables. Where it cannot be written, nothing is kept, and a line in the log says so.
+    """A folder of tables. If it cannot be written, nothing is kept, and a line in the log says so.
 
     Args:
-        folder: where they lie; None keeps none.
-        look: whether fields that are there and all NaN are looked for in NetCDF and Zarr, which reads what is wanted.
+        folder: where the tables lie; None keeps none.
+        look: whether to search NetCDF and Zarr for fields that are all NaN, which reads all wanted fields.
     """
 
     def __init__(self, folder: str | os.PathLike | None, *, look: bool = False):
@@ -65,7 +68,7 @@ class FileIndex:
         self._told = False
 
     def place(self, path: str, kind: str = "index") -> Path | None:
-        """The file of the index that belongs to a file of an archive."""
+        """Return the file of the index that belongs to a file of an archive, or None if nothing is kept."""
         if self.folder is None:
             return None
         absolute = os.path.abspath(path)
@@ -73,7 +76,12 @@ class FileIndex:
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
 
     def load(self, path: str, stamp: Stamp) -> Table | None:
-        """The table of `path`, or None where there is none that belongs to it as it is now."""
+        """Return the table of `path`, or None if there is none that belongs to the file as it is now.
+
+        Args:
+            path: the file of the archive.
+            stamp: its stamp now.
+        """
 
         def table(head: dict[str, Any], rows: bytes) -> Table:
             if len(rows) != head["count"] * RECORD.itemsize:
@@ -85,7 +93,7 @@ class FileIndex:
         return self._load(self.place(path), path, stamp, table)
 
     def holds(self, path: str) -> bool:
-        """Whether there is a table that belongs to `path` as it is now, by the table's head alone."""
+        """Return whether there is a table that belongs to `path` as it is now; only the head of the table is read."""
         place = self.place(path)
         if place is None:
             return False
@@ -97,8 +105,10 @@ class FileIndex:
 
     @contextlib.contextmanager
     def alone(self, path: str) -> Iterator[None]:
-        """Hold the place of `path`'s table, so that of many builders that begin at once one scans the file; where there
-        are no locks, or nothing can be kept, each of them does."""
+        """Lock the table of `path` for the duration of a `with` block, so that one of many builders scans the file.
+
+        If there are no locks, or nothing can be kept, each builder scans it.
+        """
         place = self.place(path)
         with contextlib.ExitStack() as stack:
             if place is not None:
@@ -113,7 +123,7 @@ class FileIndex:
             yield
 
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
-        """Keep a table, by rename, so that no reader meets half of it."""
+        """Keep a table. It is written under another name and renamed, so that no reader sees half of it."""
         head = {
             "count": len(table.records),
             "scans": [astuple(scan) for scan in table.scans],
@@ -124,9 +134,13 @@ class FileIndex:
         self._save(self.place(path), path, stamp, head, table.records.tobytes())
 
     def load_looks(self, path: str, stamp: Stamp, fields: str, count: int) -> np.ndarray:
-        """What was found of each of `count` fields, (count,) uint8: UNKNOWN, FILLED or EMPTY.
+        """Return whether each field has a value, (count,) uint8: UNKNOWN, FILLED or EMPTY.
 
-        `fields` is a digest of their list: what was found of another list says nothing.
+        Args:
+            path: the file of the archive.
+            stamp: its stamp now.
+            fields: digest of the list of fields; results for another list do not count.
+            count: number of fields.
         """
 
         def looks(head: dict[str, Any], rows: bytes) -> np.ndarray | None:
@@ -137,13 +151,13 @@ class FileIndex:
         return np.full(count, UNKNOWN, np.uint8) if found is None else found
 
     def save_looks(self, path: str, stamp: Stamp, fields: str, found: np.ndarray) -> None:
-        """Keep what `load_looks` gives."""
+        """Keep the states of fields for `load_looks`."""
         self._save(self.place(path, "looks"), path, stamp, {"fields": fields}, found.tobytes())
 
     def _load(
         self, place: Path | None, path: str, stamp: Stamp, made: Callable[[dict[str, Any], bytes], Found]
     ) -> Found | None:
-        """What `made` makes of a file's head and rows, if they belong to `path` as it is now."""
+        """Return what `made` makes of an entry's head and rows; None if it does not belong to `path` as it is now."""
         if place is None:
             return None
         try:
@@ -163,6 +177,7 @@ class FileIndex:
             return None
 
     def _save(self, place: Path | None, path: str, stamp: Stamp, head: dict[str, Any], rows: bytes) -> None:
+        """Write an entry; if that fails, log one warning for all entries."""
         if place is None:
             return
         whole = {"version": _VERSION, "of": _owner(path, stamp), **head, "sha256": hashlib.sha256(rows).hexdigest()}
@@ -176,13 +191,15 @@ class FileIndex:
 
 
 def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
+    """Return the path, size and modification time to which an entry belongs."""
     return {"path": os.path.abspath(path), **asdict(stamp)}
 
 
 def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:
+    """Return whether an entry belongs to this file and to this version of the program."""
     return bool(head["version"] == _VERSION and head["of"] == _owner(path, stamp))
 
 
 def user_index() -> FileIndex:
-    """The index of archives that are read in place: in the user's cache, where there is one."""
+    """Return the index for archives that are read in place, which lies in the user's cache if there is one."""
     return FileIndex(user_cache("index"))

@@ -1,7 +1,7 @@
-"""What an archive lacks for some start dates or members while others have it, and what becomes of these dates.
+"""Gaps: fields that some init times or members of an archive lack while others have them, and their treatment.
 
-A field that no start date and member has at a lead is ragged by design, and no gap, unless it could not be made of what
-is there (a sum whose earlier part is missing).
+A field that no init time and member has at a lead is ragged by design and no gap. The exception is a field that could
+not be made from what is there: a sum whose earlier part is missing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.wording import dates_text, hour_text
 
 _SHOWN = 10
-_USUAL = 0.75  # share of the steps between start dates that makes a series regular
-_MOST_STEPS = 10  # a longer pause is a pause, not a hole
+_USUAL = 0.75  # a series is regular if this share of the steps between its dates are the usual ones
+_MOST_STEPS = 10  # a pause of more steps is taken as intended
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Fields that are missing for one start date and member: how many, and a phrase that names the first of them."""
+    """The fields that are missing for one init time and member: their number, and a phrase that names the first one."""
 
     date: int  # position among the start dates
     start: str
@@ -41,7 +41,7 @@ class Gap:
 
 
 def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
-    """Gaps of the forecast or the control, by start date and member."""
+    """Return the gaps of the forecast or the control, by init time and member."""
     lay, found = source.layout, []
     if not source.has(part):
         return []
@@ -66,7 +66,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
 
 
 def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
-    """Gaps of a truth, by start date."""
+    """Return the gaps of a truth, by init time of the forecast."""
     lay, found = truth.layout, []
     for date, both in enumerate(truth.presence):
         lacking = [np.argwhere((truth.anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
@@ -80,6 +80,7 @@ def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
 
 
 def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place: list[int]) -> str:
+    """Return the phrase for the first missing field of a gap in the truth."""
     what, hours = _named(truth.layout, surface, place)
     span = truth.span((truth.layout.surface if surface else truth.layout.variables)[place[1]], place[0])
     over = f" over hours {span[0]} to {span[1]}" if span else ""
@@ -88,13 +89,14 @@ def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place:
 
 
 def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:
+    """Return a missing field's variable as messages show it, and its lead in hours."""
     lead, variable, *level = place
     known = field((lay.surface if surface else lay.variables)[variable])
     return variable_text(known, lay.levels[level[0]] if level else 0), lay.lead_hours[lead]
 
 
 def listed(gaps: Sequence[Gap]) -> str:
-    """Gaps as a message shows them: the first few by name, and totals."""
+    """Return gaps as a message shows them: the first few by name, and totals."""
     dates, fields = len({gap.date for gap in gaps}), sum(gap.count for gap in gaps)
     more = f"; and {len(gaps) - _SHOWN} more like these" if len(gaps) > _SHOWN else ""
     total = f"{fields} field{'s' * (fields > 1)} of {dates} start date{'s' * (dates > 1)}"
@@ -102,10 +104,18 @@ def listed(gaps: Sequence[Gap]) -> str:
 
 
 def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
-    """Deal with the gaps of an archive and its truth as `policy` says; also return them.
+    """Deal with the gaps of an archive and its truth by a policy.
+
+    Args:
+        both: forecast and truth.
+        policy: refuse gaps (`error`), drop their init times (`skip`), or mask the fields (`mask`).
+
+    Returns:
+        Forecast and truth without the init times that were dropped, and the gaps.
 
     Raises:
-        UserError: there are gaps and the policy is `error`; nothing would be left; the truth has nothing at all.
+        UserError: there are gaps and the policy is `error`, nothing would be left, or the truth verifies nothing at
+            all.
     """
     source, truth = both.forecast, both.truth
     assert isinstance(source, ArchiveSource)
@@ -135,12 +145,12 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
 
 
 def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[str, Any]:
-    """Return what provenance keeps of gaps: all their dates, as series, but phrases of the first few alone.
+    """Return what the provenance of a store records of gaps: all their dates, but only the first few phrases.
 
     Args:
-        gaps: what `settle` returned.
-        policy: what it did with them.
-        starts: start dates that a regular series lacks.
+        gaps: the result of `settle`.
+        policy: the policy that it applied.
+        starts: init times that a regular series lacks.
     """
     return {
         "policy": policy.value,
@@ -152,8 +162,11 @@ def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[
 
 
 def holes(init_time: np.ndarray) -> list[np.datetime64]:
-    """Start dates that a regular series lacks: where most dates are one step apart, or two steps take turns (Mondays
-    and Thursdays), those within a few steps more."""
+    """Return the init times that an otherwise regular series lacks.
+
+    A series is regular if most dates are one step apart, or if two steps take turns, as for Mondays and Thursdays. Only
+    holes of a few steps are filled; a longer pause is taken as intended.
+    """
     steps = np.diff(init_time)
     if len(steps) < 3:
         return []
@@ -174,7 +187,7 @@ def holes(init_time: np.ndarray) -> list[np.datetime64]:
 
 
 def _in_turn(steps: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """Of each step and the next whether they are the two usual ones, either first."""
+    """Return for each step and the next one whether they are the two usual steps, in either order."""
     pairs = np.sort(np.stack([steps[:-1], steps[1:]]), 0)
     return (pairs == np.sort(usual)[:, None]).all(0)
 
@@ -182,7 +195,14 @@ def _in_turn(steps: np.ndarray, usual: np.ndarray) -> np.ndarray:
 def _between(
     first: np.datetime64, gap: np.timedelta64, usual: np.ndarray, around: tuple[np.timedelta64 | None, ...]
 ) -> list[np.datetime64]:
-    """Dates within a gap, by the usual steps in turn with those `around` it; none where no such steps fill it."""
+    """Return the dates within a gap, or none if the usual steps do not fill it.
+
+    Args:
+        first: the date before the gap.
+        gap: length of the gap.
+        usual: the one or two usual steps; two take turns.
+        around: the steps before and after the gap, None at the ends, with which two usual steps have to alternate.
+    """
     for start in range(len(usual)):
         steps = [usual[start]]
         while sum(steps, np.timedelta64(0)) < gap:

@@ -1,4 +1,4 @@
-"""Fields of one start date as they are gathered: packed integers in blocks, and what has none beside them.
+"""The fields of one init time as they are gathered: packed integers in blocks, and unpacked fields beside them.
 
 Axes: M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -22,13 +22,13 @@ Masks = dict[tuple[bool, tuple[int, ...]], np.ndarray]  # (surface?, place) -> (
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """New integers."""
+    """Return a new array of integers, all zero."""
     return np.zeros(shape, np.uint16)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One wanted field: its place in the surface or the pressure block, and the rows of the table that make it."""
+    """A wanted field: its position in the surface or pressure block, and the rows of the table that make it."""
 
     surface: bool
     place: tuple[int, ...]
@@ -38,11 +38,12 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Fields of one start date: packed integers where the archive has them, and float32 ones apart.
+    """The fields of one init time: packed integers if the archive has them, and float32 fields apart.
 
-    `layout` holds the coordinates of the blocks (its members are those of the forecast, whatever the part);
-    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32;
-    `places` (N,) PLACE of all that was read, `checksum` the crc32c of the fields in the same order.
+    `layout` holds the coordinates of the blocks; its members are those of the forecast, whatever the part. `pressure`
+    (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) are uint16. `loose` maps (surface?, position) to float32 values (Y,
+    X). `places` (N,) PLACE says where all fields that were read lie in their files, and `checksum` is the CRC-32C of
+    these fields in the same order.
     """
 
     layout: Layout
@@ -53,14 +54,18 @@ class Gathered:
     checksum: int = 0
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Float32 values of pressure and surface blocks, NaN where absent."""
+        """Return the float32 values of pressure and surface blocks, NaN where absent."""
         pressure, surface = decode(self.pressure), decode(self.surface)
         for (at_surface, place), values in self.loose.items():
             (surface if at_surface else pressure)[place] = values
         return pressure, surface
 
     def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
-        """Blocks of integers alone; the largest error made for each variable is kept in `errors`."""
+        """Return blocks that hold integers only, with the float32 fields packed into 16 bits.
+
+        Args:
+            errors: receives the largest packing error of each variable, in its units.
+        """
         masks: Masks = {}
         for (at_surface, place), values in self.loose.items():
             block = self.surface if at_surface else self.pressure
@@ -76,7 +81,7 @@ class Gathered:
         return with_masks(self.pressure, masks, False), with_masks(self.surface, masks, True)
 
     def note(self, target: Target, raw: RawField) -> None:
-        """Note the factors of a field whose integers are in their place, or keep it apart."""
+        """Record the packing constants of a field whose integers are in their place, or keep a float32 field apart."""
         if not raw.packed:
             self.loose[target.surface, target.place] = raw.values
             return
@@ -85,7 +90,7 @@ class Gathered:
         block.decimal[target.place], block.present[target.place] = raw.decimal, True
 
     def plain(self) -> tuple[PackedBlock, PackedBlock]:
-        """Float32 blocks."""
+        """Return blocks of float32 values."""
         blocks = []
         for at_surface, values in enumerate(self.decoded()):
             present = (self.surface if at_surface else self.pressure).present.copy()
@@ -98,14 +103,15 @@ class Gathered:
 
 
 def summed(checksum: int, raw: RawField) -> int:
-    """`checksum` with one more field: its constants and its values."""
+    """Return the checksum extended by one more field: its packing constants and its values."""
     constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
+    # Readers return integers in the file's byte order or in this machine's. The checksum must not depend on that.
     values = raw.values.astype(raw.values.dtype.newbyteorder("="), order="C", copy=False)
     return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.reshape(-1).view(np.uint8))
 
 
 def with_masks(block: PackedBlock, masks: Masks, at_surface: bool) -> PackedBlock:
-    """The block with the masks of its fields; without any, it has none."""
+    """Return the block with the masks of its fields; without any mask it stays as it is."""
     mine = {place: mask for (surface, place), mask in masks.items() if surface == at_surface}
     if not mine:
         return block

@@ -1,12 +1,21 @@
-"""The grid that a store is made on: regions cut out, coarser grids, conservative regridding.
+"""Changes of grid when a store is made: regions cut out, coarser grids, and conservative regridding.
 
-A new value is the mean over its cell's area of the old values under it: sum_j |A_i n B_j| v_j / |A_i| (first-order
-conservative remapping, Jones 1999, doi:10.1175/1520-0493(1999)127<2204:FASOCR>2.0.CO;2). Between regular grids the
-overlap of two cells is that of their latitudes, in the sine, times that of their longitudes, so the weights are two
-small sparse matrices; they are exact where a row stands on a pole (its cell is a cap) and where longitude wraps.
+A new value is the mean of the old values over the area of its cell (first-order conservative remapping, Jones 1999,
+doi:10.1175/1520-0493(1999)127<2204:FASOCR>2.0.CO;2):
 
-At masked points the mean is over the valid area, and a new point is masked where less than half its area is valid.
-A crop moves points and nothing else: packed integers stay as they are.
+    v_i = sum_j |A_i n B_j| v_j / |A_i|
+
+    v_i  new value
+    v_j  old value
+    A_i  cell of the new grid
+    B_j  cell of the old grid
+
+Between regular grids, the overlap of two cells is the overlap of their latitudes, measured in the sine, times that of
+their longitudes. So the weights are two small sparse matrices. They are exact where a row lies on a pole, whose cell is
+a cap, and where longitude wraps.
+
+At masked points the mean is over the valid area, and a new point is masked if less than half of its area is valid. A
+crop only selects points, so packed integers stay as they are.
 
 Axes: Y latitude, X longitude.
 """
@@ -27,14 +36,14 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.grid import TOLERANCE, Grid
 
 _VALID_SHARE = 0.5
-_SLIVER = 1e-9  # of a cell: overlaps below it are rounding of the bounds
+_SLIVER = 1e-9  # smaller overlaps, as a share of a cell, are rounding errors of the bounds
 
 
 @dataclass(frozen=True)
 class GridChange:
-    """What is asked of the grid: first another grid (`coarsen` or `regrid`), then a `region` of it.
+    """The user's settings for the grid of a store: first another grid (`coarsen` or `regrid`), then a `region` of it.
 
-    `coarsen` is (rows, columns); `regrid` degrees, or the grid itself.
+    `coarsen` is (rows, columns), and `regrid` a spacing in degrees or the grid itself.
     """
 
     region: tuple[float, ...] | None = None
@@ -42,10 +51,10 @@ class GridChange:
     regrid: float | Grid | None = None
 
     def of(self, source: Grid) -> Geometry:
-        """The way from data on `source` to the grid that is asked for.
+        """Return the mapping from data on `source` to the grid that the settings ask for.
 
         Raises:
-            UserError: it does not fit to the grid of the data, or as `Geometry`.
+            UserError: the settings do not fit the grid of the data, or `Geometry` refuses the grid.
         """
         whole = source
         if isinstance(self.regrid, Grid):
@@ -59,13 +68,13 @@ class GridChange:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """The way from `source` to `target`: nothing, a crop, or conservative weights.
+    """A mapping from the grid `source` to the grid `target`: nothing, a crop, or conservative weights.
 
-    `whole` is the grid of which `target` is a region, where that is known: of a single row or column it alone says how
-    large a cell is.
+    `whole` is the grid of which `target` is a region, if that is known. For a single row or column, only this grid says
+    how large a cell is.
 
     Raises:
-        UserError: a cell of `target` reaches beyond `source`, or nothing says how large it is.
+        UserError: a cell of `target` reaches beyond `source`, or its size is not known.
     """
 
     source: Grid
@@ -84,26 +93,28 @@ class Geometry:
 
     @cached_property
     def crop(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Rows (Y',) and columns (X',) of the source that are the target's points; None where points are new."""
+        """Return the rows (Y',) and columns (X',) of the source that are the target's points; None for new points."""
         if self.cells is not self.target and not self.same and _region(self.cells, self.source) is None:
-            return None  # points of a coarser grid may be the source's points too: their values are means
+            return None  # points of a coarser grid may also be points of the source, but their values are means
         return _region(self.source, self.target)
 
     @property
     def cells(self) -> Grid:
-        """The grid whose cells the means are over, all of them or some."""
+        """Return the grid over whose cells the means are taken, all of them or some."""
         return self.target if self.whole is None else self.whole
 
     @cached_property
     def same(self) -> bool:
-        """Whether nothing changes."""
+        """Return whether source and target are the same grid."""
         return self.source.same_as(self.target)
 
     @cached_property
     def weights(self) -> tuple[csr_matrix, csr_matrix]:
-        """Shares of the old rows in the new ones (Y', Y), and of the old columns in the new ones (X', X)."""
+        """Return the weights of the old rows in the new ones (Y', Y), and those of the columns (X', X)."""
         old, new = (np.sin(np.deg2rad(grid.latitude_bounds()))[::-1] for grid in (self.source, self.cells))
         latitude = _overlaps(old, new)[::-1, ::-1]
+        # Either grid may count longitude from another meridian, so cells are compared at all turns at which they may
+        # overlap.
         shifts = (-720.0, -360.0, 0.0, 360.0, 720.0)
         longitude = _overlaps(self.source.longitude_bounds(), self.cells.longitude_bounds(), shifts)
         rows = _matches(self.cells.latitude, self.target.latitude, period=None)
@@ -112,15 +123,15 @@ class Geometry:
         return csr_matrix(latitude[rows]), csr_matrix(longitude[columns])
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """Bring values (Y, X), NaN where masked, to (Y', X') float64."""
+        """Return the means of values (Y, X), NaN where masked, over the new cells: (Y', X') float64."""
         values = np.asarray(values, np.float64)
         if self.crop is not None:
             return values[np.ix_(*self.crop)]
         valid = np.isfinite(values)
         if not valid.any():
             return np.full(self.target.shape, np.nan)
-        # Departures from one value: a constant field stays exactly what it was, and no digit is lost to a mean. From
-        # zero where there is rain here and none there: cells without have none at all, and not some 1e-18 m.
+        # Means are taken of departures from one value, so that a constant field stays exactly constant and no digits
+        # are lost. If there are zeros, as in rain, that value is zero: dry cells then get exactly 0 and not 1e-18 m.
         origin = 0.0 if (values == 0).any() else values[valid][0]
         if valid.all():
             return self._sums(values - origin) + origin
@@ -130,15 +141,16 @@ class Geometry:
         return np.where(kept, sums / np.where(kept, share, 1.0) + origin, np.nan)
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the weighted sums of values (Y, X) over the new cells, (Y', X')."""
         rows, columns = self.weights
         return np.ascontiguousarray((columns @ np.ascontiguousarray((rows @ values).T)).T)
 
     def floats(self, values: np.ndarray) -> np.ndarray:
-        """Bring float32 values (Y, X), NaN where masked, to (Y', X') float32."""
+        """Return float32 values (Y, X), NaN where masked, on the new grid: (Y', X') float32."""
         return values if self.same else self.means(values).astype(np.float32)
 
     def field(self, raw: RawField) -> RawField:
-        """Bring a field as a file holds it; packed integers stay packed through a crop."""
+        """Return a field as a file holds it on the new grid; packed integers stay packed through a crop."""
         if self.same:
             return raw
         if self.crop is None:
@@ -148,7 +160,13 @@ class Geometry:
 
 
 def as_change(region: Sequence[float] | None, coarsen: Any, regrid: float | Grid | None) -> GridChange | None:
-    """The settings of `prepare` as a value; None where they ask for nothing."""
+    """Return the grid settings of `prepare` as a value; None if they ask for nothing.
+
+    Args:
+        region: [north, west, south, east] in degrees, or None.
+        coarsen: a factor, or one for rows and one for columns, or None.
+        regrid: a spacing in degrees, a grid, or None.
+    """
     if region is None and coarsen is None and regrid is None:
         return None
     pair = None if coarsen is None else tuple(coarsen) if isinstance(coarsen, list | tuple) else (coarsen, coarsen)
@@ -156,7 +174,10 @@ def as_change(region: Sequence[float] | None, coarsen: Any, regrid: float | Grid
 
 
 def _region(grid: Grid, part: Grid) -> tuple[np.ndarray, np.ndarray] | None:
-    """Rows and columns of `grid` that `part` is; None where points are new, or some between them are left out."""
+    """Return the rows and columns of `grid` that form `part`.
+
+    The result is None if `part` has new points, or leaves out some between its own.
+    """
     rows = _matches(grid.latitude, part.latitude, period=None)
     columns = _matches(grid.longitude, part.longitude, period=360.0)
     if rows is None or columns is None:
@@ -166,7 +187,13 @@ def _region(grid: Grid, part: Grid) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarray | None:
-    """Position in `old` of each value of `new`; None where one is not there."""
+    """Return the position in `old` of each value of `new`; None if one is not there.
+
+    Args:
+        old: (N,) coordinates.
+        new: (N',) coordinates.
+        period: length of the circle, in which values count as equal modulo it; None for none.
+    """
     apart = old[None] - new[:, None]
     if period is not None:
         apart = np.mod(apart + period / 2, period) - period / 2
@@ -175,7 +202,13 @@ def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarr
 
 
 def _overlaps(old: np.ndarray, new: np.ndarray, shifts: Sequence[float] = (0.0,)) -> np.ndarray:
-    """Share of each new interval that each old one covers: (N', N) from ascending bounds (N + 1,), (N' + 1,)."""
+    """Return the share of each new interval that each old one covers, (N', N).
+
+    Args:
+        old: (N + 1,) ascending bounds.
+        new: (N' + 1,) ascending bounds.
+        shifts: distances by which the old intervals are repeated.
+    """
     total = np.zeros((len(new) - 1, len(old) - 1))
     low, high = new[:-1, None], new[1:, None]
     for shift in shifts:
@@ -185,6 +218,7 @@ def _overlaps(old: np.ndarray, new: np.ndarray, shifts: Sequence[float] = (0.0,)
 
 
 def _check_covered(name: str, weights: csr_matrix, source: Grid, target: Grid) -> None:
+    """Refuse a target whose cells reach beyond the source: their weights do not add up to 1."""
     share = np.asarray(weights.sum(1)).ravel()
     if share.min() < 1 - 1e-3:
         at = getattr(target, name)[share.argmin()]

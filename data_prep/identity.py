@@ -1,4 +1,7 @@
-"""Which variable of the registry a data variable of somebody else's file is, in what units, and whether of members."""
+"""The identity of data variables in foreign files: the registry's variable, its units, and whether it has members.
+
+Names, GRIB parameters and CF standard names identify a variable. Attributes that contradict them leave it out.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ _ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the user states of an archive's variables, by our names: how files call them, and their units.
+    """The user's statements on an archive's variables: by the registry's names, their names and units in the files.
 
-    Units are for variables that state none, or none that are known. Where a file of a `forecast` states others, it is
+    Units are for variables that state none, or none that are known. A file of a `forecast` that states other units is
     refused; a truth that states its own keeps them.
     """
 
@@ -52,7 +55,7 @@ class Overrides:
     forecast: bool = True
 
     def field_of(self, name: Hashable) -> Field | None:
-        """Return the registry's entry of the variable `name` of a file, None where nothing is stated of it."""
+        """Return the registry's entry for the variable `name` of a file, or None if nothing is stated about it."""
         for ours, theirs in self.names.items():
             if theirs == name:
                 return FIELDS[FIELD_INDEX[ours]]
@@ -64,10 +67,10 @@ NO_OVERRIDES = Overrides()
 
 @dataclass(frozen=True)
 class Identity:
-    """What a data variable is. Without a `field` it is left out, and `reason` stands behind its name then.
+    """The result of identifying a data variable. Without a `field` it is left out, and `reason` follows its name.
 
-    `level` is the pressure level that its name states, in hPa; 0 where it has an axis of levels, or none. `elsewhere`
-    says that it would be a variable of the registry, but for a coordinate that all variables of the file may share.
+    `level` is the pressure level in its name, in hPa; 0 if it has an axis of levels, or none. `elsewhere` marks a
+    variable of the registry that was left out only for a coordinate which all variables of the file may share.
     """
 
     field: Field | None
@@ -77,21 +80,26 @@ class Identity:
 
 
 def grib_type(array: xr.DataArray) -> str:
-    """cfgrib's GRIB_dataType: pf is a perturbed member, cf the control; joined arrays keep that of the first."""
+    """Return cfgrib's GRIB_dataType: pf for a perturbed member, cf for the control.
+
+    It is empty for several members, because joined arrays keep the type of the first.
+    """
     members = find_axis(array, "member")
     return str(array.attrs.get("GRIB_dataType", "")) if members is None or members.size == 1 else ""
 
 
 def numbered(array: xr.DataArray, members: xr.DataArray | None) -> bool:
-    """Whether a variable is of members by its own account. cfgrib gives a deterministic run of edition 1 a number 0, of
-    a total of none."""
+    """Return whether a variable states that it has members.
+
+    cfgrib gives a deterministic run of edition 1 the number 0 in an ensemble of size 0.
+    """
     kind = grib_type(array)
     deterministic = kind not in ("", "cf", "pf") and members is not None and members.size == 1
     return kind == "cf" or (members is not None and not (deterministic and array.attrs.get("GRIB_totalNumber") == 0))
 
 
 def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, Hashable]:
-    """Variables of the registry that a data variable has for numbered members, and that data variable."""
+    """Return the registry's variables that a file has for numbered members, with the data variable for each."""
     found: dict[str, Hashable] = {}
     for name, array in data.data_vars.items():
         with understood(name):
@@ -102,9 +110,9 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
 
 
 def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
-    """Variables that are sums of what another one of the file is, over other hours: name -> the one that is read.
+    """Return variables that are sums of the same quantity as another one over other hours, with the one that is read.
 
-    That is the one that says no hours; else that over the hours between leads, or the shortest.
+    The one that states no hours is read. Otherwise it is the sum over the hours between leads, or the shortest.
     """
     sums: dict[str, dict[int, str]] = {}
     for name in sorted(map(str, data.data_vars)):
@@ -122,7 +130,7 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
 
 
 def _convertible(array: xr.DataArray, field: Field) -> bool:
-    """Return whether a variable's units, where it states any, are those of a sum: a rate is read by nobody."""
+    """Return whether a variable's units, if it states any, are those of a sum. Rates are not read."""
     try:
         conversion(array, field, str(array.attrs.get("units", "")).strip())
     except OfSomethingElse:
@@ -131,10 +139,10 @@ def _convertible(array: xr.DataArray, field: Field) -> bool:
 
 
 def _of_the_ground(array: xr.DataArray) -> bool:
-    """Return whether geopotential without pressure levels is that of the ground, which is one field.
+    """Return whether geopotential without pressure levels is that of the ground, which is a single field.
 
-    A coordinate, the level of its GRIB message or one of its names must say so: a file of one pressure level may say
-    nothing. The service gives it a time, and merged files other members and leads.
+    A coordinate, the level of its GRIB message or one of its names must state it, because a file of one pressure level
+    may state nothing. The Climate Data Store gives the orography a time, and merged files give it members and leads.
     """
     words = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "standard_name")) + f" {array.name}"
     words = words.lower().replace("_", " ")
@@ -151,20 +159,22 @@ def _of_the_ground(array: xr.DataArray) -> bool:
 
 
 def _of_soil(array: xr.DataArray) -> bool:
-    """Whether a variable is one of the soil by its names: ecCodes' CF name of its first layer's temperature is that of
-    the surface's."""
+    """Return whether a variable's names are those of soil.
+
+    ecCodes gives the temperature of the first soil layer the CF name of the surface temperature.
+    """
     said = str(array.attrs.get("long_name", "")).lower()
     return "soil" in said or re.fullmatch(r"i?stl\d", str(array.name)) is not None
 
 
 def _by_parameter(array: xr.DataArray) -> tuple[int, Field | None]:
-    """Return the GRIB parameter of a variable, 0 where it has none, and the registry's entry of that."""
+    """Return the GRIB parameter of a variable, 0 if it has none, and the registry's entry for it."""
     number = int(array.attrs.get("GRIB_paramId", 0))
     return number, by_param_id(number)
 
 
 def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
-    """Return the registry's entry of a data variable by its name, its GRIB parameter, or its CF standard name."""
+    """Return the registry's entry for a data variable by its name, its GRIB parameter, or its CF standard name."""
     number, of_number = _by_parameter(array)
     if spelling.field is not None and of_number is not None and of_number.surface:
         # A short name may be shared by several places, as "t" is; the parameter of 2 m temperature is not.
@@ -172,7 +182,7 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
     if spelling.field is not None or of_number is not None:
         return spelling.field or of_number
     if number or _of_soil(array):
-        return None  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
+        return None  # ecCodes gives maxima and soil layers the standard name of the plain quantity
     try:
         return resolve(str(array.attrs.get("standard_name", "")).strip())
     except UserError:
@@ -180,7 +190,13 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
 
 
 def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OVERRIDES) -> Identity:
-    """Return what a data variable is, by what the user states, its name, GRIB parameter, or standard name."""
+    """Return what a data variable is, by the user's statements, its name, GRIB parameter or standard name.
+
+    Args:
+        data: the file.
+        array: the data variable.
+        overrides: the user's statements.
+    """
     stated, spelling = overrides.field_of(array.name), spell(array.name)
     field = stated or _named(array, spelling)
     if field is None:
@@ -198,7 +214,7 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
 
 
 def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
-    """Return why values are no field of one run, whatever they are called; empty where they may be one."""
+    """Return why values cannot be a field of one run, whatever their name; empty if they can."""
     if reason := other_message(array) or other_members(find_axis(array, "member")):
         return reason
     if array.name in described(data):
@@ -209,7 +225,7 @@ def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
 
 
 def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
-    """Return which of a variable's attributes says that it is not `field`; empty where none does."""
+    """Return the attribute that contradicts that a variable is `field`; empty if none does."""
     number, of_number = _by_parameter(array)
     if number and (of_number is None or not _same_quantity(of_number, field)):
         return f"GRIB_paramId {number}"
@@ -224,19 +240,21 @@ def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
 
 
 def _same_quantity(one: Field, other: Field) -> bool:
+    """Return whether two variables are the same quantity, perhaps at different places."""
     heights = {"z", "orog"}  # GRIB has the orography as geopotential of the surface
     return one.standard_name == other.standard_name or {one.name, other.name} <= heights
 
 
 def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spelling) -> Identity:
-    """Return the identity of `field` where it lies: on levels, on the level of its name, or near the ground."""
+    """Return the identity of `field` by where it lies: on levels, on the level in its name, or near the ground."""
     axis = find_axis(array, "level")
     upper = not (field.surface or field.static)
     on_levels, placed = upper and axis is not None and axis.size > 1, is_placed(array, field, spelling.field)
     if reason := other_place(array, field, upper=on_levels, placed=placed):
         return Identity(None, f" ({reason})", elsewhere=True)
     kind = array.attrs.get("GRIB_typeOfLevel")
-    if not upper:  # one level of the air that was given the name of the surface's variable says so by its type
+    # A pressure level under the name of a surface variable is recognised by its kind of level in `_at_surface`.
+    if not upper:
         return _at_surface(array, field)
     if spelling.height is not None:
         near = spelling.height in heights_of(field)
@@ -253,13 +271,13 @@ def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spell
 
 
 def _at_surface(array: xr.DataArray, field: Field) -> Identity:
-    """Return the identity of a surface variable, if the kind of level of its GRIB message is one of its own."""
+    """Return the identity of a surface variable, if its GRIB message is on one of the variable's kinds of level."""
     other = other_kind_of_level(array, field)
     return Identity(None, f" ({other})") if other else Identity(field)
 
 
 def _near_ground(array: xr.DataArray, field: Field) -> Identity:
-    """Return the surface variable of a quantity, as air temperature at 2 m, where there is one."""
+    """Return the surface variable of a quantity, such as air temperature at 2 m, if there is exactly one."""
     surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
     return _at_surface(array, surface[0]) if len(surface) == 1 else Identity(None, " (no pressure level)")
 
@@ -274,7 +292,7 @@ def _on_named_level(data: xr.Dataset, field: Field, spelling: Spelling, axis: xr
 
 
 class NoUnits(OfSomethingElse):
-    """A variable of the registry states no units, and nothing else tells them."""
+    """An error for a variable of the registry without units, if nothing else determines them."""
 
     def __init__(self, array: xr.DataArray, field: Field):
         super().__init__(f"{array.name}: has no units; say 'units={{{field.name}: {field.units}}}'", "no units")
@@ -282,10 +300,15 @@ class NoUnits(OfSomethingElse):
 
 
 def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRIDES) -> str:
-    """Return the units of a data variable, its own or those that the user states; empty where nobody states any.
+    """Return the units of a data variable, its own or those of the user; empty if neither are stated.
+
+    Args:
+        array: the data variable.
+        field: the variable that it is.
+        overrides: the user's statements.
 
     Raises:
-        UserError: both do, and they differ.
+        UserError: both are stated, and they differ.
     """
     own, given = str(array.attrs.get("units", "")).strip(), overrides.units.get(field.name, "")
     if not given or not own:
@@ -303,16 +326,22 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
 
 
 def _conversion(units: str, field: Field) -> tuple[float, float]:
+    """Return factor and shift from `units` to the registry's; geopotential of the surface gives the orography."""
     if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
         return 1 / GRAVITY, 0.0
     return unit_conversion(units, field.units)
 
 
 def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, float]:
-    """Factor and shift from `units` of a data variable to the registry's; none are the registry's.
+    """Return factor and shift from the units of a data variable to those of the registry.
+
+    Args:
+        array: the data variable, for error messages.
+        field: the variable that it is.
+        units: its units; an empty text stands for the registry's.
 
     Raises:
-        OfSomethingElse: they are another quantity's.
+        OfSomethingElse: the units are those of another quantity.
     """
     try:
         return _conversion(units or field.units, field)

@@ -1,6 +1,6 @@
-"""What `ensemble-ml inspect` says of an archive: what `prepare` would take of it, what it would leave out, and why.
+"""The report of `ensemble-ml inspect` on an archive: what `prepare` would take, what it would leave out, and why.
 
-No field is read: everything follows from the tables of the files.
+No field is read, because everything follows from the tables of the files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sums and maxima over ranges of steps: which interval a forecast's field belongs to, and what makes it.
+"""Sums and maxima over ranges of steps: the interval of each field of a forecast, and the fields from which it is made.
 
 A sum that runs from the start of the forecast is brought to the forecast's own interval, from one of the archive's lead
-times to the next: at 24 and 48 h it becomes the sums over 0-24 and 24-48 h. So is one that begins anew every few hours:
-of 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a sum from the start is absent.
+times to the next. At 24 and 48 h it becomes the sums over 0-24 and 24-48 h. The same is done for a sum that begins anew
+every few hours: from 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a sum from the start is
+absent.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ NO_INTERVAL = (
 
 @dataclass(frozen=True)
 class Interval:
-    """Hours `start` to `end` after the start date; of a sum from `origin` on, that from there to the lead `previous` is
-    to be taken off."""
+    """The hours `start` to `end` after the init time that a field covers.
+
+    For a sum that runs from the hour `origin` on, the sum up to the lead `previous` is to be subtracted.
+    """
 
     start: int
     end: int
@@ -35,25 +38,30 @@ class Interval:
 
 
 def not_at_lead_zero(records: np.ndarray) -> np.ndarray:
-    """Which records are no sums at the start of the forecast, which are zero by definition: (N,) bool."""
+    """Return which records are not sums at the start of the forecast, (N,) bool. Such sums are zero by definition."""
     return ~(IS_ACCUMULATED[records["field"]] & (records["lead"] == 0) & (records["lead_start"] >= 0))
 
 
 def at_lead_zero_alone(records: np.ndarray) -> tuple[str, ...]:
-    """Variables of which `not_at_lead_zero` leaves nothing, in the registry's order."""
+    """Return the variables of which `not_at_lead_zero` leaves nothing, in the registry's order."""
     left = records["field"][not_at_lead_zero(records)]
     return tuple(FIELDS[index].name for index in np.setdiff1d(records["field"], left).tolist())
 
 
 def from_start(records: np.ndarray) -> np.ndarray:
-    """Let sums whose file states no range of steps run from the start of the forecast."""
+    """Return a copy of the records in which sums without a stated range run from the start of the forecast."""
     records = records.copy()
     records["lead_start"] = starts(records)
     return records
 
 
 def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarray:
-    """Which records are sums that end at none of the hours that `cuts` gives for their variable, (N,) bool."""
+    """Return which records are sums that end at none of the hours given for their variable, (N,) bool.
+
+    Args:
+        records: (N,) table of fields.
+        cuts: for a variable, the hours at which its sums are cut.
+    """
     out = np.zeros(len(records), bool)
     for name, hours in cuts.items():
         mine = records["field"] == FIELD_INDEX.get(name, -1)
@@ -62,20 +70,26 @@ def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarra
 
 
 def starts(records: np.ndarray) -> np.ndarray:
-    """Where the range of each record begins, (N,): that of sums whose file states none at the start of the forecast."""
+    """Return the hour at which the range of each record begins, (N,).
+
+    A sum whose file states no range begins at the start of the forecast.
+    """
     begin = records["lead_start"]
     open_sums = IS_ACCUMULATED[records["field"]] & ~(records["bounded"] & (begin < records["lead"]))
     return np.where(open_sums, begin.dtype.type(0), begin)
 
 
 def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
-    """The interval of every field that has one: position in FIELDS -> lead -> Interval.
+    """Return the interval of every field that has one.
 
-    Members decide on it; the control does on fields that no member has. A control with finer steps would otherwise
-    leave no member with the interval that these steps make.
+    Members decide on the intervals; the control decides only for fields that no member has. A control with finer steps
+    would otherwise define intervals that no member can fill.
+
+    Returns:
+        Position in FIELDS -> lead in hours -> Interval.
 
     Raises:
-        UserError: one lead has ranges of several lengths.
+        UserError: one lead has ranges of several lengths, or instantaneous values as well.
     """
     members = records["kind"] == MEMBER
     records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]
@@ -96,7 +110,12 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
 
 
 def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.ndarray:
-    """Which records are of fields over intervals, at leads where these have none (those of a control), (N,) bool."""
+    """Return which records of a control are at leads where their variable has no interval, (N,) bool.
+
+    Args:
+        records: (N,) table of fields.
+        found: the result of `intervals`.
+    """
     out = np.zeros(len(records), bool)
     for index, by_lead in found.items():
         mine = records["field"] == index
@@ -105,6 +124,15 @@ def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.nda
 
 
 def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
+    """Return the interval at each lead of one field.
+
+    Args:
+        index: position in FIELDS.
+        pairs: (lead, start) of its ranges, ascending.
+
+    Raises:
+        UserError: two ranges end at the same lead.
+    """
     name = FIELDS[index].name
     leads = [lead for lead, _ in pairs]
     for lead in leads:
@@ -126,7 +154,13 @@ def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
 def lead_bounds(
     names: tuple[str, ...], leads: tuple[int, ...], found: dict[int, dict[int, Interval]]
 ) -> dict[str, list[list[int] | None]]:
-    """For each variable over intervals, [first, last] hour for each lead, or None where it has none."""
+    """Return [first, last] hour for each lead of every variable over intervals, with None at leads that have none.
+
+    Args:
+        names: the variables to include.
+        leads: lead times in hours.
+        found: the result of `intervals`.
+    """
     bounds: dict[str, list[list[int] | None]] = {}
     for index, by_lead in sorted(found.items()):
         if FIELDS[index].name in names:
@@ -136,8 +170,17 @@ def lead_bounds(
 
 
 def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[str, str]:
-    """Variables over intervals of which `leads` leaves some out between one lead and the next: what these leads hold,
-    e.g. "sums over 18-24, 42-48 h". Sums are not put together over what is left out."""
+    """Describe variables over intervals for which `leads` skips some intervals between one lead and the next.
+
+    Sums are not put together over the skipped intervals, so the values at `leads` do not add up to the whole.
+
+    Args:
+        leads: lead times in hours.
+        found: the result of `intervals`.
+
+    Returns:
+        The intervals at these leads by variable, e.g. "sums over 18-24, 42-48 h".
+    """
     said = {}
     for index, by_lead in sorted(found.items()):
         kept = [(before, by_lead[lead]) for before, lead in pairwise((-1, *leads)) if lead in by_lead]
@@ -150,10 +193,15 @@ def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[s
 
 
 class Tiles:
-    """The intervals that a truth archive states for one field, ready to be laid end to end."""
+    """The intervals that a truth archive states for one field, which are laid end to end to fill others.
+
+    Args:
+        records: (N,) fields that differ only in time.
+        rows: (N,) their positions in the catalogue.
+    """
 
     def __init__(self, records: np.ndarray, rows: np.ndarray):
-        """`rows` are positions in the catalogue of `records`, which all belong to one field."""
+        """Group the records by the valid time at which their intervals end."""
         hour = np.timedelta64(1, "h")
         self.name = field_of(records[0]).name
         self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}
@@ -163,9 +211,10 @@ class Tiles:
         self.stated = bool((records["lead_start"] < records["lead"]).any())
 
     def cover(self, start: np.datetime64, end: np.datetime64) -> tuple[int, ...]:
-        """Rows whose intervals fill start to end without gap or overlap; empty where there are none.
+        """Return the rows whose intervals fill start to end without gap or overlap; empty if there are none.
 
-        The longest interval that fits is taken first, from the end backwards; of equal ones that of the shortest lead.
+        From the end backwards, the longest interval that fits is taken; of equal intervals, the one of the shortest
+        lead.
         """
         rows: list[int] = []
         while end > start:

@@ -1,7 +1,8 @@
-"""What the attributes and coordinates of a data variable may state of a field. All else leaves the variable out.
+"""Checks that a variable's attributes and coordinates allow it to be a field; otherwise it is left out by name.
 
-Each list here is of what is known. A standard name, a scalar coordinate or a grid mapping that is on none of them may
-make the values another quantity (its error, a percentile of it, soil at a depth), so the variable is left out by name.
+Each list here is of what is known to be harmless. A standard name, a scalar coordinate or a grid mapping that is in no
+list may make the values another quantity (an error, a percentile, soil at a depth). The attributes are those of the CF
+conventions and those that cfgrib copies from GRIB messages.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse, find_axis
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
 from ensemble_ml.fields import FIELDS, GUST, Field
 
-HEIGHTS = ("height", "heightAboveGround", "height_above_ground", "height_agl")  # coordinates of one value, in m
+HEIGHTS = ("height", "heightAboveGround", "height_above_ground", "height_agl")  # scalar coordinates, in m
 GROUND = ("surface", "meanSea")
 _COLUMN = ("entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
-_SCREEN = 1.5  # m: where the Met Office has what others have at 2 m
+_SCREEN = 1.5  # m: the Met Office's height for variables that others have at 2 m
 _METRES = ("", "m", "metre", "metres", "meter", "meters")
-_NEAR = {0.0, _SCREEN, 2.0, 10.0}  # m: of other variables of the file, that share its scalar coordinates
-_PLAIN = {  # coordinates of one value that make no other quantity of a field
+_NEAR = {0.0, _SCREEN, 2.0, 10.0}  # m: heights of surface variables, which may share a scalar coordinate with others
+_PLAIN = {  # scalar coordinates that do not turn a field into another quantity
     *(name for names in ALIASES.values() for name in names), *VALID, *GROUND, *_COLUMN,
     "expver", "crs", "spatial_ref", "latitude_longitude", "expected_forecast_length", "ingested_forecast_length",
 }  # fmt: skip
 _ROLES = {"forecast_reference_time", "forecast_period", "realization", "air_pressure", "latitude", "longitude", "time"}
-_AREA_TYPES = ("type", "area_type", "typeland")  # of static fields, as CMIP writes them
+_AREA_TYPES = ("type", "area_type", "typeland")  # scalar coordinates of CMIP's static fields
 _FLAGS = ("flag_values", "flag_masks", "flag_meanings")
-_MEASURES = ("ancillary_variables", "cell_measures")  # attributes that name variables which describe others
+_MEASURES = ("ancillary_variables", "cell_measures")  # attributes that name variables describing this one
 _GEOGRAPHIC = "latitude_longitude"
 _NAMELESS = ("", "unknown", "none")  # cfgrib and WeatherBench 2 write "unknown"
 _OVER_TIME = {"max", "maximum", "min", "minimum", "mean", "avg", "average", "averaged"}
-_OTHER = {  # words of names that make a statistic of a variable, or another quantity with its units
+_OTHER = {  # words in names that mark a statistic of a variable, or another quantity with the same units
     *_OVER_TIME, "median", "spread", "std", "stdev", "stddev", "sd", "deviation", "variance", "range",
     "anomaly", "anomalies", "anom", "bias", "clim", "climate", "climatology", "climatological", "diff", "difference",
     "error", "err", "rmse", "uncertainty", "increment", "tendency", "trend", "apparent", "feels", "chill", "perceived",
@@ -41,17 +42,17 @@ _OTHER = {  # words of names that make a statistic of a variable, or another qua
 }  # fmt: skip
 _SHARES = (*SHARES, "prob")
 _JOINED = re.compile(r"p\d{1,2}|(?:ens|t|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)")  # as `p90`, `tmax`, `ensmean`
-_STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that say one
-_UNSAID = ("", "unknown", "missing", "255", "65535")  # what ecCodes and cfgrib write where a message does not say
-_CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # of PROCESSED_DATA in code table 1.4
-_GRIB = {  # cfgrib's names of keys that tell a field of one run from others: what may stand there
+_STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that name a statistic
+_UNSAID = ("", "unknown", "missing", "255", "65535")  # ecCodes and cfgrib write these for keys that are not stated
+_CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # the numbers of PROCESSED_DATA in code table 1.4
+_GRIB = {  # cfgrib's attributes that tell a field of one run from others, with the values of such a field
     **dict.fromkeys(("dataType", "marsType", "type"), ("of type", PROCESSED_DATA)),
     "typeOfProcessedData": ("of type", (*PROCESSED_DATA, *_CODES)),
     **dict.fromkeys(("stream", "marsStream"), ("of stream", STREAMS)),
     "productDefinitionTemplateNumber": ("of product template", tuple(map(str, PRODUCT_TEMPLATES))),
     **dict.fromkeys(("percentileValue", "derivedForecast", "probabilityType"), ("", ())),
 }
-_OF_MESSAGES = {  # kinds of level of ecCodes, under which cfgrib leaves a scalar coordinate to all variables of a file
+_OF_MESSAGES = {  # ecCodes' kinds of level: cfgrib gives all variables of a file a scalar coordinate of such a name
     *HEIGHTS, *GROUND, *_COLUMN, "isobaricInPa", "isobaricLayer", "heightAboveGroundLayer", "heightAboveSea",
     "heightAboveSeaLayer", "depthBelowLand", "depthBelowLandLayer", "depthBelowSea", "depthBelowSeaLayer", "nominalTop",
     "soil", "soilLayer", "snow", "snowLayer", "seaIce", "seaIceLayer", "oceanSurface", "entireOcean", "entireLake",
@@ -62,13 +63,13 @@ _OF_MESSAGES = {  # kinds of level of ecCodes, under which cfgrib leaves a scala
     "middleCloudTop", "highCloudBottom", "highCloudTop", "boundaryLayerCloudLayer", "convectiveCloudLayer",
     "convectiveCloudBottom", "convectiveCloudTop", "generalVertical", "generalVerticalLayer", "unknown",
 }  # fmt: skip
-_PLACED = ("t2m", "u10", "v10", "msl", "sp", "tp")  # names that say where the variable lies
+_PLACED = ("t2m", "u10", "v10", "msl", "sp", "tp")  # names that imply where the variable lies
 _COUNTS = ("", "1", "-", "none", "unitless", "dimensionless", "count")  # units of an axis of members
-_OF_GROUND = ("geopotential_height", "geopotential", "height")  # ecCodes calls the orography of others by the first
+_OF_GROUND = ("geopotential_height", "geopotential", "height")  # ecCodes gives other centres' orography the first name
 
 
 def described(data: xr.Dataset) -> set[str]:
-    """Return the names of variables that describe others: their errors, counts, flags, and areas of their cells."""
+    """Return the names of variables that describe others: their errors, counts, flags, and the areas of their cells."""
     names: set[str] = set()
     for array in data.variables.values():
         for attribute in _MEASURES:
@@ -77,18 +78,24 @@ def described(data: xr.Dataset) -> set[str]:
 
 
 def _letters(text: Any) -> str:
+    """Return a text in lower case, with an underscore for every run of characters other than letters and digits."""
     return re.sub(r"[^a-z0-9]+", "_", str(text).lower()).strip("_")
 
 
 def _names(field: Field) -> set[str]:
+    """Return all names of a variable in the registry, in the spelling of `_letters`."""
     return {_letters(name) for name in (field.name, field.standard_name, field.long_name, *field.aliases)}
 
 
 def other_standard_name(array: xr.DataArray, field: Field) -> str:
-    """Return why the standard name is not that of `field`; empty where it is, or says nothing.
+    """Return why the standard name is not that of `field`; empty if it is, or if there is none.
 
-    CF's modifiers (`air_temperature standard_error`) make another quantity. Text that only spells the variable in
-    another way passes; a surface variable may have the name of what it is at the surface.
+    CF's modifiers (`air_temperature standard_error`) make another quantity. A text that is another spelling of the
+    variable passes. A surface variable may have the standard name of the quantity without its place.
+
+    Args:
+        array: the data variable.
+        field: the variable for which it is taken.
     """
     text = str(array.attrs.get("standard_name", "")).strip()
     names = _names(field)
@@ -98,21 +105,23 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
                 names |= _names(other)
     if field.name == "orog":
         names |= set(_OF_GROUND)
-    if "GRIB_paramId" in array.attrs:  # which was compared
+    # The parameter was already compared, so ecCodes' own names for it are as good as CF's.
+    if "GRIB_paramId" in array.attrs:
         names |= {_letters(array.attrs.get(key, "")) for key in ("GRIB_name", "GRIB_shortName")}
     return "" if _letters(text) in {*names, *_NAMELESS} else f"standard_name {text}"
 
 
 def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
-    """Return the first word of a name or description that makes another quantity of `field`; empty where none does.
+    """Return the first word of a name or description that makes it another quantity than `field`; empty if none does.
 
-    Words that the registry itself has for a variable say nothing against it: `mean` of mean sea level pressure.
+    Words in the registry's own names are no evidence, such as `mean` in mean sea level pressure.
 
     Args:
         text: the name or description.
-        field: what it is taken for.
-        over_time: whether means and extremes over time are looked at elsewhere.
+        field: the variable for which it is taken.
+        over_time: whether means and extremes over time are checked elsewhere.
     """
+    # "camelCase" names are split into words first.
     letters = f"_{_letters(re.sub('(?<=[a-z0-9])(?=[A-Z])', '_', text))}_"
     usual = {"mean_sea"}
     for other in FIELDS:
@@ -127,8 +136,13 @@ def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
 
 
 def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> str:
-    """Return which attribute describes another quantity than `field`, as a percentile or spread of it; empty where none
-    does (see `other_word`)."""
+    """Return the attribute that describes another quantity than `field`, such as a percentile; empty if none does.
+
+    Args:
+        array: the data variable.
+        field: the variable for which it is taken.
+        over_time: whether a mean or extreme over time in the long name is checked elsewhere.
+    """
     for key in ("long_name", *_STATISTICS):
         text = str(array.attrs.get(key, ""))
         if other_word(text, field, over_time=over_time and key == "long_name"):
@@ -137,7 +151,7 @@ def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> 
 
 
 def other_message(array: xr.DataArray) -> str:
-    """Return which of cfgrib's attributes says that values are no field of one run; empty where none does."""
+    """Return the attribute of cfgrib by which values are no field of one run; empty if there is none."""
     for key, (what, known) in _GRIB.items():
         said = str(array.attrs.get(f"GRIB_{key}", ""))
         if said not in (*_UNSAID, *known):
@@ -146,7 +160,7 @@ def other_message(array: xr.DataArray) -> str:
 
 
 def other_members(axis: xr.DataArray | None) -> str:
-    """Return why the axis that is taken for members has something else, as percentiles; empty where it may be one."""
+    """Return why the axis taken for members holds something else, such as percentiles; empty if it may hold members."""
     if axis is None:
         return ""
     units = str(axis.attrs.get("units", "")).strip()
@@ -158,9 +172,9 @@ def other_members(axis: xr.DataArray | None) -> str:
 
 
 def other_kind_of_level(array: xr.DataArray, field: Field) -> str:
-    """Return the kind of level that a surface variable is on by its GRIB message, if not one of its own; else nothing.
+    """Return the kind of level of a surface variable's GRIB message if it is not one of its own; else an empty text.
 
-    Its height is looked at elsewhere.
+    The height of the level is checked elsewhere.
     """
     kind = str(array.attrs.get("GRIB_typeOfLevel", ""))
     known = {one.split()[0] for one in levels_of(field)}
@@ -168,7 +182,7 @@ def other_kind_of_level(array: xr.DataArray, field: Field) -> str:
 
 
 def has_modifier(array: xr.DataArray) -> bool:
-    """Return whether a standard name has one of CF's modifiers behind it."""
+    """Return whether a standard name ends in one of CF's modifiers (CF conventions, appendix C)."""
     modifiers = ("detection_minimum", "number_of_observations", "standard_error", "status_flag")
     return str(array.attrs.get("standard_name", "")).strip().endswith(tuple(f" {one}" for one in modifiers))
 
@@ -179,7 +193,10 @@ def is_height(axis: xr.DataArray) -> bool:
 
 
 def heights_of(field: Field) -> set[float]:
-    """Return the heights at which the surface variables of a quantity lie, in m; empty where they have none."""
+    """Return the heights of the surface variables of a quantity, in m; empty if they have none.
+
+    The 1.5 m of the Met Office counts as 2 m.
+    """
     heights = set()
     for other in FIELDS:
         if other.surface and other.standard_name == field.standard_name and (number := re.sub(r"\D", "", other.name)):
@@ -188,14 +205,13 @@ def heights_of(field: Field) -> set[float]:
 
 
 def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool) -> str:
-    """Return the coordinate of one value that puts `field` elsewhere, or makes another quantity of it; empty where
-    none does.
+    """Return the scalar coordinate that puts `field` elsewhere or makes it another quantity; empty if none does.
 
     Args:
         array: the data variable.
-        field: what it is by its names.
-        upper: whether it has an axis of pressure levels, and heights are those of other variables of the file.
-        placed: whether its name or GRIB parameter says where it lies, and other kinds of level are those of others.
+        field: the variable that its names suggest.
+        upper: whether it has an axis of pressure levels, so that scalar heights belong to other variables of the file.
+        placed: whether its name or GRIB parameter implies its place, so that scalar kinds of level belong to others.
     """
     sized = [dim for dim in array.dims if array.sizes[dim] > 1]
     for name, axis in array.coords.items():
@@ -216,13 +232,15 @@ def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool)
 
 
 def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
+    """Return whether a height is in metres and all its values are among `heights`."""
     return str(axis.attrs.get("units", "")) in _METRES and set(axis.values.ravel().tolist()) <= heights
 
 
 def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: bool) -> str:
-    """Return what a coordinate along another one makes of `field`: percentiles along time, other heights; else nothing.
+    """Return the coordinate along an axis that makes `field` another quantity; empty if it does not.
 
-    Most say something of the axis that they lie along, as its months do.
+    Percentiles along time or several heights do. Most such coordinates only describe the axis, such as the months of
+    its times.
     """
     words = _letters(f"{name} {axis.attrs.get('standard_name', '')}").split("_")
     of_height = is_height(axis) and not (upper or _is_near(axis, heights_of(field) or _NEAR))
@@ -233,12 +251,12 @@ def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: boo
 
 
 def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
-    """Return whether a surface variable says where it lies, by its GRIB parameter or a name of the registry.
+    """Return whether a surface variable implies where it lies, by its GRIB parameter or by a name of the registry.
 
     Args:
         array: the data variable.
-        field: what it is.
-        named: what its name alone is; None where the registry does not have it.
+        field: the variable that it is.
+        named: the variable that its name alone suggests; None if the registry does not have the name.
     """
     if not field.surface or other_kind_of_level(array, field):
         return False
@@ -248,6 +266,7 @@ def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
 
 
 def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Field) -> bool:
+    """Return whether a coordinate does not affect what the field is: an axis, a grid mapping, or an area type."""
     about: Mapping[str, Any] = axis.attrs
     mapping = "grid_mapping_name" in about or "crs_wkt" in about
     along_known = bool(axis.dims) and name not in axis.dims  # says something of an axis of length one
@@ -256,20 +275,20 @@ def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Fi
 
 
 def flags(array: xr.DataArray, field: Field) -> bool:
-    """Return whether values are marks that attributes explain. Those of the land mask are the field."""
+    """Return whether values are flags that attributes explain. The flags of the land mask are the field itself."""
     return field.name != "lsm" and any(name in array.attrs for name in _FLAGS)
 
 
 def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
-    """Check that a variable lies on latitudes and longitudes by its grid mapping, or by none.
+    """Refuse a variable whose grid mapping is not latitude and longitude.
 
-    A variable that names no mapping has that of the file, where the file has one.
+    A variable that names no mapping has that of the file, if the file has one.
 
     Raises:
-        OfSomethingElse: it is on another grid, or on one that nobody knows.
+        OfSomethingElse: the variable is on another grid, or on an unknown one.
     """
     words = str(array.attrs.get("grid_mapping", array.encoding.get("grid_mapping", "")))
-    # CF's long form names the coordinates behind each mapping: "crs: latitude longitude".
+    # CF's extended form names the coordinates after each mapping: "crs: latitude longitude".
     names = re.findall(r"(\w+)\s*:", words) or words.split()
     if not names:
         every = [_mapping(data, name) for name, one in data.variables.items() if "grid_mapping_name" in one.attrs]
@@ -283,8 +302,10 @@ def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
 
 
 def _in_degrees(array: xr.DataArray) -> bool:
-    """Return whether axes of one dimension are latitude and longitude by CF's names or units, not those of a rotated
-    pole."""
+    """Return whether one-dimensional axes are latitude and longitude by CF's names or units.
+
+    The axes of a rotated pole have other standard names.
+    """
     for role, unit in (("latitude", "n"), ("longitude", "e")):
         axis = find_axis(array, role)
         if axis is None or axis.ndim != 1:
@@ -296,12 +317,12 @@ def _in_degrees(array: xr.DataArray) -> bool:
 
 
 def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> str:
-    """Return the kind of a grid mapping; its own name where nobody knows it.
+    """Return the kind of a grid mapping, or its name if the kind is not known.
 
     Args:
         data: the file.
         name: the variable that describes the mapping.
-        of_degrees: whether axes say that they are geographic, and a mapping that says nothing does not matter.
+        of_degrees: whether the axes are known to be geographic, so that a mapping without content does not matter.
     """
     if name not in data.variables:  # a choice of variables may have left it behind
         return _GEOGRAPHIC if name in _PLAIN or of_degrees else str(name)

@@ -1,4 +1,4 @@
-"""Coordinates of an archive, and cutting them down to what a caller selects."""
+"""Coordinates of an archive, and their reduction to what a caller selects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
-    """Count the unperturbed member among the members, under its own number; where there is none, a warning says so.
+    """Count the control among the members, under its own number. Log a warning if there is no control.
+
+    Args:
+        records: (N,) table of fields.
+        path: the archive, for messages.
 
     Raises:
-        UserError: a perturbed member has that number.
+        UserError: a perturbed member has the control's number.
     """
     numbers = [set(np.unique(records["member"][records["kind"] == kind]).tolist()) for kind in (MEMBER, CONTROL)]
     if not numbers[1]:
@@ -41,7 +45,12 @@ def chosen(
     levels: Sequence[int] | None,
     dates: Sequence[str] | None,
 ) -> np.ndarray:
-    """Which records are of the variables, levels and start dates asked for: (N,) bool.
+    """Return which records have the variables, levels and init times asked for, (N,) bool.
+
+    Args:
+        records: (N,) table of fields.
+        path: the archive, for error messages.
+        variables, levels, dates: the selection; None for all. Levels do not apply to surface variables.
 
     Raises:
         UserError: one of them is unknown, or the archive has none of it.
@@ -66,8 +75,15 @@ def chosen(
 
 
 def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndarray:
-    """Which records of a control are at a lead or a level, or of a variable, that no member has, (N,) bool, of those to
-    `keep`: a store would have places there that no forecast fills. What is left out is told."""
+    """Return which records of a control are at a lead or level, or of a variable, that no member has, (N,) bool.
+
+    A store would otherwise have positions that no forecast fills. A line in the log names what is left out.
+
+    Args:
+        records: (N,) table of fields.
+        keep: (N,) bool, the records to consider.
+        path: the archive, for the log.
+    """
     alone, member = np.zeros(len(records), bool), keep & (records["kind"] == MEMBER)
     others = np.flatnonzero(keep & ~member)
     if not len(others) or not member.any():
@@ -85,10 +101,16 @@ def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndar
 
 
 def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] | None) -> Layout:
-    """Coordinates that the records span.
+    """Return the coordinates that the records span.
+
+    Args:
+        records: (N,) table of fields.
+        grid: the grid of the fields.
+        path: the archive, for error messages.
+        leads: lead times in hours to keep; None for all.
 
     Raises:
-        UserError: there is no member, or a lead that is asked for is not there.
+        UserError: there is no member, a lead that is asked for is missing, or a date does not fit into nanoseconds.
     """
     there = np.unique(records["lead"]).tolist()
     if leads is not None:
@@ -101,7 +123,7 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
         remedy = control if len(records) else "choose other variables or levels"
         raise UserError(f"{path}: no member of an ensemble is left; {remedy}")
     years = records["init"].astype("datetime64[Y]").astype(int) + 1970
-    if years.min() < 1678 or years.max() > 2261:  # what nanoseconds reach
+    if years.min() < 1678 or years.max() > 2261:  # the range of datetime64[ns]
         far = records["init"][(years < 1678) | (years > 2261)][0]
         raise UserError(f"{path}: start date {str(far)[:13]}: only those from 1678 to 2261 can be kept; leave it out")
     found = np.unique(records["field"]).tolist()
@@ -118,7 +140,7 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
 
 
 def positions(values: np.ndarray, axis: Sequence[int]) -> np.ndarray:
-    """Position of each value on an ascending axis, -1 where it is not there."""
+    """Return the position of each value on an ascending axis, -1 if it is not there."""
     if not len(axis):
         return np.full(len(values), -1)
     ticks = np.asarray(axis)
@@ -127,7 +149,7 @@ def positions(values: np.ndarray, axis: Sequence[int]) -> np.ndarray:
 
 
 def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
-    """The coordinates of `layout` that are selected, in the selection's order; rows are left alone.
+    """Return the selected coordinates of `layout`, in the selection's order. The grid stays whole.
 
     Raises:
         UserError: something selected is not there.
@@ -142,26 +164,39 @@ def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
 
 
 def slices_of(layout: Layout) -> Iterator[Selection]:
-    """Selections of one lead and one variable, with all members and levels: together they are the whole layout."""
+    """Yield selections of one lead and one variable that together are the whole layout.
+
+    Each has all members and levels.
+    """
     for lead in layout.lead_hours:
         for name in layout.names:
             yield Selection.one(lead, name, surface=name in layout.surface)
 
 
 def translation(old: Layout, new: Layout, *, members: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Where each position of `old` stands in `new`, -1 where it does not: axes of pressure and of surface blocks."""
+    """Return where each position on the axes of `old` lies in `new`, -1 if it does not.
+
+    Args:
+        old: coordinates of the archive.
+        new: selected coordinates.
+        members: whether the blocks have the members of the layouts, or a member axis of length one.
+
+    Returns:
+        The axes of the pressure block (M, T, V, Z) and those of the surface block (M, T, S).
+    """
     upper = [places(old.realization, new.realization) if members else np.zeros(1, int)]
     upper += [places(getattr(old, name), getattr(new, name)) for name in ("lead_hours", "variables", "levels")]
     return upper, [*upper[:2], places(old.surface, new.surface)]
 
 
 def places(old: Sequence[Any], new: Sequence[Any]) -> np.ndarray:
-    """Position of each value of `old` in `new`, -1 where it is not there: of any type, and in any order."""
+    """Return the position of each value of `old` in `new`, -1 if it is not there; of any type, in any order."""
     place = {value: number for number, value in enumerate(new)}
     return np.array([place.get(value, -1) for value in old], int)
 
 
 def _require(name: str, wanted: Sequence[Any], there: Sequence[Any], path: str) -> None:
+    """Refuse values that an axis does not have; the message lists what it has."""
     for value in wanted:
         if value not in there:
             has = ", ".join(map(str, there)) or "none at all"

@@ -1,10 +1,10 @@
-"""Truth beside a forecast: verifying fields brought to valid time, init_time + lead_time.
+"""The truth of a forecast: verifying fields at valid time, which is init time plus lead time.
 
-A truth archive is a set of fields with valid times, whatever its files say of themselves: analyses, or short forecasts
-(the shortest lead that verifies at a time is taken). Sums and maxima over ranges of steps are made to cover exactly the
-forecast's own interval, out of the intervals that the truth states.
+A truth archive is a set of fields with valid times, whatever its files call them: analyses, or short forecasts, of
+which the one with the shortest lead at a valid time is taken. Sums and maxima over ranges of steps are combined from
+the intervals that the truth states, so that they cover exactly the forecast's own interval.
 
-Axes: D start date, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: D init time, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ensemble_ml.wording import shortened
 log = logging.getLogger(__name__)
 
 _MISSING = -1
-_FRESH = 24  # hours: forecasts of longer leads are told of where they stand for the truth
+_FRESH = 24  # hours: a warning is logged if forecasts of longer leads serve as truth
 _HOUR = np.timedelta64(1, "h")
 
 
@@ -41,9 +41,9 @@ class ArchiveTruth:
     Args:
         catalogue: the fields of the truth archive.
         layout: coordinates of the forecast.
-        wanted: fields that the forecast has for any date, bool (T, V, Z) and (T, S).
+        wanted: fields that the forecast has for any init time, bool (T, V, Z) and (T, S).
         bounds: the forecast's intervals, [first, last] hour for each lead of a variable.
-        methods: what the forecast says that variables are over these: some of mean, maximum and minimum.
+        methods: for a variable over intervals, its statistics in the forecast: some of mean, maximum and minimum.
 
     Raises:
         UserError: the grids differ, or the truth is an ensemble.
@@ -67,8 +67,8 @@ class ArchiveTruth:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
         self._tiles: dict[tuple[int, int], Tiles] = {}  # of a position in FIELDS, and a level
-        self._stale: set[str] = set()  # variables that long forecasts stand for, which was told
-        self._over_intervals: set[str] = set()  # variables of moments that the truth has over intervals alone
+        self._stale: set[str] = set()  # variables whose truth is long forecasts, for which a warning was logged
+        self._over_intervals: set[str] = set()  # instantaneous variables that the truth only has over intervals
         self._rows = self._align(lambda name: name)
         there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
         derived = {name for name in layout.names if field(name).components and name not in there}
@@ -78,9 +78,12 @@ class ArchiveTruth:
             self._partners = self._align(lambda name: field(name).components[1] if name in derived else "")
 
     def _align(self, named: Callable[[str], str]) -> tuple[np.ndarray, np.ndarray]:
-        """Row of the table for each (D, T, V, Z) and (D, T, S), _MISSING where there is none; intervals are apart.
+        """Return the row of the table for each (D, T, V, Z) and (D, T, S), _MISSING if there is none.
 
-        `named` says which variable of the truth is meant by one of the forecast; "" for none.
+        Variables over intervals are collected in `_tiles` as well, because several rows may make one of their fields.
+
+        Args:
+            named: maps a variable of the forecast to one of the truth; "" for none.
         """
         lay = self.layout
         valid = lay.init_time[:, None].astype("datetime64[s]") + np.array(lay.lead_hours) * _HOUR
@@ -94,6 +97,7 @@ class ArchiveTruth:
         return pressure, surface
 
     def _lookup(self, name: str, level: int, valid: np.ndarray) -> np.ndarray:
+        """Return the row that verifies one variable at each valid time (D, T), _MISSING if there is none."""
         if not name or self._other(name):
             return np.full(valid.shape, _MISSING)
         mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
@@ -103,7 +107,7 @@ class ArchiveTruth:
             self._tiles[FIELD_INDEX[name], level] = tiles = Tiles(self._records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
-            # where a lead has no interval (the start), nor has what verifies it
+            # At a lead without an interval (the start of the forecast) the truth must be instantaneous, too.
             alone = np.array([pair is None for pair in self.bounds[name]])
             return np.where(alone, self._latest(name, self._moments(mine), valid), self._latest(name, mine, valid))
         moments = self._moments(mine)
@@ -116,15 +120,16 @@ class ArchiveTruth:
         return self._latest(name, moments, valid)
 
     def _moments(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` that are over no interval."""
+        """Return the `rows` whose fields are instantaneous."""
         return rows[self._records["lead_start"][rows] == self._records["lead"][rows]]
 
     def _latest(self, name: str, mine: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """Of rows of one field, that of the latest start for each valid time."""
+        """Return the row with the latest init time for each valid time, among rows of one field."""
         if not len(mine):
             return np.full(valid.shape, _MISSING)
         times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
-        order = np.lexsort((self._records["lead"][mine], times))  # the shortest lead first among equal times
+        # Among equal valid times, the shortest lead comes first, where `searchsorted` finds it.
+        order = np.lexsort((self._records["lead"][mine], times))
         mine, times = mine[order], times[order]
         found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
         there = times[found] == valid
@@ -138,13 +143,13 @@ class ArchiveTruth:
         return np.where(there, mine[found], _MISSING)
 
     def _other(self, name: str) -> str:
-        """What the truth says that a variable is, where the forecast says another; empty where it does not."""
+        """Return how the truth's statistic over time differs from the forecast's; empty if it does not."""
         ours, theirs = self.catalogue.methods(name), self._methods.get(name, set())
         interval = name in self.bounds and bool(ours) and bool(theirs) and not ours & theirs
         return f"the truth is its {min(ours)} over time, the forecast its {min(theirs)}" if interval else ""
 
     def _targets(self, date: int, narrowed: Layout) -> list[Target]:
-        """What makes each field of a start date that the forecast has too and `narrowed` keeps, at its place there."""
+        """Return a target for each field of an init time that forecast and `narrowed` have, at its position there."""
         targets = []
         axes = translation(self.layout, narrowed, members=False)
         for surface, wanted in enumerate(self._wanted):
@@ -163,27 +168,39 @@ class ArchiveTruth:
         return targets
 
     def rows(self) -> np.ndarray:
-        """Rows of the catalogue that are read for any start date, (N,) ascending."""
+        """Return the rows of the catalogue that are read for any init time, (N,), ascending."""
         dates = range(len(self.layout.init_time))
         return np.unique(np.concatenate([np.zeros(0, int), *(self.rows_of(date) for date in dates)]))
 
     def rows_of(self, date: int) -> np.ndarray:
-        """Rows of the catalogue that are read for a start date, (N,)."""
+        """Return the rows of the catalogue that are read for one init time, (N,)."""
         return np.array([row for target in self._targets(date, self.layout) for row in target.rows], int)
 
     def _interval(self, name: str, lead: int) -> list[int] | None:
+        """Return the forecast's interval of a variable at a lead (a position), or None."""
         by_lead = self.bounds.get(name)
         return by_lead[lead] if by_lead else None
 
     def _by_intervals(self, name: str) -> bool:
-        """Whether the truth is made of its intervals: always for sums; for maxima where it states them."""
+        """Return whether the truth is combined from its intervals: always for sums, else only if it states them."""
         return bool(IS_ACCUMULATED[FIELD_INDEX[name]]) or any(tiles.stated for tiles in self._tiles_of(name))
 
     def _tiles_of(self, name: str) -> list[Tiles]:
-        """The intervals of a variable at each of its levels."""
+        """Return the intervals of a variable at each of its levels."""
         return [tiles for (index, _), tiles in self._tiles.items() if index == FIELD_INDEX[name]]
 
     def _cover(self, name: str, level: int, date: int, interval: list[int]) -> tuple[tuple[int, ...], Combine]:
+        """Return the rows that fill an interval of the forecast, and how to combine them.
+
+        Args:
+            name: the variable.
+            level: its level in hPa, 0 at the surface.
+            date: position of the init time.
+            interval: first and last hour after the init time.
+
+        Raises:
+            UserError: several intervals would have to be combined, and nobody knows how.
+        """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
             return (), Combine.ONE
@@ -202,7 +219,7 @@ class ArchiveTruth:
         return rows, Combine.MAXIMUM
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
+        """Return which fields of an init time are present, bool (1, T, V, Z) and (1, T, S)."""
         pressure, surface = (np.zeros((1, *rows.shape[1:]), bool) for rows in self._rows)
         for target in self._targets(date, self.layout):
             (surface if target.surface else pressure)[target.place] = True
@@ -214,24 +231,40 @@ class ArchiveTruth:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         room: Room = zeros,
     ) -> Gathered:
-        """Read one start date into blocks (see `data_prep.gathered.Gathered`)."""
+        """Read one init time into blocks (see `data_prep.gathered.Gathered`).
+
+        Args:
+            date: position of the init time.
+            selection: the coordinates to read.
+            room: allocates the blocks of integers.
+        """
         narrowed = narrow(self.layout, selection, self.path)
         return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, room)
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one start date."""
+        """Read one init time of the forecast's layout.
+
+        Args:
+            date: position of the init time.
+            selection: the coordinates to read.
+        """
         return Fields(*self.gather(date, selection).decoded())
 
     def fingerprint(self) -> str:
-        """A short hash of what the archive holds."""
+        """Return a short hash of the archive's files and fields."""
         return self.catalogue.fingerprint()
 
     def without(self, dates: Sequence[int]) -> ArchiveTruth:
-        """The same truth less some start dates of the forecast, given by their positions."""
+        """Return the same truth without some init times of the forecast.
+
+        Args:
+            dates: positions of the init times to leave out.
+        """
         layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
 
     def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
+        """Return the rows of an instantaneous field, and how to combine them; no rows if it is missing."""
         row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
         name = (self.layout.surface if surface else self.layout.variables)[place[2]]
         if row == _MISSING:
@@ -241,34 +274,40 @@ class ArchiveTruth:
         return ((), Combine.ONE) if partner == _MISSING else ((row, partner), Combine.SPEED)
 
     def span(self, name: str, lead: int) -> list[int] | None:
-        """First and last hour of the intervals that make a variable at a lead (a position); None where none do."""
+        """Return the first and last hour of the interval that verifies a variable at a lead; None if none does.
+
+        Args:
+            name: the variable.
+            lead: position of the lead.
+        """
         interval = self._interval(name, lead)
         return interval if interval is not None and self._by_intervals(name) else None
 
     @cached_property
     def presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`present` of every start date."""
+        """Return the result of `present` for every init time."""
         return [self.present(date) for date in range(len(self.layout.init_time))]
 
     @cached_property
     def anywhere(self) -> list[np.ndarray]:
-        """Which fields are there on some date: bool (1, T, V, Z) and (1, T, S)."""
+        """Return which fields are present for any init time, bool (1, T, V, Z) and (1, T, S)."""
         return [np.any([both[surface] for both in self.presence], axis=0) for surface in (False, True)]
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words, where they have no valid time in common; else nothing."""
+        """Return the periods of forecast and truth in words if they have no valid time in common; else nothing."""
         ours = np.unique(
             self.layout.init_time[:, None].astype("datetime64[s]") + np.array(self.layout.lead_hours) * _HOUR
         )
         theirs = np.unique(self._records["init"] + self._records["lead"] * _HOUR)
-        over_intervals = (self._records["lead_start"] < self._records["lead"]).any()  # which others tell more of
+        # Intervals may fill those of the forecast without ending at its valid times; `unmatched` reports on them.
+        over_intervals = (self._records["lead_start"] < self._records["lead"]).any()
         overlap = len(ours) > 0 and ours.min() <= theirs.max() and theirs.min() <= ours.max()
         if len(np.intersect1d(ours, theirs)) or (overlap and over_intervals):
             return ""
         return f"the forecast is valid {period(ours)}, the truth {period(theirs)}"
 
     def unmatched(self) -> dict[str, str]:
-        """Why variables of the forecast cannot be verified at any date: name -> reason.
+        """Return why variables of the forecast cannot be verified for any init time, by variable.
 
         Raises:
             UserError: the truth has a variable, but its intervals do not fill those of the forecast.
@@ -280,6 +319,7 @@ class ArchiveTruth:
         return found
 
     def _reasons(self) -> dict[str, str]:
+        """Return why wanted variables are not present in the truth for any init time, by variable."""
         reasons = {}
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
             found = self.anywhere[surface][0]
@@ -294,13 +334,16 @@ class ArchiveTruth:
         return reasons
 
     def unverified(self) -> dict[str, str]:
-        """Sentences on what cannot be verified at any date, by variable."""
+        """Return sentences on what cannot be verified for any init time, by variable."""
         found = {name: f"stays without truth: {why}" for name, why in self._reasons().items()}
         found |= {name: f"stays without truth at these leads: {leads}" for name, leads in self.partly().items()}
         return {name: f"truth {self.path}: {name} {text}" for name, text in found.items()}
 
     def partly(self) -> dict[str, str]:
-        """Where variables that are verified cannot be, at any date: name -> leads, and levels where it is some."""
+        """Return the leads at which verified variables lack truth for every init time, by variable.
+
+        Levels are named if only some of them are concerned.
+        """
         found: dict[str, str] = {}
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
             for number, name in enumerate(names):
@@ -310,16 +353,19 @@ class ArchiveTruth:
         return found
 
     def _leads(self, wanted: np.ndarray, lacking: np.ndarray) -> Iterator[str]:
+        """Yield the leads at which fields are lacking, with their levels if others are present."""
         for hours, asked, lost in zip(self.layout.lead_hours, wanted, lacking, strict=True):
             if not lost.any():
                 continue
-            if (lost == asked).all():  # as ever at the surface
+            # Surface variables have a single value here, so they always take this branch.
+            if (lost == asked).all():
                 yield f"{hours} h"
             else:
                 levels = ", ".join(str(self.layout.levels[place]) for place in np.flatnonzero(lost))
                 yield f"{hours} h ({levels} hPa)"
 
     def _interval_reason(self, name: str) -> str:
+        """Return why the truth's intervals of a variable cannot verify those of the forecast."""
         spans = sorted({(first, last) for first, last in (pair for pair in self.bounds[name] if pair)})
         needed = ", ".join(f"{first}-{last} h" for first, last in spans)
         if not any(tiles.stated for tiles in self._tiles_of(name)):
@@ -331,7 +377,7 @@ class ArchiveTruth:
 
 
 def period(times: np.ndarray) -> str:
-    """Return the first and the last of times as a message shows them, and their hours of the day."""
+    """Return the first and last of some times as messages show them, with their hours of the day."""
     if not len(times):
         return "never"
     hours = [f"{hour:02}" for hour in np.unique(hour_of_day(times)).tolist()]
@@ -341,8 +387,13 @@ def period(times: np.ndarray) -> str:
 def check_grid(grid: Grid, path: str, wanted: Grid) -> None:
     """Refuse a file on another grid than the forecast's.
 
+    Args:
+        grid: the grid of the file.
+        path: the file, for the error message.
+        wanted: the forecast's grid.
+
     Raises:
-        UserError: says both grids.
+        UserError: the grids differ; the message names both.
     """
     if not grid.same_as(wanted):
         raise UserError(

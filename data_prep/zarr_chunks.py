@@ -1,10 +1,11 @@
-"""Which fields of a Zarr variable nobody wrote: those one of whose chunks is not there, or that hold nothing else than
-what such a chunk reads as, as dates do that share a chunk with others.
+"""Detection of fields of a Zarr variable that were never written.
 
-A chunk that is not there reads as the fill value of its array. Where that is NaN, or an attribute calls this very value
-missing, the values say so themselves. Else they would be a field like others: 0 K, or `add_offset`.
+Such a field has a missing chunk, or equals everywhere what a missing chunk reads as (init times may share a chunk with
+others that were written). A missing chunk reads as the fill value of the array. If that is NaN, or if an attribute
+declares this value as missing, the values are NaN already. Otherwise they would look like any other field: 0 K, or
+`add_offset`.
 
-Chunks of version 3 may stand together in a file, a shard, whose index says which of them are there.
+Chunks of Zarr version 3 may be stored together in a file, a shard, whose index lists the chunks that exist.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ from ensemble_ml.fields import Family, Field
 
 
 class Written:
-    """Where the array of a variable in the Zarr folder `path` has chunks; asked where `doubtful`: values do not tell.
+    """The chunks that exist of a variable in a Zarr store, used to find fields that were never written.
 
-    A quantity that is zero over a whole chunk (rain, cloud, humidity, land) may have been left out for that by its
-    writer, who then gave the array a fill value that reads as zero, or none, which does too; of others, as temperature,
-    no field is the same everywhere.
+    `doubtful` tells whether this is needed, because the values do not show it. A quantity that is zero over a whole
+    chunk (rain, cloud, humidity, land) is not doubtful if a missing chunk reads as zero: its writer may have left the
+    chunk out on purpose. Other quantities, such as temperature, never have a field of equal values.
+
+    Args:
+        path: folder of the Zarr store.
+        array: the variable.
+        field: the variable of the registry that it is.
     """
 
     def __init__(self, path: str, array: xr.DataArray, field: Field):
@@ -56,12 +62,12 @@ class Written:
         self._there: dict[tuple[int, ...], np.ndarray] = {}  # file -> which of its chunks are there
 
     def told(self, values: np.ndarray, leading: Sequence[Hashable | None], first: Sequence[int]) -> np.ndarray:
-        """`values` with NaN in fields that nobody wrote.
+        """Return `values` with NaN in fields that were never written.
 
         Args:
-            values: (member, lead, level, Y, X) of one start date.
-            leading: the array's dimension for start, member, lead and level, None where it has none.
-            first: positions of the first field along these.
+            values: (member, lead, level, Y, X) of one init time.
+            leading: the array's dimension for init time, member, lead and level, None if it has none.
+            first: positions of the first field along these dimensions.
         """
         for place in np.ndindex(*values.shape[:3]):
             at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)}
@@ -72,14 +78,14 @@ class Written:
         return values
 
     def _nothing(self, values: np.ndarray) -> bool:
-        """Whether a field is what was never written, everywhere."""
+        """Return whether a field equals everywhere what a missing chunk reads as."""
         first = values.flat[0]
         return self._unwritten is not None and bool(
             np.isclose(first, self._unwritten, rtol=1e-6) and (values == first).all()
         )
 
     def _all(self, at: dict[Hashable | None, int]) -> bool:
-        """Whether all chunks are there that hold a part of the field at positions of some dimensions."""
+        """Return whether all chunks exist that hold a part of the field at the given positions."""
         ranges = [
             range(at[dim] // size, at[dim] // size + 1) if dim in at else range(-(-length // size))
             for dim, size, length in zip(self._dims, self._chunk, self._shape, strict=True)
@@ -87,6 +93,7 @@ class Written:
         return all(self._exists(chunk) for chunk in product(*ranges))
 
     def _exists(self, chunk: tuple[int, ...]) -> bool:
+        """Return whether a chunk exists, by its file or by the index of its shard."""
         file, inside = zip(*map(divmod, chunk, self._in_file), strict=True)
         if file not in self._there:
             path = os.path.join(self._folder, self._metadata.encode_chunk_key(file))
@@ -95,8 +102,10 @@ class Written:
         return bool(self._there[file][inside])
 
     def _indexed(self, path: str) -> np.ndarray:
-        """Which chunks of a shard its index has, of the shape of `_in_file`: offset and size of each as uint64, both
-        all ones where it is not there (Zarr v3, `sharding_indexed` codec).
+        """Return which chunks of a shard exist, in the shape of `_in_file`.
+
+        The index holds offset and size of each chunk as uint64, both with all bits set for a missing chunk (Zarr v3,
+        `sharding_indexed` codec).
 
         Raises:
             UserError: the index cannot be read.
