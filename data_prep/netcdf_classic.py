@@ -33,7 +33,7 @@ def check_whole(path: str) -> None:
 
 
 class _Header:
-    """The part of a header that determines the file's length: dimensions, and each variable's shape, type and offset."""
+    """The part of a header that determines the file's length: dimensions, and each variable's shape, type and place."""
 
     def __init__(self, file: BinaryIO, version: int):
         self._file = file

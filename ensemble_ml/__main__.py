@@ -1,4 +1,4 @@
-"""`python -m ensemble_ml` is `ensemble-ml`; launchers such as torchrun need a module."""
+"""Entry point for `python -m ensemble_ml`, the same as `ensemble-ml`; launchers such as torchrun need a module."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Grids made from grids: a region cut out, a coarser grid, an even one; and which settings make one out of another.
+"""Grids derived from grids: a region, a coarser grid, an even grid; and the settings that turn one grid into another.
 
 Axes: Y latitude, X longitude.
 """
@@ -14,12 +14,15 @@ from ensemble_ml.grid import TOLERANCE, Edge, Grid, canonical
 
 
 def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (Y',) and columns (X',) of `grid` within [north, west, south, east] degrees, ends included.
+    """Return the rows (Y',) and columns (X',) of `grid` within a region, its edges included.
 
-    The region runs eastwards from west to east, in either convention of longitude, and columns stand in that order.
+    Args:
+        grid: the grid.
+        region: [north, west, south, east] in degrees. It runs eastwards from west to east, in either convention of
+            longitude; the columns are in that order.
 
     Raises:
-        UserError: the region reaches beyond the grid, or holds no grid point.
+        UserError: the region reaches beyond the grid, or contains no grid point.
     """
     north, west, south, east = (float(x) for x in region)
     _check_latitudes(grid, north, south, region)
@@ -32,40 +35,58 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """As `region_points`, of a region that may reach beyond the grid, or hold no point of it."""
+    """Return the rows and columns of `grid` within a region that may reach beyond it, or contain no point of it.
+
+    Args:
+        grid: the grid.
+        region: as for `region_points`.
+    """
     north, west, south, east = (float(x) for x in region)
     rows = np.flatnonzero((grid.latitude <= north + TOLERANCE) & (grid.latitude >= south - TOLERANCE))
-    # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
+    # The eastward distance from the western edge. A point to the west of it by a rounding error must not become the
+    # last one, 360 degrees to the east.
     offset = np.mod(grid.longitude - west + TOLERANCE, 360) - TOLERANCE
     columns = np.flatnonzero(offset <= _width(west, east) + TOLERANCE)
     return rows, columns[np.argsort(offset[columns], kind="stable")]
 
 
 def _width(west: float, east: float) -> float:
-    """Degrees from west eastwards to east: all around from a whole turn on, also where west is 180 and east -180."""
+    """Return the degrees eastwards from west to east.
+
+    The width is 360 for a whole turn or more, and also for west 180 and east -180.
+    """
     span = east - west
     return 360.0 if span >= 360 - TOLERANCE or abs(span + 360) <= TOLERANCE else span % 360
 
 
 def cut(grid: Grid, region: Sequence[float]) -> Grid:
-    """The part of `grid` within [north, west, south, east] degrees.
+    """Return the part of `grid` within a region.
+
+    Args:
+        grid: the grid.
+        region: [north, west, south, east] in degrees.
 
     Raises:
-        UserError: as `region_points`.
+        UserError: the region reaches beyond the grid, or contains no grid point.
     """
     rows, columns = region_points(grid, region)
     return canonical(grid.latitude[rows], eastward(grid.longitude[columns]))[0]
 
 
 def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
-    """The grid of `rows` and `columns` times the spacing.
+    """Return the grid with `rows` and `columns` times the spacing.
 
-    Of a grid that closes the circle with a row on a pole, every n-th point stays, counted from that pole and from the
+    If the grid closes the circle and has a row on a pole, every n-th point stays, counted from that pole and from the
     first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. Any other grid is joined in blocks of whole
-    cells, whose middles are the new points.
+    cells, whose centres are the new points.
+
+    Args:
+        grid: the grid.
+        rows: factor for the spacing of rows.
+        columns: factor for the spacing of columns.
 
     Raises:
-        UserError: the numbers do not divide the grid, or leave fewer than two rows or columns.
+        UserError: a factor does not divide the grid, or leaves fewer than two rows or columns.
     """
     latitude, longitude = grid.latitude, grid.longitude
     if Edge.POLE_ROW not in (grid.north, grid.south):
@@ -79,7 +100,13 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
 
 
 def even_grid(grid: Grid, degrees: float) -> Grid:
-    """The points at multiples of `degrees` from the north pole and Greenwich whose cells lie wholly on `grid`.
+    """Return the points at multiples of a spacing whose cells lie completely on `grid`.
+
+    The multiples count from the north pole and from Greenwich.
+
+    Args:
+        grid: the grid.
+        degrees: the spacing.
 
     Raises:
         UserError: `degrees` does not divide 180, or no cell lies on the grid.
@@ -94,7 +121,12 @@ def even_grid(grid: Grid, degrees: float) -> Grid:
 
 
 def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
-    """The grid of those evenly spaced points whose cells lie wholly within the cells of `grid`.
+    """Return the grid of those evenly spaced points whose cells lie completely within the cells of `grid`.
+
+    Args:
+        grid: the grid.
+        latitude: degrees north, descending.
+        longitude: degrees east, ascending.
 
     Raises:
         UserError: fewer than two rows or columns are left.
@@ -113,7 +145,14 @@ def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
 
 
 def settings_for(source: Grid, target: Grid) -> str:
-    """Settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`; "" for none."""
+    """Return the settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`.
+
+    The text is empty if there are none.
+
+    Args:
+        source: the grid of the data.
+        target: the grid that is wanted.
+    """
     lat, lon = target.latitude, target.longitude
     corners = (lat[0], lon[0], lat[-1], lon[-1])
     region = "region=[" + ",".join(f"{x:g}" for x in corners) + "]"
@@ -129,6 +168,7 @@ def settings_for(source: Grid, target: Grid) -> str:
 
 
 def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
+    """Return the grids that a single setting makes of `source` at the spacing of `target`, each with its setting."""
     found = [("", source)]
     if min(source.shape + target.shape) < 2:
         return found
@@ -148,7 +188,7 @@ def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
 
 
 def eastward(longitude: np.ndarray) -> np.ndarray:
-    """Longitudes in eastward order, those before a fall (360 to 0) moved below it."""
+    """Return longitudes that ascend eastwards; those before a fall (360 to 0) are moved below zero."""
     falls = np.flatnonzero(np.diff(longitude) < 0)
     moved = longitude.copy()
     if len(falls):
@@ -157,6 +197,7 @@ def eastward(longitude: np.ndarray) -> np.ndarray:
 
 
 def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
+    """Return the centres of blocks of `factor` points of an axis."""
     _check_factor(name, factor, len(axis), name)
     if len(axis) // factor < 2:
         raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; take less")
@@ -164,6 +205,7 @@ def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
 
 
 def _check_factor(name: str, factor: int, count: int, what: str) -> None:
+    """Refuse a factor that does not divide the grid; the message lists factors that do."""
     if factor < 1 or count % factor:
         fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
         some = ", ".join(fitting[:8]) or "none but 1"
@@ -171,6 +213,7 @@ def _check_factor(name: str, factor: int, count: int, what: str) -> None:
 
 
 def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
+    """Refuse a region that reaches beyond the grid by more than one spacing, or beyond a pole."""
     margin = spacing(grid.latitude) + TOLERANCE
     most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
     if north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE):
@@ -178,7 +221,7 @@ def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[fl
 
 
 def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
-    """A regional grid must hold the region, but for one spacing at either edge."""
+    """Refuse a region that reaches beyond a regional grid by more than one spacing."""
     margin = spacing(grid.longitude) + TOLERANCE
     first = np.mod(west - (grid.longitude[0] - margin), 360)
     if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
@@ -186,5 +229,5 @@ def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[fl
 
 
 def spacing(axis: np.ndarray) -> float:
-    """Mean step of an axis, one where it has a single point."""
+    """Return the mean step of an axis, 1 if it has a single point."""
     return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0

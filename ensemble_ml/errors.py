@@ -1,26 +1,35 @@
-"""The one exception that a user is meant to read.
+"""The exceptions that end a command without a traceback.
 
-Everything that a user can put right (a path, a key, a damaged file) is raised as `UserError`; the command line prints
-its text as one line and exits with status 2. Anything else is a defect of the program and keeps its traceback.
+Everything that a user can correct (a path, a key, a damaged file) is raised as `UserError`. The command line prints its
+text as one line and exits with status 2. Anything else is a defect of the program and keeps its traceback.
 """
 
 import re
 
-STATUS_REQUEUE = 75  # stopped by SIGUSR1: start it again with resume=true, which goes on from what is kept
+STATUS_REQUEUE = 75  # exit status after SIGUSR1: start again with resume=true to go on from the checkpoint
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend: its text names the thing, its value, what is allowed, and the remedy."""
+    """An error that the user can correct. Its text names the thing, its value, what is allowed, and the remedy.
+
+    Args:
+        message: the text; line breaks become single blanks, so that it is one line.
+    """
 
     def __init__(self, message: str):
-        super().__init__(re.sub(r"\s*[\r\n]\s*", " ", str(message)).strip())  # a path may hold several blanks
+        # Other runs of blanks stay as they are, because they may belong to a path.
+        super().__init__(re.sub(r"\s*[\r\n]\s*", " ", str(message)).strip())
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that stopped as a signal asked, its state kept if it had any; `requeue` where it asked to be started again.
+    """A stop that a signal asked for. The state of the run is kept if it had any.
 
-    `first`: whether this is the rank that says so by its status; srun ends all tasks at the first that is not 0.
-    `together`: whether all ranks stop at one step; else the others have to be told.
+    Args:
+        requeue: whether the signal asked for a restart.
+        first: whether this is the rank that exits with the requeue status. srun ends all tasks at the first exit status
+            that is not 0.
+        why: the reason, for the message.
+        together: whether all ranks stop at the same step; otherwise the other ranks must be notified.
     """
 
     def __init__(self, requeue: bool = False, first: bool = True, why: str = "", *, together: bool = True):

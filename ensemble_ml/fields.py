@@ -1,7 +1,7 @@
-"""The registry of variables: one short name each, and every other name under which archives know it.
+"""The registry of variables: one short name for each, and all other names that archives use.
 
-All files of the project speak of a variable by its `name` here. CF standard names follow the CF standard name table,
-GRIB keys the ECMWF parameter database; ENS-10's names are those of its own loaders (Ashkboos et al. 2022).
+All files of the project name a variable by its `name` here. CF standard names follow the CF standard name table, and
+GRIB keys the ECMWF parameter database. ENS-10's names are those of its own loaders (Ashkboos et al. 2022).
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from ensemble_ml.errors import UserError
 
 
 class Family(Enum):
-    """Parametric family of the forecast distribution of a variable (see `ensemble_ml.models.distributions`)."""
+    """The parametric family of a variable's forecast distribution (see `ensemble_ml.models.distributions`)."""
 
     NORMAL = "normal"
-    TRUNCATED_NORMAL = "truncated_normal"  # a normal law restricted to values above zero: wind speed, humidity
-    CENSORED_NORMAL = "censored_normal"  # a normal law with its mass below zero put at zero: precipitation
-    LOGNORMAL = "lognormal"  # of a quantity above zero with a long upper tail: humidity
-    CENSORED_SHIFTED_GAMMA = "csgamma"  # a gamma law moved down, its mass below zero put at zero: precipitation
-    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # as the censored one, and its mass above one put at one: clouds
+    TRUNCATED_NORMAL = "truncated_normal"  # normal distribution restricted to values above zero: wind speed, humidity
+    CENSORED_NORMAL = "censored_normal"  # normal distribution with its mass below zero at zero: precipitation
+    LOGNORMAL = "lognormal"  # for positive quantities with a long upper tail: humidity
+    CENSORED_SHIFTED_GAMMA = "csgamma"  # gamma distribution shifted down, mass below zero at zero: precipitation
+    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # censored at zero, and its mass above one at one: clouds
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Between which all values lie, the ends included, in the units of the variable."""
+        """Return the smallest and the largest possible value, in the units of the variable."""
         if self is Family.NORMAL:
             return -math.inf, math.inf
         return 0.0, 1.0 if self is Family.DOUBLY_CENSORED_NORMAL else math.inf
 
 
-AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours first
+AXIS_NAMES = {  # names of the axes in archives and forecasts, with the program's own name first
     "realization": ("realization", "number", "member", "ensemble", "ensemble_member", "ens", "sample"),
     "level": ("level", "isobaricInhPa", "plev", "pressure_level", "pressure", "air_pressure", "isobaric", "lev"),
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # as files spell them
-GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
-LOWEST_PASCAL = 1100  # levels without units beyond it are no hPa
-GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
-GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
+PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # spellings in files
+GRAVITY = 9.80665  # m s-2, WMO's standard value, by which geopotential height is converted to geopotential
+LOWEST_PASCAL = 1100  # levels without units beyond this number are in Pa, not in hPa
+GUST = "wind_speed_of_gust"  # standard name of the only variable that is the maximum over its parts
+GAMMA_SHIFT = 0.5  # shift of the censored shifted gamma distribution, in scales
 
 
 @dataclass(frozen=True)
 class Field:
-    """One variable. `units` are those of tensors, stores and forecasts, in UDUNITS spelling."""
+    """A variable of the registry. `units` are those of tensors, stores and forecasts, in the spelling of UDUNITS."""
 
     name: str
     standard_name: str
@@ -59,20 +59,20 @@ class Field:
     param_ids: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     family: Family = Family.NORMAL
-    vector_component: bool = False  # changes sign when a row is continued across a pole
+    vector_component: bool = False  # changes sign if a row is continued across a pole
     accumulated: bool = False  # a sum over an interval that ends at the valid time
     static: bool = False
-    components: tuple[str, ...] = ()  # the two that it is the magnitude of, where it can be derived
-    maskable: bool = False  # has no value at some points by nature: NaN in a file of floats is a mask, not a fault
+    components: tuple[str, ...] = ()  # the two components from whose values it can be derived as the magnitude
+    maskable: bool = False  # has no value at some points by nature, so NaN in a file of floats is a mask and no error
 
     @property
     def temperature(self) -> bool:
-        """Whether CF-1.11 asks for `units_metadata` (a temperature on a scale, or a difference of two)."""
+        """Return whether CF-1.11 asks for `units_metadata` (a temperature on a scale, or a difference of two)."""
         return self.units == "K"
 
     @property
     def northward(self) -> bool:
-        """Whether it changes sign in a mirror at the equator."""
+        """Return whether the variable changes sign if the field is mirrored at the equator."""
         return self.vector_component and self.standard_name.startswith("northward_")
 
 
@@ -128,6 +128,11 @@ def _by_name() -> dict[str, Field]:
 
 @cache
 def _by_alias() -> dict[str, Field]:
+    """Return the variables by all their names.
+
+    An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others. A
+    standard name that several variables share is that of the variable on pressure levels.
+    """
     # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
     table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}
     for name in ("air_temperature", "eastward_wind", "northward_wind", "wind_speed"):
@@ -137,6 +142,7 @@ def _by_alias() -> dict[str, Field]:
 
 @cache
 def _by_param_id() -> dict[int, Field]:
+    """Return the variables by their ECMWF parameters."""
     return {number: field for field in FIELDS for number in field.param_ids}
 
 
@@ -144,7 +150,7 @@ def field(name: str) -> Field:
     """Return the variable with the registry's short `name`.
 
     Raises:
-        UserError: no variable has that name; the nearest names are offered.
+        UserError: no variable has that name; the message offers the nearest names.
     """
     found = _by_name().get(name)
     if found is None:
@@ -166,11 +172,12 @@ def resolve(alias: str) -> Field:
 
 
 def by_param_id(number: int) -> Field | None:
-    """Return the variable with ECMWF parameter `number`, or None where the registry lacks it."""
+    """Return the variable with the ECMWF parameter `number`, or None if the registry does not have it."""
     return _by_param_id().get(number)
 
 
 def _suggest(name: str) -> str:
+    """Return a hint with the nearest names, or with all names if none is near."""
     near = difflib.get_close_matches(name, list(_by_alias()), n=3)
     return f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(_by_name())}"
 
@@ -194,10 +201,10 @@ _CELSIUS = (
 _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_from + offset
     **{(celsius, "K"): (1.0, 273.15) for celsius in _CELSIUS},
     **{(name, "Pa"): (100.0, 0.0) for name in (*HECTOPASCAL, "hectopascal", "hectopascals")},
-    ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # of geopotential height, which TIGGE and GEFS have in its place
+    ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # geopotential height, which TIGGE and GEFS have instead of geopotential
     ("m", "m2 s-2"): (GRAVITY, 0.0),
     ("mm", "m"): (1e-3, 0.0),
-    ("kg m-2", "m"): (1e-3, 0.0),  # of water, as GRIB edition 2 gives precipitation
+    ("kg m-2", "m"): (1e-3, 0.0),  # water: GRIB edition 2 has precipitation in kg m-2
     ("kg/m2", "m"): (1e-3, 0.0),
     ("cm", "m"): (1e-2, 0.0),
     ("g kg-1", "kg kg-1"): (1e-3, 0.0),
@@ -208,7 +215,7 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
 
 
 def _plain(units: str) -> str:
-    """`units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2 and m2 s{-2} are m2 s-2."""
+    """Return `units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2 and m2 s{-2} are m2 s-2."""
     factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", re.sub(r"\*\*|[\^{}]", "", units))
     return " ".join(factors.split())
 
@@ -216,8 +223,12 @@ def _plain(units: str) -> str:
 def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
     """Return (factor, offset) such that factor * value + offset is in the `wanted` units.
 
+    Args:
+        found: units of the value, in any known spelling.
+        wanted: units of the registry.
+
     Raises:
-        UserError: `found` is no spelling of `wanted` and no conversion is known.
+        UserError: `found` is no spelling of `wanted`, and no conversion is known.
     """
     plain = _plain(found)
     if plain == wanted or plain in _SAME_UNITS.get(wanted, ()):
@@ -229,7 +240,14 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
 
 
 def same_units(one: str, other: str, *, differences: bool = False) -> bool:
-    """Whether two spellings are of one unit; of `differences`, whose zero point is no matter, a kelvin is a degree."""
+    """Return whether two spellings mean the same unit.
+
+    Args:
+        one: a spelling.
+        other: another spelling.
+        differences: whether values are differences, for which the zero point does not matter and a kelvin equals a
+            degree Celsius.
+    """
     if _plain(one) == _plain(other):
         return True
     for wanted in _SAME_UNITS:

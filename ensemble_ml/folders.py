@@ -1,5 +1,8 @@
-"""Folders that a command will write to, looked at before its work begins: nobody loses a night to a name; drafts that
-get their name when they are whole; and the user's cache."""
+"""Output folders, files that appear in one step, and the user's cache.
+
+Folders are checked before a command begins its work, so that nobody loses a night of computing to a wrong name. Files
+are written as drafts and renamed when they are complete.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,19 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_ABANDONED = 3600  # seconds after which a draft that nobody touches is a killed run's
+_ABANDONED = 3600  # seconds without a change after which a draft is taken for that of a killed run
 _told: set[str] = set()
 
 
 def check_writable(output: str | Path, key: str = "output") -> None:
-    """Check that files may be written to a folder, the setting `key`, which may be made later; nothing is made here.
+    """Refuse an output folder to which no files may be written. It need not exist yet, and nothing is created.
+
+    Args:
+        output: the folder.
+        key: the setting, for the message.
 
     Raises:
-        UserError: it, or what it would be made in, is no folder, or may not be written.
+        UserError: the folder, or the one in which it would be created, is no folder or may not be written.
     """
     there = Path(output).absolute()
     while not there.exists() and there != there.parent:
@@ -36,8 +43,13 @@ def check_writable(output: str | Path, key: str = "output") -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """A name for what shall be `path`, a file or a folder, beside it and nobody else's: processes in containers may all
-    have one number. Drafts that killed runs left there are removed."""
+    """Return an unused name for a draft of a file or folder, beside it. Remove drafts that killed runs left there.
+
+    The name is random, because processes in different containers may have the same process id.
+
+    Args:
+        path: the final name.
+    """
     for draft in path.parent.glob(f".{path.name}.partial-*"):
         with suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _ABANDONED:
@@ -49,12 +61,20 @@ def draft_of(path: Path) -> Path:
 
 
 def _draft_name(path: Path) -> Path:
+    """Return a random hidden name beside `path`."""
     return path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
 
 
 def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = False) -> Path:
-    """Write a small file that others see whole or not at all, and return its path; with `sync` it is on the disk before
-    it gets its name. Its folder, which may hold very many, is not searched for drafts of killed runs."""
+    """Write a small file that others see either complete or not at all, and return its path.
+
+    Its folder is not searched for drafts of killed runs, because it may hold very many files.
+
+    Args:
+        path: the file.
+        data: its content.
+        sync: whether the content must be on the disk before the file gets its name.
+    """
     draft = _draft_name(path)
     try:
         with open(draft, "wb") as file:
@@ -71,12 +91,19 @@ def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = Fals
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:
-    """Let a draft stand at `path`, in one step.
+    """Rename a draft to its final name in one step.
+
+    Args:
+        draft: the complete file.
+        path: its final name.
+        replace: whether an existing file may be replaced.
 
     Raises:
-        UserError: something stands there, and `replace` is off.
+        UserError: the file exists, and `replace` is false.
     """
     if not replace:
+        # A hard link fails if the name exists, while a rename would replace the file silently. On file systems without
+        # hard links the rename has to do.
         with suppress(OSError):  # no hard links
             try:
                 os.link(draft, path)
@@ -89,7 +116,13 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
 
 
 def user_cache(kind: str) -> Path | None:
-    """A folder in the user's cache ($XDG_CACHE_HOME or ~/.cache); None, told once, for a user who has no home."""
+    """Return a folder in the user's cache ($XDG_CACHE_HOME or ~/.cache).
+
+    For a user without a home it returns None and logs one warning for each kind.
+
+    Args:
+        kind: name of the folder.
+    """
     cache = os.environ.get("XDG_CACHE_HOME")
     if not cache:
         home = os.path.expanduser("~")
@@ -103,8 +136,14 @@ def user_cache(kind: str) -> Path | None:
 
 
 def hash_of_code(*parts: str) -> str:
-    """sha256 of the modules in these folders of the package, and of those beside them: part of the key of whatever is
-    kept for later runs. To be taken at import, for files may be edited while a process runs."""
+    """Return the SHA-256 of the package's modules in some folders and at its top level.
+
+    It is part of the key of everything that is kept for later runs, so that changed code does not use old results. Take
+    it at import, because files may be edited while a process runs.
+
+    Args:
+        parts: folders inside the package.
+    """
     found = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted([*root.glob("*.py"), *(path for part in parts for path in (root / part).rglob("*.py"))]):

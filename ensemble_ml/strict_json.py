@@ -1,4 +1,4 @@
-"""What goes into JSON, which has no NaN and no infinity: null stands for them."""
+"""Conversion of values to strict JSON, which has no NaN and no infinity: null stands for them (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import numpy as np
 
 
 def strict(value: Any) -> Any:
-    """The same in JSON's own types: NumPy's scalars as Python's, members of an Enum as their values, null for numbers
-    that are not finite."""
+    """Return a value in JSON's own types.
+
+    NumPy scalars become Python's, members of an Enum become their values, and numbers that are not finite become None.
+
+    Args:
+        value: a value, or nested dicts, lists and tuples of values.
+    """
     if isinstance(value, dict):
         return {str(name): strict(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Dates, durations and lists as messages and files show them."""
+"""Dates, durations and lists in the form in which messages and files show them (dates by ISO 8601)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,41 @@ from itertools import islice
 
 import numpy as np
 
-SHORT_TEXT = 500  # characters of `dates_text` that an attribute or a page shows, since tools print these in full
+SHORT_TEXT = 500  # characters of `dates_text` to show in an attribute or on a page, because tools print these in full
 _SERIES = re.compile(r"R(\d+)/([^/]+)/PT(\d+)([HMS])")  # ISO 8601: repetitions, start, duration
 _UNITS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9}  # ns
-_SHORTEST = 3  # dates of a series; two by themselves are as short and easier to read
-_REACH = 16  # following dates that are tried as the second of a series, since several series may take turns
+_SHORTEST = 3  # dates of a series; two dates by themselves are as short and easier to read
+_REACH = 16  # so many following dates are tried as the second of a series, because several series may take turns
 
 
 def hour_text(time: np.datetime64) -> str:
-    """A start or valid time, e.g. 2001-01-31T12."""
+    """Return an init time or valid time to the hour, e.g. 2001-01-31T12."""
     return str(time.astype("datetime64[h]"))
 
 
 def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
     """Return a set of dates as a short text, from which `dates_of` reads exactly the same set.
 
-    Regular series stand as repeating intervals of ISO 8601, other dates by themselves, all joined by spaces:
+    Regular series are written as repeating intervals of ISO 8601, other dates by themselves, all joined by blanks:
     `R60/2001-01-07T00/PT48H 2001-06-01T12` is 60 dates, every other day from 7 January 2001, and one more.
+
+    Args:
+        dates: the dates, in any order.
     """
     every = np.unique(np.array(list(dates), "datetime64[ns]")).astype(np.int64).tolist()
-    # A long series with a few holes is shortest as the pieces between these, series that take turns (Mondays and
-    # Thursdays) one by one. Only the first way never looks beyond the next date, so both are tried.
+    # A long series with a few holes is shortest as the pieces between the holes. Series that take turns (Mondays and
+    # Thursdays) are shortest one by one. The first form never looks beyond the next date, so both forms are tried.
     return min((" ".join(_parts(every, reach)) for reach in (1, _REACH)), key=len)
 
 
 def dates_of(text: str) -> np.ndarray:
-    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates: datetime64[ns], sorted, each once.
+    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates.
+
+    Args:
+        text: series and dates, separated by blanks.
+
+    Returns:
+        datetime64[ns], sorted, each date once.
 
     Raises:
         ValueError: a word of the text is neither a series nor a date.
@@ -50,7 +59,7 @@ def dates_of(text: str) -> np.ndarray:
 
 
 def _parts(dates: Sequence[int], reach: int) -> list[str]:
-    """Return texts of series and of single dates; each of `dates` (ns, sorted) is in one of them."""
+    """Return the texts of series and single dates that together contain each of `dates` (ns, sorted) once."""
     left, parts = set(dates), []
     for place, first in enumerate(dates):
         if first in left:
@@ -64,7 +73,7 @@ def _parts(dates: Sequence[int], reach: int) -> list[str]:
 
 
 def _series(first: int, second: int, dates: Container[int]) -> list[int]:
-    """Return the dates that go on as the first two do, in steps of whole seconds."""
+    """Return the dates that continue the first two at the same step, if this is a whole number of seconds."""
     step, series = second - first, [first]
     while step % _UNITS["S"] == 0 and series[-1] + step in dates:
         series.append(series[-1] + step)
@@ -72,6 +81,7 @@ def _series(first: int, second: int, dates: Container[int]) -> list[int]:
 
 
 def _series_text(series: Sequence[int]) -> str:
+    """Return a series as a repeating interval of ISO 8601, or a single date by itself."""
     if len(series) == 1:
         return _date_text(series[0])
     step = series[1] - series[0]
@@ -80,19 +90,19 @@ def _series_text(series: Sequence[int]) -> str:
 
 
 def _date_text(date: int) -> str:
-    """Return a date (ns) as ISO 8601 writes it, as short as is exact."""
+    """Return a date (ns) by ISO 8601, as short as is exact."""
     unit = next((unit.lower() for unit, size in _UNITS.items() if date % size == 0), "ns")
     return str(np.datetime64(date, "ns").astype(f"datetime64[{unit}]"))
 
 
 def shortened(values: Sequence[object], most: int = 6) -> str:
-    """The first ones, and how many more there are."""
+    """Return the first values as a text, and the number of those left out."""
     text = ", ".join(map(str, values[:most]))
     return text + (f" and {len(values) - most} more" if len(values) > most else "")
 
 
 def duration(seconds: float) -> str:
-    """Return a time to read, e.g. 40 s, 3 min, 5 h."""
+    """Return a time in seconds for people to read, e.g. 40 s, 3 min, 5 h."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

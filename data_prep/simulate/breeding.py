@@ -1,10 +1,10 @@
-"""Analysis error and perturbations of the members, bred: the 48 h forecasts of one start are the next one's source.
+"""Bred analysis errors and member perturbations: the 48 h forecasts of one cycle are the source for the next.
 
-Deviations of the trajectories from their mean are what grew in the last two days: the errors of the day (Toth and
-Kalnay 1997, Monthly Weather Review 125). They are mixed by a random rotation, which keeps their covariance and undoes
-the collapse of bred vectors onto one another, and each mixture is scaled to a given norm. One is the error of the
-analysis, the others are the members' perturbations around it: truth and members are then draws from one distribution.
-So spread and error agree at the start and follow the flow of the day; what the forecast model gets wrong comes on top.
+Deviations of the trajectories from their mean have grown in the last two days: they are the errors of the day (Toth and
+Kalnay 1997, Monthly Weather Review 125). A random rotation mixes them. It keeps their covariance and undoes the
+collapse of bred vectors onto one another. Each mixture is scaled to a given norm. One mixture is the error of the
+analysis, and the others are the members' perturbations around it. So truth and members are draws from one distribution:
+spread and error agree at the start and follow the flow of the day. The error of the forecast model comes on top.
 """
 
 from __future__ import annotations
@@ -18,33 +18,52 @@ from data_prep.simulate.layout import NORM_PLANE
 
 @dataclass(frozen=True)
 class Amplitude:
-    """`norm`: root mean square of the analysis error, K at sigma 0.835. `inflation`: members' perturbations over it."""
+    """The size of initial perturbations.
+
+    `norm` is the root mean square of the analysis error, in K at sigma 0.835. `inflation` is the ratio of the members'
+    perturbations to it.
+    """
 
     norm: float
     inflation: float = 1.0
 
 
 def norm(x_nkml: np.ndarray) -> np.ndarray:
-    """Return the root mean square over the sphere of temperature at sigma 0.835, K, of each state."""
+    """Return the root mean square over the sphere of temperature at sigma 0.835, in K, for each state (N,).
+
+    The basis is orthonormal on the unit sphere, so the sum of squared coefficients over 4 pi is the mean square.
+    """
     return np.sqrt((x_nkml[:, NORM_PLANE].astype(np.float64) ** 2).sum((-2, -1)) / (4 * np.pi))
 
 
 def deviations(x_nkml: np.ndarray) -> np.ndarray:
-    """Return what sets N trajectories apart: their difference from the mean."""
+    """Return the deviations of N trajectories from their mean, NKML."""
     return x_nkml - x_nkml.mean(0)
 
 
 def rotation(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54)."""
+    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54).
+
+    Args:
+        count: rows and columns of the matrix.
+        rng: source of randomness.
+    """
     q, r = np.linalg.qr(rng.standard_normal((count, count)))
+    # The signs make the QR factorisation unique; without them the distribution would not be uniform.
     return q * np.sign(np.diag(r))
 
 
 def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw `count` perturbations from the span of N deviations, each scaled to the norm `target`.
+    """Draw perturbations from the span of N deviations, each scaled to a norm.
+
+    Args:
+        dev_nkml: deviations of the trajectories.
+        count: number of perturbations wanted.
+        target: norm of each perturbation, K.
+        rng: source of randomness.
 
     Raises:
-        ValueError: the deviations are all zero, so there is nothing to scale.
+        ValueError: the deviations are all zero, so they cannot be scaled.
     """
     n = len(dev_nkml)
     weights = rotation(max(count, n), rng)[:count, :n]
@@ -58,14 +77,17 @@ def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generato
 def initial_states(
     truth_kml: np.ndarray, dev_nkml: np.ndarray, count: int, amplitude: Amplitude, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return `count` states that start a forecast: truth - error + perturbation.
+    """Return states that start a forecast: truth - analysis error + perturbation.
 
     Args:
         truth_kml: state of the nature run, at the forecast model's truncation.
         dev_nkml: deviations of the last cycle.
-        count: trajectories wanted, members first.
+        count: number of trajectories wanted.
         amplitude: size of error and perturbations.
         rng: source of randomness; the same one gives the same states.
+
+    Returns:
+        The states, float32, NKML.
     """
     drawn = mix(dev_nkml, count + 1, amplitude.norm, rng)
     analysis = truth_kml - drawn[0]

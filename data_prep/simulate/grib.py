@@ -1,4 +1,4 @@
-"""GRIB as ECMWF's reforecasts have it: edition 1, 16-bit simple packing, ensemble members `pf`, truth `an`."""
+"""An encoder of GRIB as in ECMWF's reforecasts: edition 1, 16-bit simple packing, members `pf`, truth `an`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ PARAM_ID = {
 
 @dataclass(frozen=True)
 class Stamp:
-    """Whose field it is and when: `start` plus `hours`; `since` is where an accumulation began, hours after start."""
+    """The time and the member of a field. It is valid at `start` plus `hours`.
+
+    An accumulation begins `since` hours after the start; None for an instantaneous field.
+    """
 
     start: datetime
     hours: int = 0
@@ -28,7 +31,10 @@ class Stamp:
 
 @dataclass
 class Encoder:
-    """Encodes fields on one regular grid. Handles are kept, because making one costs more than filling it."""
+    """An encoder for fields on one regular grid.
+
+    It keeps ecCodes' handles, because making one costs more than filling it.
+    """
 
     latitude: np.ndarray
     longitude: np.ndarray
@@ -39,7 +45,7 @@ class Encoder:
 
         Args:
             name: short name of the registry, a key of `PARAM_ID`.
-            values_yx: field, north to south, SI units.
+            values_yx: the field (Y, X), north to south, in SI units.
             stamp: start, step and member.
             level: hPa, or None at the surface.
         """
@@ -50,12 +56,14 @@ class Encoder:
             eccodes.codes_set(handle, "number", stamp.member)
         steps = str(stamp.hours) if stamp.since is None or stamp.hours == 0 else f"{stamp.since}-{stamp.hours}"
         eccodes.codes_set(handle, "stepRange", steps)
-        if eccodes.codes_get(handle, "bitsPerValue") != 16:  # a constant field needs no bits, and leaves the handle so
+        # A constant field is encoded with zero bits and leaves the handle so; the next field would lose its values.
+        if eccodes.codes_get(handle, "bitsPerValue") != 16:
             eccodes.codes_set(handle, "bitsPerValue", 16)
         eccodes.codes_set_values(handle, np.ascontiguousarray(values_yx, np.float64).ravel())
         return eccodes.codes_get_message(handle)
 
     def _handle(self, name: str, stamp: Stamp, level: int | None) -> int:
+        """Return the handle for messages of this kind, made at the first use."""
         accumulated = stamp.since is not None and stamp.hours > 0
         key = (name, level, stamp.member is None, accumulated)
         if key not in self._handles:
@@ -63,6 +71,7 @@ class Encoder:
         return self._handles[key]
 
     def _template(self, name: str, stamp: Stamp, level: int | None, accumulated: bool) -> int:
+        """Return a new handle with all keys that do not change between messages of this kind."""
         sample = "regular_ll_sfc_grib1" if level is None else "regular_ll_pl_grib1"
         handle = eccodes.codes_grib_new_from_samples(sample)
         keys = self._grid_keys() | self._mars_keys(stamp) | {"paramId": PARAM_ID[name], "bitsPerValue": 16}
@@ -75,6 +84,7 @@ class Encoder:
         return handle
 
     def _grid_keys(self) -> dict[str, float | int]:
+        """Return the keys of section 2 for the grid."""
         lat, lon = self.latitude, self.longitude
         return {
             "Ni": len(lon),
@@ -89,6 +99,7 @@ class Encoder:
 
     @staticmethod
     def _mars_keys(stamp: Stamp) -> dict[str, str | int]:
+        """Return the keys of ECMWF's local section: ensemble members, or analyses for the truth."""
         keys: dict[str, str | int] = {
             "centre": "ecmf",
             "setLocalDefinition": 1,
@@ -103,7 +114,18 @@ class Encoder:
 def forecast_messages(
     encoder: Encoder, upper: dict[str, np.ndarray], surface: dict[str, np.ndarray], levels: list[int], stamp: Stamp
 ) -> tuple[bytes, bytes]:
-    """Encode one state's fields (upper: (level, Y, X); surface: (Y, X)) to the bytes of its two files."""
+    """Encode the fields of one state into the bytes of its two files.
+
+    Args:
+        encoder: the encoder.
+        upper: fields on pressure levels (level, Y, X) by short name.
+        surface: surface fields (Y, X) by short name.
+        levels: levels of `upper`, hPa.
+        stamp: start, step and member.
+
+    Returns:
+        The messages on pressure levels, and those at the surface.
+    """
     pl = [encoder.encode(n, x[k], stamp, level) for n, x in upper.items() for k, level in enumerate(levels)]
     plain = Stamp(stamp.start, stamp.hours, stamp.member, stamp.members)
     sfc = [encoder.encode(n, x, plain) for n, x in surface.items() if n != "tp"]
@@ -113,7 +135,10 @@ def forecast_messages(
 
 
 def accumulation(stamp: Stamp) -> Stamp:
-    """Where precipitation counts from: the start of a forecast; for the truth, 24 h before its valid time."""
+    """Return the stamp of precipitation, which says from when it is counted.
+
+    In a forecast that is its start. In the truth it is 24 h before the valid time.
+    """
     if stamp.member is None:
         return Stamp(stamp.start - timedelta(hours=24), 24, since=0)
     return Stamp(stamp.start, stamp.hours, stamp.member, stamp.members, since=0)

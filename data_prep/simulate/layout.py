@@ -1,4 +1,4 @@
-"""What model, synthesis and breeding agree on: the planes of a state and the constants of the model behind it."""
+"""The definitions that model, synthesis and breeding share: the planes of a state and the constants of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NORM_PLANE = 2 * _Z + SIGMA.index(0.835)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Constants of a model, SI units: what turns its spectral states into weather."""
+    """The constants of a model in SI units, with which its spectral states are turned into weather fields."""
 
     truncation: int
     reference_temperature: np.ndarray  # (Z,), kelvin: states hold the difference from it
@@ -41,10 +41,14 @@ class ModelFacts:
 
 
 def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
-    """Cut states of axes ...KML down to `truncation`; coefficients beyond it, and the spare last one, become zero.
+    """Cut states of axes ...KML down to a truncation; coefficients beyond it, and the spare last one, become zero.
 
-    Surface pressure loses one wavenumber more where anything is cut: dinosaur's orography ends there, and pressure that
-    follows mountains which the coarse model does not have would shift its heights by 60 m.
+    Surface pressure loses one more wavenumber if anything is cut. The orography in dinosaur ends there. Surface
+    pressure that follows mountains which the coarse model does not have would shift its heights by 60 m.
+
+    Args:
+        x_kml: spectral states, on any leading axes.
+        truncation: largest wavenumber to keep.
     """
     cut = np.array(x_kml[..., : 2 * truncation + 1, : truncation + 2])
     if cut.shape == x_kml.shape:

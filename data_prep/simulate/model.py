@@ -1,12 +1,13 @@
 """The atmosphere model of the embedded archive: jcm's SPEEDY physics on the dinosaur spectral core.
 
-Two models are built from one recipe. The *nature* run is the truth; the *forecast* model differs from it by
-`MODEL_ERROR` (and, where the size says so, by its truncation), so that forecasts have systematic error as real ones do.
+Two models are built from one recipe. The *nature* run is the truth. The *forecast* model differs from it by
+`MODEL_ERROR` (and, for some sizes, by its truncation), so that forecasts have systematic errors as real ones do.
 
-A state is one float32 array of spectral coefficients, axes KML: K planes (vorticity, divergence, temperature and
-humidity on Z sigma levels, then the logarithm of surface pressure over p0), M zonal wavenumbers 0, 1, -1, 2, -2, ...,
-L total wavenumbers. The basis is orthonormal on the unit sphere. All that SPEEDY carries from step to step is made anew
-from the state at 0 UTC (land and sea temperatures are prescribed), so the array is the whole state of a run.
+A state is one float32 array of spectral coefficients with axes KML. K are planes: vorticity, divergence, temperature
+and humidity on Z sigma levels, then the logarithm of surface pressure over p0. M are the zonal wavenumbers 0, 1, -1, 2,
+-2, ..., and L the total wavenumbers. The basis is orthonormal on the unit sphere. SPEEDY recomputes everything that it
+carries from step to step from the state at 0 UTC, because land and sea temperatures are prescribed. So the array is the
+whole state of a run.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from jcm.terrain import TerrainData
 from data_prep.simulate.layout import SIGMA, ModelFacts
 from data_prep.simulate.model_error import MODEL_ERROR
 
-BATCH = 4  # members stepped together by vmap: a larger batch falls out of a core's cache and is slower a member
+BATCH = 4  # members stepped together by vmap; a larger batch exceeds a core's cache and is slower for each member
 _DAY = 86400
 
-_DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's own, at the smallest wave of T31
+_DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's defaults, for the smallest wave of T31
 _DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a model: `truncation`, time step in `minutes`, and whether `MODEL_ERROR` applies."""
+    """The settings of a model: its `truncation`, its time step in `minutes`, and whether `MODEL_ERROR` applies."""
 
     truncation: int
     minutes: int
@@ -53,7 +54,7 @@ class Recipe:
 
 
 class Atmosphere:
-    """A model that advances states by whole days; compiled at its first use for each number of states."""
+    """A model that advances states by whole days. It is compiled at its first use for each number of states."""
 
     def __init__(self, recipe: Recipe):
         """Load boundary conditions from jcm's wheel and build the model of `recipe`."""
@@ -72,7 +73,7 @@ class Atmosphere:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """Everything that synthesis on another grid needs to know of the model."""
+        """Return the constants that synthesis on another grid needs."""
         grid, dycore = self._coords.horizontal, self._model.dycore
         return ModelFacts(
             truncation=self.recipe.truncation,
@@ -89,7 +90,11 @@ class Atmosphere:
         )
 
     def rest(self, seed: int) -> np.ndarray:
-        """Return an isothermal atmosphere at rest with small random pressure, to spin a nature run up from; KML."""
+        """Return an isothermal atmosphere at rest with small random pressure, KML, from which a nature run is spun up.
+
+        Args:
+            seed: seed of the random pressure.
+        """
         return np.asarray(_pack(self._model.initial_state(random_seed=seed)), np.float32)
 
     def advance(self, x_nkml: np.ndarray, day: int) -> tuple[np.ndarray, np.ndarray]:
@@ -100,13 +105,15 @@ class Atmosphere:
             day: days since 1970-01-01, for sun, sea and snow.
 
         Returns:
-            States one day later and the precipitation that fell, metres, axes N, Gaussian latitude, longitude.
+            The states one day later, and the precipitation that fell in metres, with axes N, Gaussian latitude,
+            longitude.
 
         Raises:
             FloatingPointError: the model blew up.
         """
         n = len(x_nkml)
         batch = 1 if n == 1 else BATCH
+        # The last batch is filled up with copies of the first state, because a compiled function has fixed shapes.
         padded = -(-n // batch) * batch
         x = np.concatenate([x_nkml, np.repeat(x_nkml[:1], padded - n, axis=0)]) if padded > n else x_nkml
         x, rain = self._advance(jnp.asarray(x).reshape(padded // batch, batch, *x.shape[1:]), jnp.int32(day))
@@ -119,12 +126,16 @@ class Atmosphere:
 
     @cached_property
     def _advance(self):
+        """Return the compiled function that advances batches of states by one day."""
         batches = lambda x, day: jax.lax.map(lambda batch: self._one_day(batch, day), x)  # noqa: E731
         return jax.jit(batches)
 
     def _one_day(self, x_nkml, day):
-        """One batch through a day. What does not differ between members stays outside vmap, so that SPEEDY's
-        radiation, due every third step, remains a branch; batched, both sides would be computed at each step."""
+        """Advance one batch by a day.
+
+        Values that do not differ between members stay outside vmap. SPEEDY's radiation, which is due every third step,
+        then remains a branch. Batched, both sides of the branch would be computed at each step.
+        """
         axes = jax.tree_util.tree_map_with_path(_member_axis, self._carry)
         state_axes = jax.tree.map(lambda _: 0, _unpack(x_nkml[0]))
         step = jax.vmap(self._step, (state_axes, axes, None), (state_axes, axes, 0))
@@ -144,6 +155,7 @@ class Atmosphere:
         return jax.vmap(_pack)(state), rain.sum(0)
 
     def _step(self, state, carry, forcing):
+        """Advance one state by a time step; also return the physics' carry and the precipitation in metres."""
         seconds = self.recipe.minutes * 60.0
         grid = self._model.dycore.to_physics_state(state)
         tendency, carry = compute_physics_step_gridpoint(
@@ -154,8 +166,11 @@ class Atmosphere:
 
 
 def _terrain(coords, path: str) -> TerrainData:
-    """Terrain on the model's grid. Coarse orography is the truncated fine one, and no interpolation of it: surface
-    pressure taken over from the fine model then fits the ground."""
+    """Return the terrain on the model's grid.
+
+    The coarse orography is the truncated fine one and not an interpolation of it. Surface pressure that is taken over
+    from the fine model then fits the ground.
+    """
     fine = get_speedy_coords(layers=len(SIGMA), spectral_truncation=31)
     source = TerrainData.from_file(path, coords=fine)
     terrain = TerrainData.from_file(path, coords=coords)
@@ -168,6 +183,7 @@ def _terrain(coords, path: str) -> TerrainData:
 
 
 def _parameters(wrong: bool) -> Parameters:
+    """Return SPEEDY's parameters, changed by `MODEL_ERROR` if the model is to be wrong."""
     parameters = Parameters.default()
     for group, changes in (MODEL_ERROR if wrong else {}).items():
         for name, value in changes.items():
@@ -176,7 +192,7 @@ def _parameters(wrong: bool) -> Parameters:
 
 
 def _diffusion(truncation: int) -> DiffusionFilter:
-    """Hyperdiffusion that damps a given wave alike at every truncation: jcm's times hold for n = 31."""
+    """Return a hyperdiffusion that damps a given wave equally at every truncation; jcm's times hold for n = 31."""
     ratio = (31 * 32) / (truncation * (truncation + 1))
     times = {
         f"{name}_timescale": hours * 3600 * ratio ** _DIFFUSION_ORDER[name] for name, hours in _DIFFUSION_HOURS.items()
@@ -185,16 +201,18 @@ def _diffusion(truncation: int) -> DiffusionFilter:
 
 
 def _member_axis(path, leaf) -> int | None:
-    """Axis of members of a leaf of the physics carry: none for the step counter and what hangs on it."""
+    """Return the axis of members in a leaf of the physics' carry; None for the step counter and other scalars."""
     return None if jnp.ndim(leaf) == 0 else 0
 
 
 def _pack(state: State) -> jax.Array:
+    """Return a state as one array of planes, KML."""
     planes = (state.vorticity, state.divergence, state.temperature_variation, state.tracers["specific_humidity"])
     return jnp.concatenate([*planes, state.log_surface_pressure], axis=-3)
 
 
 def _unpack(x_kml: jax.Array) -> State:
+    """Return the state that an array of planes holds."""
     z = len(SIGMA)
     vorticity, divergence, temperature, humidity = (x_kml[k * z : (k + 1) * z] for k in range(4))
     return State(

@@ -1,14 +1,16 @@
-"""What is wrong with the forecast model: one place, chosen for the realism gate alone and frozen before any training.
+"""The error of the forecast model, in one place. It was tuned on the realism gate alone and frozen before any training.
 
-Found on one window of 12 start dates (January and February of a model year that no archive holds), at 48 h and T31:
+The values were found on one window of 12 init times (January and February of a model year that no archive contains), at
+48 h and T31:
 
     changed                                              norm    spread/skill   bias^2, %     correlation
     trcnv 7, entmax 0.45, trlsc 5, cds 1.1e-3,           0.40 K  1.15, 1.16     3.0, 2.4      0.41, 0.48
       cdl 2.7e-3, epslw 0.06, trshc 7
     the values below                                     0.35 K  0.90, 0.85     5.1, 6.2      0.36, 0.45
 
-(z500, t850; bias^2 without sampling noise.) The first is too good a model: its ensemble is over-dispersive. At T21 the
-truncation dominates, bias^2 is 13 % with any of them, and 0.35 K of perturbations is far too little.
+The figures are for z500 and t850; bias^2 is without sampling noise. The first model is too good: its ensemble is
+over-dispersive. At T21 the truncation dominates: bias^2 is 13 % with any of the values, and perturbations of 0.35 K are
+far too small.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""From sigma layers to pressure levels and to the surface.
+"""Interpolation from sigma layers to pressure levels and to the surface.
 
-Inside the atmosphere everything is linear in the logarithm of pressure, and geopotential is the hydrostatic integral of
-that. Below ground the rule is ECMWF's (Trenberth, Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20): temperature
-goes on with 6.5 K/km, less above high ground; geopotential follows it; wind and humidity stay as in the lowest layer.
+Inside the atmosphere all fields are linear in the logarithm of pressure, and geopotential is the hydrostatic integral
+of temperature. Below ground the rule is ECMWF's (Trenberth, Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20):
+temperature continues with 6.5 K/km, less under high ground; geopotential follows from it; wind and humidity stay as in
+the lowest layer.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ from data_prep.simulate.layout import SIGMA, ModelFacts
 
 LAPSE_RATE = 0.0065  # K/m
 _PBL_TOP = SIGMA.index(0.835)
-_WIND_RATIO = 0.95  # SPEEDY's `fwind0`: near-surface over lowest-layer wind
-_LOG_SURFACE_LAYER = np.log(0.99)  # SPEEDY puts its surface layer at sigma 0.99
+_WIND_RATIO = 0.95  # SPEEDY's `fwind0`: the ratio of near-surface wind to wind in the lowest layer
+_LOG_SURFACE_LAYER = np.log(0.99)  # SPEEDY's surface layer lies at sigma 0.99
 _LOG_SIGMA = np.log(np.array(SIGMA))
 
 
 def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
-    """Return geopotential and virtual temperature on sigma layers (N, Z, Y, X), as the dynamical core discretises them.
+    """Return geopotential and virtual temperature on sigma layers, as the dynamical core discretises them.
 
     Source: Durran (2010), Numerical Methods for Fluid Dynamics, section 8.6.5.
+
+    Args:
+        fields: from `sigma_fields`; t and q (N, Z, Y, X), phis (Y, X).
+        facts: constants of the model.
+
+    Returns:
+        Geopotential in m2 s-2 and virtual temperature in K, each (N, Z, Y, X).
     """
     virtual = fields["t"] * (1 + (facts.vapour_constant / facts.gas_constant - 1) * fields["q"])
     rise = np.empty_like(virtual)
@@ -32,7 +40,17 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 
 
 def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
-    """Return temperature at the ground, K, and the exponent R gamma / g of the air thought below it; each (N, Y, X)."""
+    """Return temperature at the ground, and the exponent of the fictitious air below it.
+
+    The exponent is R gamma / g, with the lapse rate gamma. Under high ground, gamma is reduced.
+
+    Args:
+        fields: from `sigma_fields`; t (N, Z, Y, X), phis (Y, X).
+        facts: constants of the model.
+
+    Returns:
+        Temperature in K and the exponent, each (N, Y, X).
+    """
     exponent = facts.gas_constant * LAPSE_RATE / facts.gravity
     ground = fields["t"][:, -1] * (1 + exponent * (1 / SIGMA[-1] - 1))
     height = np.maximum(fields["phis"] / facts.gravity, 1e-6)
@@ -54,7 +72,7 @@ def to_pressure(fields: dict[str, np.ndarray], levels: list[int], facts: ModelFa
         facts: constants of the model.
 
     Returns:
-        t, z, u, v and q, each as (N, level, Y, X); z is geopotential, m2 s-2.
+        t, z, u, v and q, each as (N, level, Y, X); z is geopotential in m2 s-2.
     """
     phi, virtual = geopotential(fields, facts)
     ground = ground_temperature(fields, facts)
@@ -68,6 +86,7 @@ def to_pressure(fields: dict[str, np.ndarray], levels: list[int], facts: ModelFa
 
 
 def _at_level(fields, phi, virtual, ground, depth, facts) -> dict[str, np.ndarray]:
+    """Interpolate all fields to one level, given as the logarithm of its sigma, (N, Y, X)."""
     above = np.clip(np.searchsorted(_LOG_SIGMA, depth) - 1, 0, len(SIGMA) - 2)
     gap = _LOG_SIGMA[above + 1] - _LOG_SIGMA[above]
     weight = np.minimum((depth - _LOG_SIGMA[above]) / gap, 1.0)  # of the layer below; 1 under the lowest
@@ -82,7 +101,7 @@ def _at_level(fields, phi, virtual, ground, depth, facts) -> dict[str, np.ndarra
 
 
 def _near_ground(values, fields, phi, ground, depth, facts) -> dict[str, np.ndarray]:
-    """Replace t and z where the level lies under the lowest layer's centre, or under ground."""
+    """Replace t and z at points where the level lies below the centre of the lowest layer, or below ground."""
     temperature, exponent = ground
     y = exponent * depth
     buried_t = temperature * (1 + y + y**2 / 2 + y**3 / 6)
@@ -99,9 +118,14 @@ def _near_ground(values, fields, phi, ground, depth, facts) -> dict[str, np.ndar
 def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: ModelFacts) -> dict[str, np.ndarray]:
     """Return sp and msl (Pa), t2m (K), u10 and v10 (m/s), each (N, Y, X).
 
-    Near-surface air is what SPEEDY's surface fluxes see (`_extrapolate_to_surface` in jcm): temperature on with the
-    lapse rate of the lowest layers where these are unstable, down to sea level over sea, and 0.95 of the lowest wind.
-    Mean sea level pressure: Trenberth et al. (1993), equation 11.
+    Near-surface air is that of SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Temperature continues with
+    the lapse rate of the lowest layers if these are unstable, down to sea level over sea. Wind is 0.95 times that of
+    the lowest layer. Mean sea level pressure: Trenberth et al. (1993), equation 11.
+
+    Args:
+        fields: from `sigma_fields`.
+        land_yx: land fraction (Y, X).
+        facts: constants of the model.
     """
     ground, exponent = ground_temperature(fields, facts)
     low, high = fields["t"][:, -1], fields["t"][:, _PBL_TOP]

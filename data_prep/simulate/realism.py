@@ -1,7 +1,8 @@
-"""The realism gate: does the simulated ensemble err as operational ones do, mildly under-dispersive and biased?
+"""The realism gate, which checks that the simulated ensemble errs as operational ones do.
 
-An ensemble far off makes any post-processing look good. Figures are for one lead, over all dates of the archive, with
-exact cell areas as weights.
+Operational ensembles are mildly under-dispersive and biased. An ensemble that is far from that makes any
+post-processing look good. The figures are for one lead, over all init times of the archive, weighted with exact cell
+areas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ SMALLEST_CORRELATION = 0.2
 
 @dataclass(frozen=True)
 class Realism:
-    """Figures of one field; `rmse` and `spread` in its unit, `bias_share` is `raw_bias_share` less sampling noise."""
+    """The figures of one field, which the gate compares with its limits.
+
+    `rmse` and `spread` are in the field's unit. `bias_share` is `raw_bias_share` without sampling noise.
+    """
 
     dates: int
     members: int
@@ -32,7 +36,7 @@ class Realism:
 
     @property
     def misses(self) -> list[str]:
-        """What the gate asks for and the ensemble does not have; empty where it passes."""
+        """Return the requirements of the gate that the ensemble does not meet; empty if it passes."""
         asked = {
             f"spread/skill {self.spread_skill:.3f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
             <= self.spread_skill
@@ -45,25 +49,29 @@ class Realism:
         return [text for text, met in asked.items() if not met]
 
     def as_dict(self) -> dict:
-        """Figures, whether the gate is passed, and what it misses: what archive.json stores."""
+        """Return the figures and the verdict of the gate, as archive.json stores them."""
         return asdict(self) | {"passes": not self.misses, "misses": self.misses}
 
 
 def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, grid: Grid) -> Realism:
     """Measure one field.
 
-    Args:
-        mean_byx: ensemble mean, dates first.
-        variance_byx: variance of the members, ddof = 1.
-        truth_byx: truth at the same valid times.
-        members: ensemble size M.
-        grid: the fields' points.
+        spread/skill = sqrt(mean((M + 1) / M s^2)) / RMSE of the ensemble mean
 
-    Returns:
-        spread/skill is sqrt(mean (M+1)/M s^2) over the RMSE of the mean (Fortin et al. 2014, Journal of
-        Hydrometeorology 15). The bias is each point's mean error; its square holds the noise of a mean over n dates,
-        var / n, which the corrected figure leaves out (dates taken as independent). The correlation is of spread and
-        absolute error over all points and dates, once each point's means are removed.
+        M  number of members
+        s  spread of the members, ddof = 1
+
+    Source: Fortin et al. (2014), Journal of Hydrometeorology 15. The bias is each point's mean error. Its square
+    contains the noise of a mean over n init times, var / n, which the corrected figure leaves out; init times are taken
+    as independent. The correlation is that of spread and absolute error over all points and init times, after each
+    point's means are removed.
+
+    Args:
+        mean_byx: ensemble mean (B, Y, X).
+        variance_byx: variance of the members (B, Y, X), ddof = 1.
+        truth_byx: truth at the same valid times (B, Y, X).
+        members: ensemble size M.
+        grid: the grid of the fields.
     """
     weight_yx = grid.area_weights() / np.prod(grid.shape)
     error = mean_byx.astype(np.float64) - truth_byx
@@ -89,7 +97,7 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
 
 
 def report(figures: dict[str, Realism]) -> list[str]:
-    """Return one line a field for the terminal."""
+    """Return one line for each field, for the terminal."""
     lines = []
     for name, r in figures.items():
         verdict = "passes" if not r.misses else "misses: " + "; ".join(r.misses)

@@ -1,4 +1,4 @@
-"""Which start dates an archive has: model years by split, each a chain of 48 h cycles in one or more windows."""
+"""The init times of an archive: model years by split, each a chain of 48 h cycles in one or more windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _EPOCH = date(1970, 1, 1)
 
 @dataclass(frozen=True)
 class Cycle:
-    """One start date. `fresh`: its perturbations come from lagged states of the nature run; `written`: it is kept."""
+    """An init time of the chain.
+
+    If it is `fresh`, its perturbations come from lagged states of the nature run. If it is `written`, its forecasts are
+    kept in the archive; otherwise it only warms up the perturbations.
+    """
 
     day: int  # since 1970-01-01
     fresh: bool
@@ -23,13 +27,13 @@ class Cycle:
 
     @property
     def start(self) -> datetime:
-        """Start of the forecast, 0 UTC."""
+        """Return the init time, at 0 UTC."""
         return when(self.day)
 
 
 @dataclass(frozen=True)
 class ModelYear:
-    """A year of one split: a nature run of its own, spun up from rest, and the cycles along it."""
+    """A year of one split: a nature run of its own that is spun up from rest, and the cycles along it."""
 
     year: int
     split: str
@@ -38,21 +42,26 @@ class ModelYear:
 
     @property
     def first_day(self) -> int:
-        """Day on which the nature run starts from rest."""
+        """Return the day on which the nature run starts from rest, since 1970-01-01."""
         return self.cycles[0].day - self.spin_up_days
 
     @property
     def written(self) -> list[Cycle]:
-        """The cycles whose forecasts are kept."""
+        """Return the cycles whose forecasts are kept."""
         return [cycle for cycle in self.cycles if cycle.written]
 
     def part(self, output: Path, cycle: Cycle) -> Path:
-        """File that holds what `cycle` adds to the archive at `output` until it is assembled."""
+        """Return the file that holds the fields of a cycle until the archive is assembled.
+
+        Args:
+            output: folder of the archive.
+            cycle: the cycle.
+        """
         return output / ".parts" / str(self.year) / f"{cycle.start:%Y%m%d}.npz"
 
 
 def when(day: int) -> datetime:
-    """Return 0 UTC of a day since 1970-01-01, without a time zone as GRIB has it."""
+    """Return 0 UTC of a day since 1970-01-01, without a time zone, as GRIB has it."""
     return datetime.fromtimestamp(day * 86400, tz=UTC).replace(tzinfo=None)
 
 
@@ -69,6 +78,15 @@ def model_years(config: SimulateConfig) -> list[ModelYear]:
 
 
 def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longest: int) -> ModelYear:
+    """Return one year of a split.
+
+    Args:
+        config: settings of the archive.
+        year: the model year.
+        split: train, validation or test.
+        dates: init times to keep in each window.
+        longest: the largest number of init times of any split.
+    """
     cycles: list[Cycle] = []
     for window in config.windows:
         month, day = (int(part) for part in window.split("-"))

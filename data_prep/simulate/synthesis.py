@@ -1,9 +1,9 @@
-"""Spectral synthesis: states of the model on any regular latitude-longitude grid, poles included.
+"""Spectral synthesis: states of the model as fields on any regular latitude-longitude grid, poles included.
 
-The basis is dinosaur's: normalised associated Legendre functions times 1/sqrt(2 pi), cos(m lon)/sqrt(pi),
-sin(m lon)/sqrt(pi), orthonormal on the unit sphere, with the Condon-Shortley phase (-1)^m. Winds come from gradients of
-stream function and velocity potential. Neither gradient divides by cos(latitude), so a pole needs no special case:
-there only m = 1 is left, which is one vector seen from every meridian.
+The basis is that of dinosaur: normalised associated Legendre functions times 1/sqrt(2 pi), cos(m lon)/sqrt(pi), sin(m
+lon)/sqrt(pi). It is orthonormal on the unit sphere, with the Condon-Shortley phase (-1)^m. Winds are gradients of
+stream function and velocity potential. Neither gradient divides by cos(latitude), so a pole needs no special case: only
+m = 1 is left there, which is one vector seen from every meridian.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ from data_prep.simulate.layout import PLANES, ModelFacts
 
 
 def regular_grid(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return latitudes 90 to -90, poles included, and longitudes 0 to 360, end excluded, as in ENS-10; degrees."""
+    """Return latitudes 90 to -90, poles included, and longitudes 0 to 360, end excluded, in degrees, as in ENS-10.
+
+    Args:
+        rows: number of latitudes.
+        columns: number of longitudes.
+    """
     return np.linspace(90.0, -90.0, rows), np.arange(columns) * (360.0 / columns)
 
 
 def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
     """Evaluate normalised associated Legendre functions.
 
+    Source: Holmes and Featherstone (2002), Journal of Geodesy 76, equations 11 and 12 (stable to far higher degrees).
+
     Args:
         sin_latitude: points, shape (J,).
         degree: largest degree and order N.
 
     Returns:
-        P[m, l, j] with unit L2 norm over [-1, 1] and no phase; zero where m > l. Shape (N + 1, N + 1, J), float64.
-
-    Source: Holmes and Featherstone (2002), Journal of Geodesy 76, equations 11 and 12 (stable to far higher degrees).
+        P[m, l, j] with unit L2 norm over [-1, 1] and no phase; zero for m > l. Shape (N + 1, N + 1, J), float64.
     """
     x = np.asarray(sin_latitude, np.float64)
     cosine = np.sqrt(np.maximum(0.0, 1.0 - x * x))
@@ -46,11 +51,21 @@ def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
 
 
 def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return m P / cos(latitude) and dP / d(latitude) from P[m, l, j] without dividing by the cosine.
+    """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine.
 
-    The last degree of `p` is used up by the recurrences: results have one degree less. With the unnormalised P_l^m:
-    2 m P_l^m / cos = P_{l+1}^{m+1} + (l-m+1)(l-m+2) P_{l+1}^{m-1}, 2 dP_l^m / dlat = (l+m)(l-m+1) P_l^{m-1} -
-    P_l^{m+1}, up to the sign of d(lat); see Abramowitz and Stegun, section 8.5, and NIST DLMF 14.10.
+    The recurrences use up the last degree of `p`, so the results have one degree less. With the unnormalised P_l^m, and
+    up to the sign of d(lat):
+
+        2 m P_l^m / cos = P_{l+1}^{m+1} + (l-m+1) (l-m+2) P_{l+1}^{m-1}
+        2 dP_l^m / dlat = (l+m) (l-m+1) P_l^{m-1} - P_l^{m+1}
+
+    Source: Abramowitz and Stegun, section 8.5, and NIST DLMF 14.10.
+
+    Args:
+        p: P[m, l, j] of `legendre`, (N + 1, N + 1, J).
+
+    Returns:
+        Both derivatives, (N, N, J).
     """
     n = p.shape[0] - 1
     over_cosine, slope = np.zeros((n, n, p.shape[2])), np.zeros((n, n, p.shape[2]))
@@ -69,10 +84,17 @@ def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Synthesis:
-    """Turns spectral coefficients of one truncation into fields at given latitudes and longitudes."""
+    """A table of basis functions that turns spectral coefficients into fields at given latitudes and longitudes."""
 
     def __init__(self, truncation: int, latitude: np.ndarray, longitude: np.ndarray, radius: float):
-        """Tabulate the basis for coefficients of shape (2 truncation + 1, truncation + 2); degrees, metres."""
+        """Tabulate the basis.
+
+        Args:
+            truncation: truncation T of the coefficients, whose shape is (2 T + 1, T + 2).
+            latitude: degrees.
+            longitude: degrees.
+            radius: radius of the sphere in metres.
+        """
         self._orders, self._degrees = truncation + 1, truncation + 2
         p = legendre(np.sin(np.deg2rad(latitude)), truncation + 2)
         over_cosine, slope = legendre_gradients(p)
@@ -100,7 +122,15 @@ class Synthesis:
         return self._fields(x_ml, self._p)
 
     def wind(self, vorticity_ml: np.ndarray, divergence_ml: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return eastward and northward wind (..., latitude, longitude), m/s, of vorticity and divergence, 1/s."""
+        """Synthesise the wind from vorticity and divergence.
+
+        Args:
+            vorticity_ml: coefficients (..., M, L), 1/s.
+            divergence_ml: coefficients (..., M, L), 1/s.
+
+        Returns:
+            Eastward and northward wind (..., latitude, longitude), m/s.
+        """
         stream, potential = vorticity_ml * self._inverse_laplacian, divergence_ml * self._inverse_laplacian
         east = self._fields(self._turn(potential), self._east) - self._fields(stream, self._north)
         north = self._fields(self._turn(stream), self._east) + self._fields(potential, self._north)
@@ -108,13 +138,17 @@ class Synthesis:
 
     @staticmethod
     def _turn(x_ml: np.ndarray) -> np.ndarray:
-        """Derivative by longitude without its factor m, which `east` holds: cosine takes sine's place."""
+        """Return the derivative by longitude without its factor m, which the table `_east` contains.
+
+        Cosine coefficients take the place of sine coefficients, and vice versa with the other sign.
+        """
         turned = np.zeros_like(x_ml)
         turned[..., 1::2, :] = x_ml[..., 2::2, :]
         turned[..., 2::2, :] = -x_ml[..., 1::2, :]
         return turned
 
     def _fields(self, x_ml: np.ndarray, table_mlj: np.ndarray) -> np.ndarray:
+        """Sum over the basis: first over total wavenumbers at each latitude, then over zonal wavenumbers."""
         lead = x_ml.shape[:-2]
         x_mbl = np.moveaxis(x_ml.reshape(-1, *x_ml.shape[-2:]), 1, 0).astype(np.float64)
         rows_mbj = np.matmul(x_mbl, table_mlj)
@@ -125,10 +159,10 @@ class Synthesis:
 def bilinear(
     field_yx: np.ndarray, source: tuple[np.ndarray, np.ndarray], target: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """Interpolate fields (..., Y, X) linearly between cyclic grids; stays within the range of the source.
+    """Interpolate fields (..., Y, X) linearly between cyclic grids, within the range of the source.
 
-    Beyond the source's outermost latitudes stands the mean of that row, so a pole has one value. Used for what exists
-    on the model's own grid only, and must not ring below zero: precipitation and the land mask.
+    Beyond the outermost latitudes of the source lies the mean of that row, so a pole has one value. This is used for
+    fields that exist on the model's own grid only and must not ring below zero: precipitation and the land mask.
 
     Args:
         field_yx: fields on `source`.
@@ -150,9 +184,18 @@ def bilinear(
 
 
 def sigma_fields(x_nkml: np.ndarray, synthesis: Synthesis, facts: ModelFacts) -> dict[str, np.ndarray]:
-    """Synthesise states to fields on sigma layers: t, u, v, q (N, Z, Y, X), ps (N, Y, X) and phis (Y, X), SI units.
+    """Synthesise states to fields on sigma layers, in SI units.
 
-    Humidity below zero, the ringing of a truncated series, is set to zero, as the model's own physics does.
+    Negative humidity, which comes from the ringing of a truncated series, is set to zero, as the model's own physics
+    does.
+
+    Args:
+        x_nkml: states, NKML.
+        synthesis: the basis at the wanted points.
+        facts: constants of the model.
+
+    Returns:
+        t, u, v, q (N, Z, Y, X), ps (N, Y, X) and phis (Y, X).
     """
     east, north = synthesis.wind(x_nkml[:, PLANES["vorticity"]], x_nkml[:, PLANES["divergence"]])
     temperature = synthesis.scalar(x_nkml[:, PLANES["temperature"]]) + facts.reference_temperature[:, None, None]
