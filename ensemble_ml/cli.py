@@ -1,8 +1,8 @@
 """The command line: `ensemble-ml TASK key=value ...`.
 
-Hydra composes the files of `conf/` and the overrides over the schema in `config`, `OmegaConf.to_object` turns the
+Hydra composes the files of `conf/` and the overrides over the schema in `config`. `OmegaConf.to_object` turns the
 result into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line
-and status 2; `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell
+and status 2. `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell
 completion) are Hydra's own, too.
 """
 
@@ -41,7 +41,7 @@ STATUS_INTERRUPTED = 130
 _SHOWS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 _WITH_A_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")
 _OPTIONS = (*_SHOWS, *_WITH_A_VALUE, "--multirun", "-m", "--resolve", "--run", "-r")
-_CHOICES = {  # what an option takes; the first where it stands alone
+_CHOICES = {  # the values of an option; the first one is the default
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
@@ -66,13 +66,13 @@ _EXTRAS = {
 
 
 def conf_folder() -> Path:
-    """Where the YAML files are: inside an installed wheel, or beside the package in a checkout."""
+    """Return the folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def register_schemas() -> None:
-    """Put the dataclasses where the `*_schema` entries of the YAML files find them."""
+    """Register the dataclasses with Hydra under the names of the `*_schema` entries in the YAML files."""
     store = ConfigStore.instance()
     for name, task in TASKS.items():
         store.store(name=f"{name}_schema", node=task.config)
@@ -84,10 +84,10 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
     Args:
         task: word of the command line.
         overrides: settings as the command line gives them.
-        more: another folder of configuration files, looked through after `conf/`.
+        more: another folder of configuration files, which is searched after `conf/`.
 
     Raises:
-        UserError: a key, a group or a value that does not exist or does not fit.
+        UserError: a key, a group or a value does not exist or does not fit.
     """
     register_schemas()
     GlobalHydra.instance().clear()
@@ -101,18 +101,22 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
 
 _ELEMENT = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
-)  # of a list or a sweep; quoted or bare
+)  # an element of a list or a sweep, quoted or bare
 
 
-_OPENING = ("[", "{", "'", '"')  # first letters of lists, tables and what is quoted already
-_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins as a list or table, and goes on
+_OPENING = ("[", "{", "'", '"')  # first characters of lists, tables and quoted texts
+_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table and continues
 
 
 def _as_text(task: str, argument: str) -> str:
-    """Put quotes where Hydra would not take an argument for the text or the path that it is.
+    """Quote an argument that Hydra would not take for the text or path that it is.
 
-    Hydra takes some texts for numbers and truth values, and writes these otherwise: 20240101_00 as 2024010100, 1.10 as
-    1.1. Others have no form in its grammar, as a path with brackets in it, which a shell's pattern has.
+    Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
+    becomes 1.1. Other texts have no form in its grammar, such as a path with brackets, which a shell's pattern has.
+
+    Args:
+        task: word of the command line.
+        argument: key=value.
     """
     key, equals, value = argument.partition("=")
     if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
@@ -126,6 +130,7 @@ def _as_text(task: str, argument: str) -> str:
         return argument
 
     def quoted(found: re.Match[str]) -> str:
+        """Return an element of a list in quotes if Hydra would take it for a number or truth value."""
         text = found[0].strip()
         if text.lower() in ("true", "false"):
             return _quoted(text)
@@ -139,15 +144,15 @@ def _as_text(task: str, argument: str) -> str:
 
 
 def _refuse_braces(key: str, value: str) -> None:
-    """Raise a UserError where a path holds braces that a shell would have expanded, had they not been quoted."""
+    """Refuse a path with braces that a shell would have expanded if they had not been quoted."""
     braces = re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", value)
-    if braces and not os.path.exists(value):  # unlike that of Path, it takes texts that are too long for a path
+    if braces and not os.path.exists(value):  # Path.exists() would raise for a text that is too long for a path
         paths = ",".join(f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(","))
         raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
 
 
 def _readable(argument: str) -> bool:
-    """Whether an argument has a form in Hydra's grammar."""
+    """Return whether an argument has a form in Hydra's grammar."""
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -156,7 +161,7 @@ def _readable(argument: str) -> bool:
 
 
 def _hydras(task: str, error: Exception) -> str:
-    """What one of Hydra's errors comes to."""
+    """Return one of Hydra's errors as a line for the user."""
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
@@ -165,6 +170,10 @@ def _hydras(task: str, error: Exception) -> str:
 
 def build_config(task: str, composed: DictConfig) -> Any:
     """Turn a composed configuration into the task's dataclass, validated.
+
+    Args:
+        task: word of the command line.
+        composed: the configuration.
 
     Raises:
         UserError: a mandatory key is missing, or a value is not allowed.
@@ -178,7 +187,7 @@ def build_config(task: str, composed: DictConfig) -> Any:
             raise UserError(_no_such(task, added))
         lines = schema.setting_lines(TASKS[task].config)
         empty = [k for k, default, _ in lines if default == schema.MISSING and OmegaConf.select(composed, k) == ""]
-        if empty:  # a variable of the shell that is not set
+        if empty:  # most likely from a shell variable that is not set
             raise UserError(f"{empty[0]}: is not given; say {empty[0]}=...")
         schema.check_finite(OmegaConf.to_container(composed))
         return OmegaConf.to_object(composed)
@@ -187,11 +196,11 @@ def build_config(task: str, composed: DictConfig) -> Any:
 
 
 def _added(task: str, composed: DictConfig) -> Iterator[str]:
-    """Keys that no setting has: with a + before it Hydra takes any, and nobody would read it."""
+    """Yield keys that are no settings. Hydra accepts any key with a + before it, but no task would read it."""
     known = [line[0] for line in schema.setting_lines(TASKS[task].config)]
 
     def leaves(node: Any, path: str) -> Iterator[str]:
-        if isinstance(node, dict) and path not in known:  # below a known key stand names of the user's own
+        if isinstance(node, dict) and path not in known:  # the names below a known key are the user's own
             for name, value in node.items():
                 yield from leaves(value, f"{path}.{name}" if path else str(name))
         elif path not in known:
@@ -201,7 +210,7 @@ def _added(task: str, composed: DictConfig) -> Iterator[str]:
 
 
 def _unreadable(argument: str) -> str:
-    """What to write in the place of an argument that has no form of Hydra's grammar."""
+    """Return advice for an argument that has no form in Hydra's grammar."""
     key, equals, value = argument.partition("=")
     text = f"{argument}: cannot be read; write key=value, with no blank around ="
     if not equals:
@@ -215,6 +224,7 @@ def _unreadable(argument: str) -> str:
 
 
 def _no_such(task: str, key: str) -> str:
+    """Return the message for a key that is no setting, with the nearest settings."""
     keys = [line[0] for line in schema.setting_lines(TASKS[task].config)]
     keys += [group for group in _groups() if group in _own_groups(task, keys) and group != key]
     near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
@@ -223,7 +233,7 @@ def _no_such(task: str, key: str) -> str:
 
 
 def _one_line(task: str, text: str) -> str:
-    """Shorten one of Hydra's messages to what the user needs: the key, what is wrong, what is near."""
+    """Shorten one of Hydra's messages to what the user needs: the key, what is wrong, and the nearest choices."""
     unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text)
     if unknown:
         full = re.search(r"full_key: (\S+)", text)
@@ -235,7 +245,7 @@ def _one_line(task: str, text: str) -> str:
         options = ", ".join(choice.group(3).split())
         return f"{choice.group(2)}={choice.group(1).rpartition('/')[2]}: no such file in conf; there are {options}"
     several = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
-    if several:  # Hydra's third way, quotes around all of it, the shell would strip
+    if several:  # Hydra also suggests quotes around the whole value, but the shell would remove them
         key, value = several[2].lstrip("+"), several[3]
         return f"{several[1]}: is several values; write a list, '{key}=[{value}]', or sweep over them with -m"
     lines = [line.strip() for line in text.splitlines() if line.strip() and "object_type" not in line]
@@ -248,11 +258,16 @@ def _one_line(task: str, text: str) -> str:
 
 
 def _groups() -> list[str]:
+    """Return the names of the groups of configuration files."""
     return sorted(p.name for p in conf_folder().iterdir() if p.is_dir())
 
 
 def run_task(task: str, composed: DictConfig) -> int:
-    """Run a task on its composed configuration and return the exit status."""
+    """Run a task on its composed configuration and return the exit status.
+
+    Raises:
+        UserError: a package that the task needs is not installed, or the operating system refused an operation.
+    """
     config = build_config(task, composed)
     try:
         TASKS[task].run(config)
@@ -261,7 +276,7 @@ def run_task(task: str, composed: DictConfig) -> int:
         if extra is None:
             raise
         raise UserError(f"{error.name}: not installed; pip install 'ensemble-ml[{extra}]'") from error
-    except BrokenPipeError:  # see `main`
+    except BrokenPipeError:  # `main` ends quietly then
         raise
     except OSError as error:
         if error.filename is None and error.errno is None:
@@ -271,7 +286,7 @@ def run_task(task: str, composed: DictConfig) -> int:
 
 
 def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
-    """Hand a multi-run to Hydra, which calls us once for each combination."""
+    """Hand a multi-run to Hydra, which calls `job` once for each combination."""
     failed: list[str] = []
     begun = False
 
@@ -281,7 +296,7 @@ def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
         try:
             return run_task(task, composed)
         except KeyboardInterrupt as error:
-            if _goes_on():  # `main` tells of it
+            if _goes_on():  # `main` reports it
                 raise
             raise SystemExit(_stopped(error)) from None
         except UserError as error:
@@ -311,10 +326,16 @@ def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
 def _by_hydra(
     task: str, options: dict[str, str], arguments: list[str], job: Callable[[DictConfig], int | None]
 ) -> None:
-    """Let Hydra's own command line run, with the configuration of a task.
+    """Run Hydra's own command line with the configuration of a task.
+
+    Args:
+        task: word of the command line.
+        options: Hydra's options under their long names, with their values.
+        arguments: settings as the command line gives them.
+        job: runs the task on one composed configuration.
 
     Raises:
-        UserError: a setting does not exist or does not fit, or options do not go together.
+        UserError: a setting does not exist or does not fit, or options exclude each other.
     """
     import hydra
 
@@ -322,10 +343,10 @@ def _by_hydra(
     GlobalHydra.instance().clear()
     flags = [word for name, value in options.items() for word in (name, value) if word]
     settings = [_as_text(task, argument) for argument in arguments]
-    # Hydra takes no flag between settings.
+    # Hydra does not accept flags between settings, so they come first.
     name = "ensemble-ml" if "--shell-completion" in options else f"ensemble-ml {task}"
     sys.argv = [name, *flags, *settings]
-    # Hydra would tell of errors in settings itself, in many lines and with another status.
+    # Without this Hydra would print errors in settings itself, in many lines and with another status.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)(job)()
@@ -334,10 +355,10 @@ def _by_hydra(
 
 
 def _goes_on() -> bool:
-    """Whether a sweep goes on in this process where a run fails.
+    """Return whether a sweep continues in this process if a run fails.
 
-    A process of a run's own ends with a status instead: Hydra makes a result of what is raised, and SLURM would call
-    the job completed. So does one of several ranks, whose failure has ended the others.
+    A process that runs a single combination must end with a status instead: Hydra turns exceptions into results, and
+    SLURM would call the job completed. The same holds for one of several ranks, whose failure has ended the others.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -347,7 +368,7 @@ def _goes_on() -> bool:
 
 
 def help_page(task: str) -> str:
-    """The page that `ensemble-ml TASK --help` prints."""
+    """Return the page that `ensemble-ml TASK --help` prints."""
     entry = TASKS[task]
     lines = [
         f"ensemble-ml {task}: {(entry.config.__doc__ or '').strip()}",
@@ -359,7 +380,8 @@ def help_page(task: str) -> str:
         "Settings (key=value; ??? must be given):",
     ]
     composed = OmegaConf.to_container(compose_config(task, []), throw_on_missing=False)
-    rows = schema.setting_lines(entry.config, composed)  # what is in force: files of conf/ over the schema
+    # The page shows the defaults in force: those of the files in conf/ take precedence over the schema.
+    rows = schema.setting_lines(entry.config, composed)
     width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
     lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
     groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}
@@ -373,12 +395,12 @@ def help_page(task: str) -> str:
 
 
 def _own_groups(task: str, keys: list[str]) -> set[str]:
-    """Groups of `conf/` that a task with these settings takes, if they are there."""
+    """Return the groups of `conf/` that a task with these settings takes, if they exist."""
     return {key.partition(".")[0] for key in keys} | ({"experiment"} if task in ("train", "plan") else {task})
 
 
 def overview() -> str:
-    """The page that `ensemble-ml --help` prints."""
+    """Return the page that `ensemble-ml --help` prints."""
     rows = [f"  {name:<10} {(task.config.__doc__ or '').strip()}" for name, task in TASKS.items()]
     return "\n".join(
         [
@@ -393,11 +415,12 @@ def overview() -> str:
 
 
 def _quoted(path: str) -> str:
-    """A path as Hydra reads it back, whatever its letters."""
+    """Return a path in quotes, so that Hydra reads it back whatever its characters."""
     return "'" + path.replace("'", "\\'") + "'"
 
 
 def _dispatch(arguments: list[str]) -> int:
+    """Run what the command line asks for, and return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -421,7 +444,7 @@ def _dispatch(arguments: list[str]) -> int:
     size = next((item for item in settings if re.match(r"[+]*size=", item)), None)
     if task == "simulate" and size is not None:
         raise UserError(f"{size}: names what was chosen, and chooses nothing; say simulate={size.partition('=')[2]}")
-    options.pop("--run", options.pop("-r", None))  # which is what happens without it
+    options.pop("--run", options.pop("-r", None))  # running is the default
     shows = sorted(options.keys() & set(_SHOWS))
     if shows and "--multirun" in options:
         raise UserError(f"{shows[0]}: shows one configuration; leave out -m, and give each setting one value")
@@ -442,10 +465,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Part Hydra's options, under their long names and with their values, from settings.
+    """Separate Hydra's options, under their long names and with their values, from settings.
 
     Raises:
-        UserError: there is no such option, or it lacks its value.
+        UserError: an option does not exist, or its value is missing or not allowed.
     """
     options: dict[str, str] = {}
     settings: list[str] = []
@@ -481,7 +504,7 @@ def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _refuse_names_of_conf(folder: Path) -> None:
-    """Raise a UserError where a file has the name of one in `conf/`, in the place of which it would not be taken."""
+    """Refuse a folder with a file of the same name as one in `conf/` but other content: it would not be used."""
     for shipped in sorted(conf_folder().rglob("*.yaml")):
         name = shipped.relative_to(conf_folder())
         if (folder / name).is_file() and (folder / name).read_bytes() != shipped.read_bytes():
@@ -492,6 +515,7 @@ _EXAMPLES = {"--package": "model", "--config-dir": "FOLDER"}
 
 
 def _no_option(name: str) -> str:
+    """Return the message for an option that does not exist."""
     if name in ("--config-name", "-cn", "--config-path", "-cp"):
         more = "the task has its own; give files of yours with --config-dir FOLDER, as in experiment=NAME"
         return f"{name}: cannot be chosen: {more}"
@@ -499,7 +523,7 @@ def _no_option(name: str) -> str:
 
 
 def _with_store(settings: list[str]) -> list[str]:
-    """Put `store=` before paths that `inspect` is given without it, as a shell's pattern gives them."""
+    """Put `store=` before paths that `inspect` is given without it, such as those from a shell's pattern."""
     paths = [item for item in settings if "=" not in item or os.path.exists(item)]
     if not paths:
         return settings
@@ -509,21 +533,21 @@ def _with_store(settings: list[str]) -> list[str]:
 
 
 def _show(task: str, options: dict[str, str], settings: list[str]) -> int:
-    """Print what one of Hydra's options asks for, and run nothing."""
+    """Print what one of Hydra's options asks for, without running a task."""
     if "--shell-completion" in options and not re.match(r"((un)?install|query)=(bash|fish|zsh)\b", " ".join(settings)):
         raise UserError(
             '--shell-completion: say for which shell: eval "$(ensemble-ml -sc install=bash)", or zsh or fish'
         )
-    logging.getLogger().handlers.clear()  # Hydra has its own, and each line would come twice
+    logging.getLogger().handlers.clear()  # Hydra adds its own handlers, and each line would appear twice
     try:
         _by_hydra(task, options, [] if "--hydra-help" in options else settings, lambda _: None)
-    except SystemExit as ended:  # as it ends its own help page, and where there is no such package
+    except SystemExit as ended:  # Hydra exits so after its own help page, and for an unknown package
         return int(ended.code or 0)
     return 0
 
 
 def _warn_twice(settings: list[str]) -> None:
-    """Warn of settings that are given again, with another value: braces that the shell expands come so."""
+    """Warn of settings that are given twice with different values, as from braces that the shell expands."""
     last: dict[str, str] = {}
     for item in settings:
         key, _, value = item.partition("=")
@@ -533,7 +557,7 @@ def _warn_twice(settings: list[str]) -> None:
 
 
 def _complete(arguments: list[str]) -> int:
-    """Complete the command line for the shell, or print what makes the shell ask for that."""
+    """Complete the command line for the shell, or print the code that installs completion in the shell."""
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if not any(item.startswith("query=") for item in arguments):
@@ -547,12 +571,13 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _on_sigterm(*_: object) -> None:
+    """Raise KeyboardInterrupt, which unwinds the stack."""
     # Unwinding the stack lets every writer remove its half-made files.
     raise KeyboardInterrupt
 
 
 def _stopped(error: KeyboardInterrupt) -> int:
-    """Tell of a stop; the status that says so."""
+    """Print why the command was stopped, and return the exit status for it."""
     print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
     if isinstance(error, Stopped) and error.requeue:
         return STATUS_REQUEUE if error.first else 0
@@ -560,14 +585,19 @@ def _stopped(error: KeyboardInterrupt) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command line and return the exit status.
+
+    Args:
+        arguments: words of the command line; None for those of the process.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
     let_waiting_threads_sleep()  # before a task loads torch
     signal.signal(signal.SIGTERM, _on_sigterm)
     if not ignored(signal.SIGHUP):
         signal.signal(signal.SIGHUP, _on_sigterm)
-    # SIGUSR1 would end the process at once; a training that is still on its way to its checkpoint looks at it there.
+    # SIGUSR1 would end the process at once. A training that has not yet loaded its checkpoint handles it once it has
+    # (see `ensemble_ml.signals`).
     signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigterm)
     try:
         return _dispatch(arguments)
@@ -576,6 +606,6 @@ def main(arguments: list[str] | None = None) -> int:
         return STATUS_USER
     except KeyboardInterrupt as error:
         return _stopped(error)
-    except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
+    except BrokenPipeError:  # the reader of a pipe (head, less) has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

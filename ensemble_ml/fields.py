@@ -130,8 +130,7 @@ def _by_name() -> dict[str, Field]:
 def _by_alias() -> dict[str, Field]:
     """Return the variables by all their names.
 
-    An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others. A
-    standard name that several variables share is that of the variable on pressure levels.
+    A standard name that several variables share is that of the variable on pressure levels.
     """
     # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
     table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}

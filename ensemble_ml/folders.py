@@ -91,12 +91,12 @@ def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = Fals
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:
-    """Rename a draft to its final name in one step.
+    """Give a draft its final name in one step.
 
     Args:
         draft: the complete file.
         path: its final name.
-        replace: whether an existing file may be replaced.
+        replace: whether an existing file may be replaced. If not, the draft keeps its own name as well.
 
     Raises:
         UserError: the file exists, and `replace` is false.

@@ -1,7 +1,7 @@
-"""Geometry of a regular latitude-longitude grid: order, wrap, poles, exact cell areas.
+"""The geometry of a regular latitude-longitude grid: order of points, wrap, poles, and exact cell areas.
 
-Inside the program latitude runs from north to south and longitude eastwards. A grid that closes the circle starts at
-its first longitude in [0, 360); a regional one stays in one piece, so it starts below zero where it crosses Greenwich.
+In the program latitude runs from north to south, and longitude eastwards. A grid that closes the circle starts at its
+first longitude in [0, 360). A regional grid stays in one piece, so it starts below zero if it crosses Greenwich.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 
-TOLERANCE = 1e-3  # degrees; GRIB edition 1 keeps millidegrees
+TOLERANCE = 1e-3  # degrees; GRIB edition 1 stores coordinates in millidegrees
 
 
 class Edge(Enum):
-    """What lies beyond the first or the last row of a grid."""
+    """The kinds of edge of a grid: what lies beyond its first or last row."""
 
-    POLE_ROW = "pole_row"  # the row stands on the pole itself
+    POLE_ROW = "pole_row"  # the row lies on the pole itself
     POLE_BETWEEN = "pole_between"  # the pole lies half a row beyond
     OPEN = "open"  # a regional grid: nothing is known beyond
 
@@ -45,12 +45,12 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns (Y, X)."""
+        """Return the number of rows and columns (Y, X)."""
         return len(self.latitude), len(self.longitude)
 
     @property
     def wraps(self) -> bool:
-        """Whether the last longitude is one spacing west of the first: only then is the axis periodic."""
+        """Return whether the last longitude is one spacing west of the first, so that the axis is periodic."""
         columns = len(self.longitude)
         if columns < 2:
             return False
@@ -59,15 +59,16 @@ class Grid:
 
     @property
     def north(self) -> Edge:
-        """What lies north of the first row."""
+        """Return what lies north of the first row."""
         return self._edge(90 - self.latitude[0])
 
     @property
     def south(self) -> Edge:
-        """What lies south of the last row."""
+        """Return what lies south of the last row."""
         return self._edge(90 + self.latitude[-1])
 
     def _edge(self, distance: float) -> Edge:
+        """Return the kind of edge, given the distance of the outermost row from the pole in degrees."""
         rows = len(self.latitude)
         if not self.wraps or rows < 2:
             return Edge.OPEN
@@ -78,9 +79,16 @@ class Grid:
 
     @property
     def gaussian(self) -> bool:
-        """Whether rows of the globe lie where a Legendre polynomial is zero, nearly evenly spaced: the first of Y lies
-        j / (Y + 1/2) from the pole, j = 2.405 the first zero of Bessel's J_0, which is j / pi of a spacing
-        (Abramowitz and Stegun 1964, 22.16.6)."""
+        """Return whether the rows of a global grid are those of a Gaussian grid, the zeros of a Legendre polynomial.
+
+        Such rows are nearly evenly spaced. The distance of the first one from the pole tells them from regular rows
+        (Abramowitz and Stegun 1964, 22.16.6):
+
+            distance = j / (Y + 1/2) = (j / pi) spacing
+
+            j  first zero of Bessel's J_0, 2.405
+            Y  number of rows
+        """
         rows = len(self.latitude)
         if not self.wraps or rows < 4:
             return False
@@ -88,13 +96,16 @@ class Grid:
         return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
 
     def latitude_bounds(self) -> np.ndarray:
-        """Edges of the rows, (Y + 1,) degrees north, descending: midway between rows, and never beyond a pole."""
+        """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows, and within the poles."""
         middle = (self.latitude[:-1] + self.latitude[1:]) / 2
         first, last = _outer_bounds(self.latitude)
         return np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])
 
     def longitude_bounds(self) -> np.ndarray:
-        """Edges of the columns, (X + 1,) degrees east, ascending: midway between columns; 360 apart if it wraps."""
+        """Return the edges of the columns, (X + 1,) degrees east, ascending: midway between columns.
+
+        If the grid wraps, the first and the last edge are 360 degrees apart.
+        """
         if self.wraps:
             around = np.concatenate([[self.longitude[-1] - 360], self.longitude, [self.longitude[0] + 360]])
             return (around[:-1] + around[1:]) / 2
@@ -102,23 +113,23 @@ class Grid:
         return np.concatenate([[first], (self.longitude[:-1] + self.longitude[1:]) / 2, [last]])
 
     def area_weights(self) -> np.ndarray:
-        """Area of each cell over the mean area: (Y, X) float64, mean one.
+        """Return the area of each cell divided by the mean area: (Y, X) float64, with mean one.
 
-        The area between two latitudes is proportional to the difference of their sines; bounds lie midway between rows
-        and stop at the poles, so that a row on a pole keeps the small cap that belongs to it.
+        The area between two latitudes is proportional to the difference of their sines. Bounds lie midway between rows
+        and stop at the poles, so a row on a pole keeps the small cap that belongs to it.
         """
         heights = -np.diff(np.sin(np.deg2rad(self.latitude_bounds())))
         return np.broadcast_to((heights / heights.mean())[:, None], self.shape).copy()
 
     def same_as(self, other: Grid) -> bool:
-        """Whether both grids have the same points, to the precision of GRIB edition 1."""
+        """Return whether both grids have the same points, to the precision of GRIB edition 1."""
         return self.shape == other.shape and all(
             np.allclose(a, b, rtol=0, atol=TOLERANCE)
             for a, b in ((self.latitude, other.latitude), (self.longitude, other.longitude))
         )
 
     def describe(self) -> str:
-        """A phrase for messages: size, spacing and extent."""
+        """Return the size and extent of the grid as messages show them."""
         rows, columns = self.shape
         lat, lon = self.latitude, self.longitude
         return f"{rows} x {columns} points, {lat[0]:g} to {lat[-1]:g} N, {lon[0]:g} to {lon[-1]:g} E"
@@ -129,17 +140,21 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 
     Args:
         latitude: (Y,) degrees north, in either order.
-        longitude: (X,) degrees east, ascending as the archive scans it; any multiple of 360 may be added. A region
-            across Greenwich may stand in two pieces, the eastern one first, as a cut of 0 to 360 leaves it.
+        longitude: (X,) degrees east, ascending in the archive's order of points; any multiple of 360 may be added. A
+            region across Greenwich may consist of two pieces, the eastern one first, as a cut out of 0 to 360 leaves
+            it.
 
     Returns:
-        The grid and the index arrays (Y,), (X,) that take a field of the archive to it:
-        `values[rows[:, None], columns]`. A meridian that stands there twice, at both ends, is taken once.
+        The grid, and the index arrays (Y,), (X,) that take a field of the archive to it: `values[rows[:, None],
+        columns]`. A meridian that appears at both ends is taken once.
+
+    Raises:
+        UserError: longitude runs westwards, or the axes make no regular grid.
     """
     latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
     rows = np.argsort(-latitude, kind="stable")
     pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
-    if pieces[0]:  # of a meridian that stands at both ends, one
+    if pieces[0]:  # where the two pieces meet, one meridian may appear twice
         pieces = pieces[np.mod(np.diff(longitude[pieces], prepend=np.nan), 360) != 0]
     longitude = longitude[pieces]
     unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
@@ -147,7 +162,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
         raise UserError("longitude: runs westwards; only grids scanned eastwards are read")
     unwrapped = np.round(unwrapped, 9)
     if len(unwrapped) > 2 and abs(unwrapped[-1] - unwrapped[0] - 360) < TOLERANCE:
-        unwrapped = unwrapped[:-1]  # the first meridian stands there twice
+        unwrapped = unwrapped[:-1]  # the last meridian is the first one again
     trial = Grid(latitude[rows], unwrapped)
     if trial.wraps:
         modulo = np.mod(unwrapped, 360)
@@ -162,7 +177,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 
 
 def _second_piece(longitude: np.ndarray) -> int:
-    """Where the western piece of a region across Greenwich begins that is cut out of 0 to 360; 0 of all others."""
+    """Return where the western piece of a region across Greenwich begins, if it was cut out of 0 to 360; else 0."""
     if len(longitude) < 3 or not np.isfinite(longitude).all():
         return 0
     steps = np.mod(np.round(np.diff(longitude, append=longitude[0]), 9), 360)  # the last one closes the circle
@@ -172,6 +187,7 @@ def _second_piece(longitude: np.ndarray) -> int:
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:
+    """Refuse an axis that is empty, has NaN, or is not evenly spaced."""
     if ascending.ndim != 1 or len(ascending) == 0:
         raise UserError(f"{name}: expected one axis with at least one point, got shape {ascending.shape}")
     if not np.isfinite(ascending).all():
@@ -182,6 +198,7 @@ def _check_axis(name: str, ascending: np.ndarray) -> None:
 
 
 def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
+    """Return the northern edge of the first row and the southern edge of the last one."""
     if len(latitude) == 1:
         return latitude[0] + 0.5, latitude[0] - 0.5
     half = (latitude[0] - latitude[-1]) / (len(latitude) - 1) / 2

@@ -1,6 +1,7 @@
-"""What this process may use of its machine, and takes: cores, and memory, of which a control group may leave it less.
+"""The resources of the machine that this process may use, and those that it uses: cores and memory.
 
-A batch system limits a job by its own control group, which lies below the root: /proc/self/cgroup says where.
+A control group may leave a process less memory than the machine has. A batch system limits a job by its own control
+group, which lies below the root; /proc/self/cgroup says where.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from pathlib import Path
 
 _MEMBERSHIP, _MEMINFO = Path("/proc/self/cgroup"), Path("/proc/meminfo")
 _ROOT = Path("/sys/fs/cgroup")
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # parameters of mallopt(3)
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processors() -> list[str]:
-    """Models of the machine's processors, each once; none where /proc/cpuinfo is absent or names none."""
+    """Return the models of the machine's processors, each once; none if /proc/cpuinfo is absent or names none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -30,24 +31,26 @@ def processors() -> list[str]:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Let threads of OpenMP that wait for work sleep; it takes effect where no library has loaded OpenMP yet.
+    """Let OpenMP threads that wait for work sleep. This only has an effect before a library loads OpenMP.
 
-    By default they look for work in a loop, which is a little faster on cores that nobody else wants. Beside other
-    work a thread that looks takes the core from the one that it waits for: 150 steps of a small network by two threads
-    on two cores, at a load of four, took 14.3 s of processor time, and take 6.0 s with threads that sleep, to the same
-    bits. What the user has set stays.
+    By default they look for work in a loop, which is slightly faster on cores that nobody else uses. Beside other work,
+    such a thread takes the core from the thread for which it waits. 150 steps of a small network by two threads on two
+    cores, at a load of four, took 14.3 s of processor time; with sleeping threads they take 6.0 s, with identical
+    results. A setting of the user stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def keep_freed_memory(*, arenas: int | None = None) -> None:
-    """Let this process keep what freed arrays held for those to come, until it ends.
+    """Let this process keep the memory of freed arrays for later ones, until it ends.
 
-    glibc gives large blocks back to the kernel, which clears them page by page when the next step asks again: 190,000
-    page faults a step of the U-Net at 8 x 128 x 256 and a sixth of its time on two cores; the largest resident size
-    stayed the same. `arenas`: pools of blocks that threads begun from now on share; by default each has its own, and
-    what one thread compresses and another writes wanders from pool to pool. Where the C library is another, nothing
-    happens.
+    glibc returns large blocks to the kernel, which clears them page by page when the next step asks again. For the
+    U-Net at 8 x 128 x 256 these were 190,000 page faults a step, and a sixth of its time on two cores. The largest
+    resident size stayed the same. With another C library nothing happens.
+
+    Args:
+        arenas: number of memory pools that threads started from now on share. By default each thread has its own.
+            Blocks that one thread compresses and another writes then wander from pool to pool.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -60,7 +63,11 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
 
 
 def taken_memory(*, addresses: bool = False) -> int | None:
-    """Bytes that this process has in memory, or has `addresses` for; None where there is no /proc."""
+    """Return the resident memory of this process in bytes; None if there is no /proc.
+
+    Args:
+        addresses: whether to return the size of its address space instead.
+    """
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0 if addresses else 1])
     except OSError:
@@ -69,17 +76,21 @@ def taken_memory(*, addresses: bool = False) -> int | None:
 
 
 def memory_limit() -> int:
-    """Bytes that the processes of this job may use together."""
+    """Return the number of bytes that the processes of this job may use together."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _limits())])
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take; what the system keeps of files and gives up when asked counts as free."""
+    """Return the number of bytes that this process may still allocate.
+
+    Memory in which the system caches files counts as free, because it is given up on demand.
+    """
     return max(0, min([_available(), *(limit - used for limit, used in _limits())]))
 
 
 def _available() -> int:
+    """Return the bytes that the machine has available, by /proc/meminfo if it is there."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -88,10 +99,10 @@ def _available() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limit, and what is used of it less what files take, of this process's control group and of those above it."""
+    """Yield limit and use in bytes of this process's control group and of those above it, without cached files."""
     for folder, names in _groups():
         try:
-            limit, used = (int((folder / name).read_text()) for name in names[:2])  # "max" is none
+            limit, used = (int((folder / name).read_text()) for name in names[:2])  # "max" raises: there is no limit
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             yield limit, used - int(stat.get(names[2], 0))
         except (OSError, ValueError):
@@ -99,6 +110,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the folder of each control group that may limit memory, with the names of its files (cgroup v2 or v1)."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2: the step that is under way is finished and kept.
+"""Handling of Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2: the step under way is finished, and its state is kept.
 
-SLURM sends SIGUSR1 ahead of the time limit where a job asks for it, submitit SIGUSR2; such a run exits with a status
-that says so. Before the first step there is nothing to finish: what a resumed run has kept is there already, and a new
-one begins anew, a few times. SIGHUP says that the terminal is gone, with a connection that broke; a process that was
-started without regard to it (nohup) goes on.
+If a job asks for it, SLURM sends SIGUSR1 ahead of the time limit, and submitit SIGUSR2. Such a run exits with a status
+that asks for a restart. Before the first step there is nothing to finish: a resumed run has its checkpoint already, and
+a new run begins anew, a few times. SIGHUP means that the terminal is gone, with a connection that broke. A process that
+was started to ignore it (nohup) goes on.
 """
 
 from __future__ import annotations
@@ -16,35 +16,42 @@ from typing import Any, Self
 
 from ensemble_ml.errors import Stopped
 
-_AHEAD = (signal.SIGUSR1, signal.SIGUSR2)  # of the time limit: as sbatch is asked to, and as submitit does
-_TWICE = (*_AHEAD, signal.SIGHUP)  # may come: a batch script and its tasks are each sent one, a shell passes it on
+_AHEAD = (signal.SIGUSR1, signal.SIGUSR2)  # signals ahead of the time limit, by sbatch --signal and by submitit
+_TWICE = (*_AHEAD, signal.SIGHUP)  # signals that may come twice: to the batch script and its tasks, or from a shell
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_TWICE)
 _OUTPUTS = (1, 2)
-_REQUEUE = 1_000_000  # more than ranks can say otherwise
-_FRESH = 3  # restarts without a checkpoint: with a time limit that its fits do not fit into, a job would never end
+_REQUEUE = 1_000_000  # a vote for a restart, larger than the sum of all other votes can be
+# Restarts without a checkpoint. If the fits before the first step take longer than the time limit, a job would restart
+# forever.
+_FRESH = 3
 
 _noted: list[int] = []
 
 
 def restarts() -> int:
-    """How often SLURM has begun this job again; an empty variable says nothing."""
+    """Return how often SLURM has restarted this job; 0 if the variable is absent or empty."""
     count = os.environ.get("SLURM_RESTART_COUNT", "")
     return int(count) if count.isdecimal() else 0
 
 
 def ignored(number: int) -> bool:
-    """Whether this process was started to take no notice of a signal, as nohup starts it."""
+    """Return whether this process was started to ignore a signal, as nohup starts it."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 
 def note(number: int, _: object) -> None:
-    """A handler that leaves a signal to the next `StopRequest`, which can tell what is kept."""
+    """Note a signal for the next `StopRequest`, which knows what is kept. This is a signal handler."""
     _noted.append(number)
 
 
 def leave_gone(terminals: Sequence[int]) -> None:
-    """Let what is written to those of `terminals` (file descriptors) that are gone lead nowhere: it would be an error,
-    which ends a run before it has kept its step."""
+    """Redirect terminals that are gone to the null device.
+
+    Writing to them would raise an error that ends a run before it has kept its step.
+
+    Args:
+        terminals: file descriptors of terminals.
+    """
     for terminal in terminals:
         if not os.isatty(terminal):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -53,22 +60,29 @@ def leave_gone(terminals: Sequence[int]) -> None:
 
 
 class StopRequest:
-    """While armed, a first signal is noted in `requested`, and a second, but for those ahead of the time limit and for
-    SIGHUP, raises KeyboardInterrupt at once.
+    """A context manager that turns signals into a request to stop, for the duration of a run.
 
-    So does one before, but for those ahead of the time limit: they raise Stopped, which asks for a restart.
+    While it is armed, a first signal is noted in `requested`. A second signal raises KeyboardInterrupt at once, except
+    for signals ahead of the time limit and SIGHUP. Before it is armed, a signal raises KeyboardInterrupt at once,
+    except for signals ahead of the time limit: these raise Stopped, which asks for a restart.
 
-    A context manager, because handlers belong to the process; outside the main thread it leaves them alone.
+    It is a context manager because handlers belong to the process. Outside the main thread it leaves them alone.
     """
 
     def __init__(self, *, kept: bool = False, first: bool = True) -> None:
-        """`kept`: whether the run has a checkpoint to go on from; `first`: whether this is the job's first rank."""
+        """Set up a request without a signal.
+
+        Args:
+            kept: whether the run has a checkpoint from which it can go on.
+            first: whether this is the job's first rank.
+        """
         self.requested: str | None = None
         self._kept, self._first, self._armed = kept, first, False
         self._before: dict[int, Any] = {}
         self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
+        """Take over the signals, and handle one that was noted before."""
         if threading.current_thread() is threading.main_thread():
             if _noted:
                 number = _noted.pop()
@@ -80,39 +94,46 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the handlers of before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """From now on there is a state worth keeping."""
+        """Note that from now on there is a state worth keeping."""
         self._armed = True
 
     @property
     def vote(self) -> float:
-        """This rank's word on stopping; words of ranks are added."""
+        """Return this rank's vote on stopping; the votes of all ranks are added."""
         if self.requested is None:
             return 0.0
         return float(_REQUEUE) if self.requested in [number.name for number in _AHEAD] else 1.0
 
     @staticmethod
     def requeue(votes: float) -> bool:
-        """Whether any rank was asked to stop and be started again."""
+        """Return whether any rank was asked to stop and be started again.
+
+        Args:
+            votes: the sum of the ranks' votes.
+        """
         return votes >= _REQUEUE
 
     def _on_signal(self, number: int, _: object) -> None:
+        """Handle a signal."""
         if number == signal.SIGHUP:
             leave_gone(self._terminals)
         if self._armed and self.requested is None:
             self.requested = signal.Signals(number).name
         elif self._armed and number in _TWICE:
-            pass  # asked already
+            pass  # the stop was already requested
         elif number not in _AHEAD:
             raise KeyboardInterrupt
-        elif self.requested is None:  # of several, the first unwinds the stack
+        elif self.requested is None:  # only the first of several signals may unwind the stack
             self.requested = signal.Signals(number).name
             raise self._early()
 
     def _early(self) -> KeyboardInterrupt:
+        """Return the exception for a signal ahead of the time limit that comes before the first step."""
         when = f"{self.requested} before the first step"
         if self._kept:
             return Stopped(True, self._first, f"{when}; go on with resume=true", together=False)
