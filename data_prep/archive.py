@@ -98,6 +98,7 @@ class ArchiveSource:
             records = control_as_member(records, self.path)
         keep = chosen(records, self.path, variables, levels, dates)
         self.left_out = self._check_sums(records[keep], variables)
+        # Sums at lead 0, and sums that end elsewhere than at the cuts, must not define the intervals of the archive.
         keep &= not_at_lead_zero(records) & ~uncut(records, cuts or {})
         self._intervals = intervals(records[keep])
         keep &= ~beside(records, self._intervals)
@@ -212,6 +213,7 @@ class ArchiveSource:
         """
         lay = self.layout
         keep = ~np.isin(self._records["init"].astype("datetime64[ns]"), lay.init_time[list(dates)])
+        # The table is cut down instead of being made again, so that no file has to be read again.
         other = copy.copy(self)
         for name in ("_rows", "_records", "_subtrahend", "_partners"):
             setattr(other, name, getattr(self, name)[keep])
@@ -387,6 +389,7 @@ def open_archive(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, cuts=cuts, **kept),  # type: ignore[arg-type]
         index,
     )
+    # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
     if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):
         text = "%s: no field is said to be after the start, so times are taken for starts; where they are valid times,"
         log.warning(f"{text} give a coordinate forecast_reference_time", source.path)

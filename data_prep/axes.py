@@ -50,7 +50,7 @@ _DEGREES = {
     }
     for role, way in (("latitude", "north"), ("longitude", "east"))
 }
-_FEW = 3  # so few rows may lie within a degree and a half of the equator, so they are not suspected to be radians
+_FEW = 3  # rows; so few may all lie within a degree and a half of the equator, and are not taken for radians
 SHARES = ("percentile", "quantile", "threshold", "probability")  # coordinates that make values no field of one run
 ROUNDING = 1e-3  # hours: leads of some weeks in float32 days are off by about 1e-4
 _HOURS = {
@@ -105,6 +105,7 @@ def with_start(data: xr.Dataset) -> xr.Dataset:
     beside = [name for name, array in data.data_vars.items() if _tells_time(array) or _tells_share(array)]
     data = data.set_coords(beside) if beside else data
     starts = {name: a for name, a in data.data_vars.items() if a.attrs.get("standard_name") == START}
+    # A scalar coordinate belongs to every field, but one with its own dimension of length one would belong to none.
     alone = {name: a.squeeze(drop=True) if a.size == 1 else a for name, a in starts.items()}
     return data.assign(alone).set_coords(list(alone)) if alone else data
 
@@ -189,6 +190,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
             axes["init"] = xr.DataArray(init.values - later.reshape(()), dims=init.dims, name=init.name)
     if not lead.ndim or init.dims != lead.dims:
         return
+    # An axis of valid times becomes one of init times by subtracting the lead.
     valid = init.name in VALID and init.attrs.get("standard_name") != START
     starts = _to_minutes(init.values - later if valid else init.values)
     if (starts == starts[0]).all():
@@ -338,6 +340,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
+    # Without units, levels 1, 2, 3, ... may be numbers of model levels, unless a name states that they are pressure.
     counted = (
         not units and np.array_equal(np.sort(np.unique(values)), np.arange(1, values.size + 1)) and values.size > 1
     )

@@ -61,15 +61,19 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         pool: Pool
         if config.executor is Executor.processes:
             count = config.workers or cores()
+            # A forked process would inherit locks that threads of this process hold at the moment.
             pool = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn")))
         else:
             client = stack.enter_context(_cluster(stack, config))
             count = config.workers
             if config.scheduler and not client.nthreads():
                 log.warning("scheduler=%s: has no worker yet; start dates wait for one", config.scheduler)
+            # Dask could answer a pure call with the result of an earlier one, although the output may have been removed
+            # since.
             pool = stack.enter_context(client.get_executor(pure=False))
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
         if isinstance(pool, ProcessPoolExecutor):
+            # This runs before the exit of the pool itself, which would finish all waiting init times first.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def ahead() -> int:
@@ -110,6 +114,7 @@ def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files:
     Raises:
         UserError: this process finds archives that make another plan.
     """
+    # Several tasks of one process may begin at once, but only one of them has to open the archives.
     with _opening:
         job, build, pool = _opened(f"{config!r} {files}", threads, plan, _Held(config))
     return job.run(build, date, pool, lambda: False)

@@ -75,6 +75,7 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
         unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
         # For integers that are to be read as unsigned, the library's fill value lies in the middle of the range.
         unsaid &= not unsigned(array.attrs)
+        # xarray only turns those values into NaN that an attribute names, so the library's default is named here.
         if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
@@ -142,6 +143,7 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     if not all(end.dtype.kind in "iuf" and end.size == 1 for end in given):
         return -np.inf, np.inf
     about = array.encoding
+    # The limits are stored as signed integers, like the values, and must be reinterpreted like them.
     if unsigned(about):
         given = [end.astype(f"u{end.dtype.itemsize}") for end in given]
     numbers = iter(given)
@@ -149,6 +151,7 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
         none if end is None else float(next(numbers)) for end, none in zip(ends, (-np.inf, np.inf), strict=True)
     )
     if any(name in about for name in _PACKED) and all(end.dtype.kind in "iu" for end in given):
+        # The limits are widened by half a packing step, because they are compared with unpacked values.
         scale, offset = (float(about.get(name, other)) for name, other in zip(_PACKED, (1.0, 0.0), strict=True))
         least, most = sorted(((least - 0.5) * scale + offset, (most + 0.5) * scale + offset))
         return least, most

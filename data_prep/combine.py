@@ -22,7 +22,7 @@ class Combine(Enum):
     DIFFERENCE = "difference"  # first minus second: an interval of a sum from the start (see `difference`)
     SUM = "sum"
     MAXIMUM = "maximum"
-    SPEED = "speed"  # of a vector, from its two components
+    SPEED = "speed"  # magnitude of a vector, from its two components
 
 
 def difference(later: RawField, earlier: RawField) -> np.ndarray:
@@ -56,7 +56,7 @@ def _most(values: np.ndarray) -> float:
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
-COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # of parts that may come one by one
+COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # functions of parts that come one by one
     Combine.SUM: partial(reduce, np.add),
     Combine.MAXIMUM: partial(reduce, np.maximum),
     Combine.SPEED: lambda parts: np.hypot(*parts),

@@ -72,6 +72,7 @@ class FileIndex:
         if self.folder is None:
             return None
         absolute = os.path.abspath(path)
+        # Files of the same name in different folders need different entries.
         digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
 
@@ -169,6 +170,7 @@ class FileIndex:
             head = json.loads(line)
             if not _belongs(head, path, stamp):
                 return None
+            # A damaged table would make readers take bytes at wrong offsets for values.
             if hashlib.sha256(rows).hexdigest() != head["sha256"]:
                 raise ValueError("its checksum is wrong")
             return made(head, rows)

@@ -47,6 +47,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
         return []
     every = [source.present(part, date) for date in range(len(lay.init_time))]
     lost = source.lost(part)
+    # A field is expected if any init time and member has it, or if there are records that cannot be combined to it.
     anywhere = [np.any([both[surface].any(0) for both in every], axis=0) | lost[surface] for surface in (False, True)]
     for date, both in enumerate(every):
         start = hour_text(lay.init_time[date])
@@ -182,6 +183,7 @@ def holes(init_time: np.ndarray) -> list[np.datetime64]:
         hole = gap not in usual and gap <= _MOST_STEPS * usual.min()
         dates = _between(first, gap, usual, (before, after)) if hole else []
         found += dates
+        # After a hole that was filled, the step before the next date is the last step within the hole.
         before = first + gap - dates[-1] if dates else gap
     return found
 
@@ -203,6 +205,8 @@ def _between(
         usual: the one or two usual steps; two take turns.
         around: the steps before and after the gap, None at the ends, with which two usual steps have to alternate.
     """
+    # Two usual steps that take turns may begin with either one. The right order alternates with the steps around the
+    # gap.
     for start in range(len(usual)):
         steps = [usual[start]]
         while sum(steps, np.timedelta64(0)) < gap:

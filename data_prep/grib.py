@@ -202,7 +202,8 @@ class _Message:
             values[hidden] = 0
         if len(values) != self.points:
             raise UserError(f"{self._where()}: ecCodes finds {len(values)} values for {self.points} points")
-        if bad := int((~np.isfinite(values)).sum()):  # which no bitmap hides
+        # Missing values are hidden by a bitmap, so any NaN that is left is an error in the file.
+        if bad := int((~np.isfinite(values)).sum()):
             raise UserError(
                 f"{self._where()}: {bad} of {self.points} values are NaN or infinite; hide them by a bitmap, or leave"
                 " it out"
@@ -211,7 +212,7 @@ class _Message:
             raise UserError(f"{self._where()}: {_NO_FINITE}")
         factor, shift = float(self.record["decimal"]), float(self.record["reference"])
         step *= factor
-        if (factor, shift) != (1.0, 0.0):  # else even the sign of a zero is kept
+        if (factor, shift) != (1.0, 0.0):  # without a conversion, even the sign of a zero must be kept
             values = values * factor + shift
         shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
         out = np.empty(shape, np.float32)
@@ -299,7 +300,8 @@ class _Indexer:
             message, shift = without_values(content, offset, length, head)
             kind, said = ask(message, replace(head, data=head.data - shift))
             said = replace(said, data=said.data + shift)
-            if said == head:  # else our reading of the header is not ecCodes', and ecCodes is asked every time
+            # If ecCodes reads the header in another way than the program, it has to be asked for every such message.
+            if said == head:
                 _kinds[head.key] = kind
             head = said
         if kind.row is None or kind.scan is None:
@@ -400,7 +402,8 @@ def _records(
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
     simple = records["simple"]
-    # Of other packings the count may be no number of points: in edition 1 it divides by the width of something else.
+    # For other packings the count may not be a number of points. In edition 1 it is the number of bits divided by a
+    # width that is not that of the values.
     records["masked"] |= (records["bitmap"] > 0) & ((counts != points) | ~simple)
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))

@@ -201,9 +201,11 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
     field = stated or _named(array, spelling)
     if field is None:
         return Identity(None)
+    # The orography may be called z, and then only its standard name tells it from geopotential.
     if field.name == "z" and array.attrs.get("standard_name") in _ALTITUDES:
         field = FIELDS[FIELD_INDEX["orog"]]
     other = overrides.names.get(field.name)
+    # The user chose another variable of the file for this field, so this one must not take its place.
     if other in data and other != array.name:
         return Identity(None, f" (names= says that {other} is {field.name})")
     if reason := _no_field(data, array, field) or ("" if stated else _contradicted(array, field, spelling)):
@@ -231,7 +233,7 @@ def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
         return f"GRIB_paramId {number}"
     if reason := other_standard_name(array, field):
         return reason
-    if spelling.field is None:  # and what the registry knows of it is less than what the name says
+    if spelling.field is None:  # a name that the registry has needs no such check
         for key, text in (("name", str(array.name)), ("short_name", str(array.attrs.get("short_name", "")))):
             if word := other_word(text, field):
                 return f"{word} by its {key}"

@@ -102,6 +102,7 @@ def _other_files(paths: Any, files: list[str]) -> list[str]:
     for folder in (path for path in as_list(paths) if os.path.isdir(path) and not is_zarr(path)):
         for root, folders, names in os.walk(folder):
             stores = [name for name in folders if is_zarr(os.path.join(root, name))]
+            # The walk must not descend into Zarr stores, whose files are chunks of one store.
             folders[:] = sorted(set(folders) - set(stores))
             found = (Path(root, name) for name in (*stores, *names))
             others += [str(path) for path in found if os.path.realpath(path) not in taken]

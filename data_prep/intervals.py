@@ -145,6 +145,7 @@ def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
     result: dict[int, Interval] = {}
     latest: dict[int, int] = {}  # start of a sum -> lead that it has come to; some models begin anew every few hours
     for lead, start in pairs:  # ascending leads
+        # Only sums can be subtracted from each other. A maximum over 0-48 h does not yield that over 24-48 h.
         previous = latest.get(start) if FIELDS[index].accumulated else None
         result[lead] = Interval(start if previous is None else previous, lead, start, previous)
         latest[start] = lead
@@ -221,6 +222,7 @@ class Tiles:
             fitting = [one for one in self._ending.get(end, []) if start <= one[0] < end]
             if not fitting:
                 return ()
+            # Tuples compare by their start first and by their lead second.
             end, _, row = min(fitting)
             rows.append(row)
         return tuple(reversed(rows))

@@ -41,7 +41,7 @@ _OTHER = {  # words in names that mark a statistic of a variable, or another qua
     "wet", "dew", "dewpoint", "potential", "virtual", "index", "soil",
 }  # fmt: skip
 _SHARES = (*SHARES, "prob")
-_JOINED = re.compile(r"p\d{1,2}|(?:ens|t|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)")  # as `p90`, `tmax`, `ensmean`
+_JOINED = re.compile(r"p\d{1,2}|(?:ens|t|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)")  # `p90`, `tmax`, `ensmean`
 _STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that name a statistic
 _UNSAID = ("", "unknown", "missing", "255", "65535")  # ecCodes and cfgrib write these for keys that are not stated
 _CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # the numbers of PROCESSED_DATA in code table 1.4

@@ -61,7 +61,7 @@ RECORD = np.dtype(
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
         ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
-        ("reference", np.float64),  # where not simple: value = decoded * decimal + reference
+        ("reference", np.float64),  # if not simple: value = decoded * decimal + reference
         ("scale", np.float64),
         ("decimal", np.float64),
     ]
@@ -84,8 +84,8 @@ class Origin(NamedTuple):
     centre: str = ""
     label: str = ""  # MARS's class: operational, research, a reanalysis
     experiment: str = ""
-    institution: str = ""  # of NetCDF, in words
-    ensemble: str = ""  # which of a centre's ensembles: MARS's stream, the system of a seasonal forecast
+    institution: str = ""  # an attribute of NetCDF, in words
+    ensemble: str = ""  # one of the centre's ensembles: MARS's stream, the system of a seasonal forecast
 
     def differs(self, other: Origin, *, one_start: bool = False) -> bool:
         """Return whether any part that both origins state has different values, ignoring case.

@@ -89,6 +89,7 @@ def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndar
     if not len(others) or not member.any():
         return alone
     upper, anything = ~IS_SURFACE[records["field"]], np.True_
+    # Variables come first, so that the levels and leads of a variable that is left out are not named once more.
     for name, axis, kind in (("variables", "field", anything), ("levels", "level", upper), ("leads", "lead", anything)):
         known = np.unique(records[axis][member & kind])
         mine = others[(kind & ~alone)[others] & ~np.isin(records[axis][others], known)]

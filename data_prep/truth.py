@@ -66,13 +66,14 @@ class ArchiveTruth:
         if len(numbers) > 1:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
-        self._tiles: dict[tuple[int, int], Tiles] = {}  # of a position in FIELDS, and a level
+        self._tiles: dict[tuple[int, int], Tiles] = {}  # by position in FIELDS and level
         self._stale: set[str] = set()  # variables whose truth is long forecasts, for which a warning was logged
         self._over_intervals: set[str] = set()  # instantaneous variables that the truth only has over intervals
         self._rows = self._align(lambda name: name)
         there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
         derived = {name for name in layout.names if field(name).components and name not in there}
         self._partners = tuple(np.full(rows.shape, _MISSING) for rows in self._rows)
+        # A derived variable has the row of its first component in `_rows` and that of its second in `_partners`.
         if derived:
             self._rows = self._align(lambda name: field(name).components[0] if name in derived else name)
             self._partners = self._align(lambda name: field(name).components[1] if name in derived else "")

@@ -44,6 +44,7 @@ class Written:
         made: Any = zarr.open_array(self._folder, mode="r")
         said, fill = array.encoding | array.attrs, made.fill_value
         marks = [np.ravel(said[name]) for name in ("_FillValue", "missing_value") if name in said]
+        # `_Unsigned` reinterprets the bits of the values, so the fill value and the marks are reinterpreted alike.
         if made.dtype.kind == "i" and unsigned(said):
             kind = f"u{made.dtype.itemsize}"
             fill, marks = None if fill is None else fill.astype(kind), [mark.astype(kind) for mark in marks]

@@ -91,6 +91,7 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     latitude, longitude = grid.latitude, grid.longitude
     if Edge.POLE_ROW not in (grid.north, grid.south):
         return Grid(_blocks("rows", latitude, rows), _blocks("columns", longitude, columns))
+    # With a row on each pole, the factor must divide the intervals between rows, so that both rows stay.
     both = grid.north is grid.south
     if both:
         _check_factor("rows", rows, len(latitude) - 1, "intervals between rows")
@@ -131,6 +132,7 @@ def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
     Raises:
         UserError: fewer than two rows or columns are left.
     """
+    # The cell of a row on a pole is a cap that ends there.
     ticks = np.abs(latitude[1] - latitude[0]) / 2 if len(latitude) > 1 else 0.0
     bounds = grid.latitude_bounds()
     north, south = np.minimum(latitude + ticks, 90), np.maximum(latitude - ticks, -90)
@@ -170,6 +172,7 @@ def settings_for(source: Grid, target: Grid) -> str:
 def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
     """Return the grids that a single setting makes of `source` at the spacing of `target`, each with its setting."""
     found = [("", source)]
+    # A single row or column has no spacing to compare.
     if min(source.shape + target.shape) < 2:
         return found
     steps = [[abs(axis[1] - axis[0]) for axis in (grid.latitude, grid.longitude)] for grid in (source, target)]

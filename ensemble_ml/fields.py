@@ -79,12 +79,14 @@ class Field:
 def _pressure(
     name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
 ) -> Field:
+    """Return a variable on pressure levels."""
     return Field(name, standard_name, long_name, units, False, ids, aliases, **kw)
 
 
 def _surface(
     name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
 ) -> Field:
+    """Return a variable at the surface."""
     return Field(name, standard_name, long_name, units, True, ids, aliases, **kw)
 
 
@@ -123,6 +125,7 @@ FIELDS: tuple[Field, ...] = (
 
 @cache
 def _by_name() -> dict[str, Field]:
+    """Return the variables by their short names."""
     return {field.name: field for field in FIELDS}
 
 

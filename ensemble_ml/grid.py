@@ -96,7 +96,7 @@ class Grid:
         return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
 
     def latitude_bounds(self) -> np.ndarray:
-        """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows, and within the poles."""
+        """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows, up to the poles."""
         middle = (self.latitude[:-1] + self.latitude[1:]) / 2
         first, last = _outer_bounds(self.latitude)
         return np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])

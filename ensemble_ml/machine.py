@@ -56,6 +56,7 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return
+    # By mallopt(3), -1 turns off the trimming of the heap. Without mmap, large blocks come from the heap as well.
     mallopt(_TRIM_THRESHOLD, -1)
     mallopt(_MMAP_MAX, 0)
     if arenas is not None:

@@ -12,7 +12,7 @@ SHORT_TEXT = 500  # characters of `dates_text` to show in an attribute or on a p
 _SERIES = re.compile(r"R(\d+)/([^/]+)/PT(\d+)([HMS])")  # ISO 8601: repetitions, start, duration
 _UNITS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9}  # ns
 _SHORTEST = 3  # dates of a series; two dates by themselves are as short and easier to read
-_REACH = 16  # so many following dates are tried as the second of a series, because several series may take turns
+_REACH = 16  # following dates to try as the second of a series, because several series may take turns
 
 
 def hour_text(time: np.datetime64) -> str:

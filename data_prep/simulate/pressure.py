@@ -89,7 +89,7 @@ def _at_level(fields, phi, virtual, ground, depth, facts) -> dict[str, np.ndarra
     """Interpolate all fields to one level, given as the logarithm of its sigma, (N, Y, X)."""
     above = np.clip(np.searchsorted(_LOG_SIGMA, depth) - 1, 0, len(SIGMA) - 2)
     gap = _LOG_SIGMA[above + 1] - _LOG_SIGMA[above]
-    weight = np.minimum((depth - _LOG_SIGMA[above]) / gap, 1.0)  # of the layer below; 1 under the lowest
+    weight = np.minimum((depth - _LOG_SIGMA[above]) / gap, 1.0)  # weight of the layer below; 1 under the lowest
     take = lambda x, k: np.take_along_axis(x, k[:, None], axis=1)[:, 0]  # noqa: E731
     values = {
         name: take(fields[name], above) * (1 - weight) + take(fields[name], above + 1) * weight for name in "tuvq"

@@ -82,6 +82,7 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
     bias = area(error.mean(0) ** 2)
     noise = area(error.var(0, ddof=1)) / n if n > 1 else np.nan
     variance = area((spread**2).mean(0)) * (members + 1) / members
+    # Each point's means are removed, because the geography of spread and error alone would correlate them.
     a, b = spread - spread.mean(0), np.abs(error) - np.abs(error).mean(0)
     scale = np.sqrt(area((a**2).mean(0)) * area((b**2).mean(0)))
     return Realism(

@@ -96,15 +96,19 @@ class Synthesis:
             radius: radius of the sphere in metres.
         """
         self._orders, self._degrees = truncation + 1, truncation + 2
+        # The recurrences of the gradients use up one degree, so the table begins with one more than the coefficients
+        # have.
         p = legendre(np.sin(np.deg2rad(latitude)), truncation + 2)
         over_cosine, slope = legendre_gradients(p)
         wanted = (slice(self._orders), slice(self._degrees))
+        # The functions of `legendre` have no phase, but the basis of dinosaur has.
         phase = (-1.0) ** np.arange(self._orders)[:, None, None]
         self._p, self._east, self._north = (self._pair(phase * t[wanted]) for t in (p, over_cosine, slope))
         angle = np.outer(np.arange(self._orders), np.deg2rad(longitude))
         self._fourier = self._pair(np.stack([np.cos(angle), np.sin(angle)])[:, :, None], paired=True)[:, 0] / np.sqrt(
             np.pi
         )
+        # Order 0 has the factor 1/sqrt(2 pi) and not 1/sqrt(pi).
         self._fourier[0] /= np.sqrt(2.0)
         degree = np.arange(self._degrees, dtype=np.float64)
         degree[0] = np.inf  # the mean of vorticity and divergence has no wind
