@@ -166,7 +166,7 @@ class ArchiveSource:
                 interval = by_lead[lead]
                 if start == interval.origin and interval.previous is not None:
                     found[i] = row_of.get((*same, start, interval.previous), _ABSENT)
-                elif start != interval.start:  # a control's, over other hours than the members'
+                elif start != interval.start:  # a control over other hours than the members
                     found[i] = _ABSENT
         return found
 
@@ -327,7 +327,7 @@ class ArchiveSource:
             pressure[tuple(self._places[here[~flat]].T)] = True
             surface[tuple(self._places[here[flat], :3].T)] = True
         if derived:
-            least = 2  # a mean of one member is none of an ensemble, and is NaN
+            least = 2  # the mean of a single member is not one of an ensemble, and is NaN
             return pressure.sum(0, keepdims=True) >= least, surface.sum(0, keepdims=True) >= least
         return pressure, surface
 

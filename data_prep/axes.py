@@ -51,7 +51,7 @@ _DEGREES = {
     for role, way in (("latitude", "north"), ("longitude", "east"))
 }
 _FEW = 3  # rows; so few may all lie within a degree and a half of the equator, and are not taken for radians
-SHARES = ("percentile", "quantile", "threshold", "probability")  # coordinates that make values no field of one run
+SHARES = ("percentile", "quantile", "threshold", "probability")  # coordinates of values that are no run
 ROUNDING = 1e-3  # hours: leads of some weeks in float32 days are off by about 1e-4
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
@@ -88,7 +88,7 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
 
 
 def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
-    """Return the coordinate of levels in units of pressure, if `level` has no units and may only count them."""
+    """Return `level`, or a coordinate along it in units of pressure if `level` has no units and may only count."""
     if not level.attrs.get("units"):
         for other in array.coords.values():
             if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*PASCAL, *HECTOPASCAL):
@@ -245,7 +245,7 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
             continue
         times, wanted = xr.broadcast(xr.DataArray(axis.values, dims=axis.dims), expected)
         apart = np.abs((times - wanted).values)
-        wrong = apart > np.timedelta64(_MINUTE, "ms")  # NaT, where nothing was written, compares as false
+        wrong = apart > np.timedelta64(_MINUTE, "ms")  # false for NaT, which was never written
         if wrong.any():
             place = np.unravel_index(int(wrong.argmax()), wrong.shape)
             shown = [str(one.values[place].astype("datetime64[m]")) for one in (times, wanted)]
@@ -336,7 +336,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
     of_model = any(words in said.lower() for words in ("model level", "sigma", "hybrid"))
-    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # these may be interpolated from them
+    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # such levels were interpolated
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
@@ -406,7 +406,7 @@ def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dic
             continue
         if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
             text = f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it"
-        elif dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
+        elif dim == "expver":  # the Climate Data Store's axis of ERA5 and ERA5T
             text = (
                 f"{array.name}: has ERA5 and ERA5T side by side; join them: "
                 "data.sel(expver=1).combine_first(data.sel(expver=5))"

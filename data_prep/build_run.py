@@ -21,7 +21,7 @@ from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)
 
-_LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+_LINE_EVERY = 30.0  # seconds between lines of progress without a terminal
 _SEEN_WITHIN = 60.0  # seconds until a worker's files must be visible here; NFS caches attributes for some time
 _LOOK_AGAIN = 0.5  # seconds between checks of the init times that another builder has under way
 
@@ -62,7 +62,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         _say_what_is_superseded(job, build)
     if left and (config.parts is None or config.finalise):
         _check_still(build, () if config.finalise else left)
-        build.discard()  # a folder in which nothing is built
+        build.discard()  # removes the folder if nothing is built in it
         counts = f"{len(left)} of {build.dates}"
         raise UserError(f"output={build.path}: {counts} start dates are not built yet; run without finalise=true")
     if left:

@@ -173,7 +173,7 @@ def _cluster(stack: ExitStack, config: PrepareConfig) -> Any:
             raise UserError(
                 f"scheduler={config.scheduler}: cannot be reached ({error}); start it, or mend the address"
             ) from error
-    from dask_jobqueue import SLURMCluster  # its settings come from ~/.config/dask/jobqueue.yaml, as its users know it
+    from dask_jobqueue import SLURMCluster  # its settings come from ~/.config/dask/jobqueue.yaml
 
     try:
         cluster = stack.enter_context(SLURMCluster())

@@ -40,7 +40,7 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
     """
     first, second = (raw.decode().astype(np.float64) for raw in (later, earlier))
     now, before = np.maximum(first, 0), np.maximum(second, 0)
-    falls = now < before - _FALL * _most(before) - _ROUNDING * _most(now)  # never at a point without a value
+    falls = now < before - _FALL * _most(before) - _ROUNDING * _most(now)  # false at points without a value
     share = falls.sum() / max(1, np.isfinite(now + before).sum())
     if share > _FALLING:
         raise UserError(

@@ -31,7 +31,7 @@ _MOST_STEPS = 10  # a pause of more steps is taken as intended
 class Gap:
     """The fields that are missing for one init time and member: their number, and a phrase that names the first one."""
 
-    date: int  # position among the start dates
+    date: int  # position among the init times
     start: str
     text: str
     count: int

@@ -49,7 +49,7 @@ class GribFile:
 
     def __init__(self, path: str, index: FileIndex | None = None):
         self.path = path
-        descriptors.close(path)  # another file may have taken the name since it was last read
+        descriptors.close(path)  # the path may have been given to another file
         self.stamp = Stamp.of_archive(path)
         if not self.stamp.size:
             raise UserError(f"{path}: is empty; give a GRIB, NetCDF or Zarr archive")
@@ -66,7 +66,7 @@ class GribFile:
         if index is None:
             return _Indexer(self.path, self.stamp).table()
         with index.alone(self.path):
-            table = index.load(self.path, self.stamp)  # another may have made it meanwhile
+            table = index.load(self.path, self.stamp)  # another reader may have saved it meanwhile
             if table is None:
                 table = _Indexer(self.path, self.stamp).table()
                 index.save(self.path, self.stamp, table)
@@ -147,7 +147,7 @@ class _Message:
             out[...] = 0
             return out, None
         columns, first, last = out.shape[1], 0, self.place.grid.shape[0]
-        if self.place.by_rows and self.bits % 8 == 0:  # only the rows that are wanted
+        if self.place.by_rows and self.bits % 8 == 0:  # only the wanted rows are read
             first, last = self.place.stretch(self.rows)
         count, start = (last - first) * columns, packed_size(first * columns, self.bits)
         octets = self._read(int(self.record["data"]) + start, packed_size(count, self.bits))
@@ -272,9 +272,10 @@ class _Indexer:
                                 rows.append((*row, offset, length))
                     except UserError as error:
                         raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
-                if content[end:].strip(b"\0"):  # zeros behind the last message fill up a block
+                if content[end:].strip(b"\0"):  # zeros after the last message are padding
                     self._note_gap(end, len(content))
-            finally:  # a file that is being written looks damaged: say what it is
+            # A file that is being written looks damaged. Then the error must say that it changed.
+            finally:
                 self.stamp.check(self.path, Stamp.of(descriptor))
         try:
             records = _records(rows, self.scans, self.origins)

@@ -40,7 +40,7 @@ LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a mes
 _COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
 _AT_2_M = ("surface", "heightAboveGround 2")
 _AT_10_M = ("surface", "heightAboveGround 10")
-LEVELS = {  # the kinds of level on which each surface variable lies, with the height where there is one
+LEVELS = {  # the kinds of level on which each surface variable lies, with the height if there is one
     "t2m": _AT_2_M,
     "msl": ("surface", "meanSea"),
     "u10": _AT_10_M,

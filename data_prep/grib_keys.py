@@ -143,7 +143,7 @@ def eccodes_module() -> Any:
     """
     try:
         import eccodes
-    except (ImportError, RuntimeError) as error:  # the wheel raises RuntimeError where its C library is not found
+    except (ImportError, RuntimeError) as error:  # the wheel raises RuntimeError if its C library is missing
         raise UserError(f"GRIB: ecCodes cannot be loaded ({error}); pip install 'ensemble-ml[grib]'") from error
     if not _quietened.is_set():
         _keep_quiet()
@@ -289,7 +289,7 @@ def _kind(get: Get) -> Kind:
         "lead": end,
         "bounded": bounded,
         "bits": bits,
-        "masked": get("missingValueManagementUsed", 0) in (1, 2),  # among the values of complex packing
+        "masked": get("missingValueManagementUsed", 0) in (1, 2),  # complex packing marks them among its values
         "simple": packing == "grid_simple" and bits <= MOST_BITS and get("unitsFactor", 1.0) == 1.0,
     }
     absent = [key for key, value in row.items() if not isinstance(value, int)]
@@ -389,7 +389,7 @@ def _scan(get: Get) -> Scan:
     """
     latitude = [get(f"latitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
     longitude = [get(f"longitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
-    if get("alternativeRowScanning", 0):  # ecCodes gives no places of points for these
+    if get("alternativeRowScanning", 0):  # ecCodes states no coordinates of points for these
         remedy = "rewrite it with grib_set -s swapScanningAlternativeRows=1"
         raise UserError(f"{get('shortName')}: each second row is scanned the other way, which is not read; {remedy}")
     flags = (bool(get(name, 0)) for name in ("iScansNegatively", "jPointsAreConsecutive"))

@@ -35,9 +35,9 @@ class Header:
     reference: float
     binary_scale: int
     data: int  # offset of the packed values in the message
-    bitmap: int = 0  # offset of the bitmap's bits in the message; 0 where it has none
+    bitmap: int = 0  # offset of the bitmap's bits in the message; 0 if it has none
     bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points for which the bitmap section can be meant
-    count: int | None = None  # packed values, where the header says
+    count: int | None = None  # number of packed values, if the header states it
     room: int = 0  # bytes of packed values
     spare: int = 0  # bits by which the values may fall short of `count`: edition 1 fills up to whole octets
     level: int | None = None
@@ -128,7 +128,7 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
         if _octet(content, start + 7) == 1:
             return [_header1(content, start, end)]
         return [_header2(content, start, sections) for sections in _fields2(content, start, end)]
-    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section that ends where keys should stand
+    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section ends before its keys
         raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
 
@@ -177,7 +177,7 @@ def _header1(content: Content, start: int, end: int) -> Header:
         )
     )
     size, scale = int.from_bytes(values[:3], "big"), _signed(values, 4)
-    large = _integer(content, start + 4, 3) >= 0x800000 and size < 120  # then the length says something else
+    large = _integer(content, start + 4, 3) >= 0x800000 and size < 120  # section 4's length then has another meaning
     room = end - 4 - data - 11 if large else size - 11
     count = max(room * 8 - (values[3] & 15), 0) // values[10] if values[10] else None
     _check_room(room, end - 4 - data - 11)
@@ -313,7 +313,7 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
     if template in (1, 11, 60, 61) and section[35]:
-        member, out[35] = section[35], 255  # a member 0, which is left to ecCodes, keeps its 0: another key
+        member, out[35] = section[35], 255  # member 0 is left to ecCodes, and so has another key
     first, tail = _integer(section, 18, 4), _TAILS[template]
     if section[17] == 1 and 0 < first < 10_000:
         if template in (0, 1, 60):
@@ -331,7 +331,7 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
 _TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
 _BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)
 _SPARE = 15
-_MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
+_MISSING = 0xFFFFFFFF  # stands for the row length of a reduced grid, which differs from row to row
 _SOME_VALUES = 256  # bytes of values that ecCodes is given: some packings of edition 1 continue their header there
 
 
@@ -434,4 +434,4 @@ def _octets_of(time: np.datetime64) -> bytes:
 @lru_cache(1024)
 def _time(year: int, month: int, day: int, hour: int, minute: int) -> np.datetime64:
     """Return a time in seconds; numbers that are no date raise a ValueError."""
-    return np.datetime64(datetime(year, month, day, hour, minute), "s")  # refuses what is no date
+    return np.datetime64(datetime(year, month, day, hour, minute), "s")  # datetime refuses invalid dates

@@ -237,7 +237,7 @@ def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
         for key, text in (("name", str(array.name)), ("short_name", str(array.attrs.get("short_name", "")))):
             if word := other_word(text, field):
                 return f"{word} by its {key}"
-    known = spelling.field is not None and bool(method(array))  # means and extremes are looked at with their intervals
+    known = spelling.field is not None and bool(method(array))  # means and extremes are checked with their intervals
     return other_description(array, field, over_time=known)
 
 

@@ -143,8 +143,8 @@ def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
                 "keep one kind of range in the archive"
             )
     result: dict[int, Interval] = {}
-    latest: dict[int, int] = {}  # start of a sum -> lead that it has come to; some models begin anew every few hours
-    for lead, start in pairs:  # ascending leads
+    latest: dict[int, int] = {}  # start of a sum -> latest lead; some models begin new sums every few hours
+    for lead, start in pairs:  # in ascending order of leads
         # Only sums can be subtracted from each other. A maximum over 0-48 h does not yield that over 24-48 h.
         previous = latest.get(start) if FIELDS[index].accumulated else None
         result[lead] = Interval(start if previous is None else previous, lead, start, previous)

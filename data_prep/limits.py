@@ -1,8 +1,8 @@
 """Physical limits of each variable, beyond which a value must be an undeclared missing value or have other units.
 
 9999 and similar numbers stand for missing values in files that declare no fill value and have no bitmap. The limits are
-the same for every file format. A field that exceeds them is refused and never clipped: nobody knows what else is wrong
-with it. The height of pressure levels is that of the ICAO Standard Atmosphere (Doc 7488).
+the same for every file format. A field that exceeds them is refused and never clipped, because its other values may be
+wrong as well. The height of pressure levels is that of the ICAO Standard Atmosphere (Doc 7488).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ensemble_ml.fields import GRAVITY, Field
 # 9999, -9999 and -32767, and most values whose units are not the stated ones.
 _LIMITS = {
     "K": (100.0, 400.0),
-    "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
+    "Pa": (3e4, 1.2e5),  # at sea level, and at the surface of the highest mountains
     "m2 s-2": (-2e4, 2e6),
     "m s-1": (-500.0, 500.0),
     "kg kg-1": (-0.1, 0.5),
@@ -92,7 +92,7 @@ def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
         if low < ends[0] <= ends[1] < high:
             return ""
     values = raw.decode()
-    bad = (values <= low) | (values >= high)  # false of NaN, which is a point without a value
+    bad = (values <= low) | (values >= high)  # false for NaN, which is a point without a value
     if not bad.any():
         return ""
     first = float(values[bad][0])

@@ -1,8 +1,8 @@
 """Checks that a variable's attributes and coordinates allow it to be a field; otherwise it is left out by name.
 
-Each list here is of what is known to be harmless. A standard name, a scalar coordinate or a grid mapping that is in no
-list may make the values another quantity (an error, a percentile, soil at a depth). The attributes are those of the CF
-conventions and those that cfgrib copies from GRIB messages.
+Coordinates, grid mappings and keys of GRIB messages are compared with lists of what is known to be harmless. One that
+is in no list may make the values another quantity (a percentile, an error, soil at a depth), so the variable is left
+out. The attributes are those of the CF conventions and those that cfgrib copies from GRIB messages.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Fi
     """Return whether a coordinate does not affect what the field is: an axis, a grid mapping, or an area type."""
     about: Mapping[str, Any] = axis.attrs
     mapping = "grid_mapping_name" in about or "crs_wkt" in about
-    along_known = bool(axis.dims) and name not in axis.dims  # says something of an axis of length one
+    along_known = bool(axis.dims) and name not in axis.dims  # it describes an axis of length one
     of_area = field.static and name in _AREA_TYPES
     return name in _PLAIN or about.get("standard_name") in _ROLES or mapping or along_known or of_area
 
@@ -324,7 +324,7 @@ def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> s
         name: the variable that describes the mapping.
         of_degrees: whether the axes are known to be geographic, so that a mapping without content does not matter.
     """
-    if name not in data.variables:  # a choice of variables may have left it behind
+    if name not in data.variables:  # it may have been lost when variables were selected
         return _GEOGRAPHIC if name in _PLAIN or of_degrees else str(name)
     about = data.variables[name].attrs
     text = str(about.get("crs_wkt", about.get("spatial_ref", ""))).strip().upper()

@@ -48,15 +48,15 @@ RECORD = np.dtype(
         ("member", np.int32),
         ("numbered", bool),  # whether the file states the member; that of a deterministic run is 0
         ("init", "datetime64[s]"),
-        ("lead_start", np.int32),  # hours; below `lead` where the field is a sum or maximum over a range of steps
+        ("lead_start", np.int32),  # hours; less than `lead` if the field is a sum or maximum over a range of steps
         ("lead", np.int32),  # hours; the end of the range
         ("bounded", bool),  # whether the file states lead_start
         ("offset", np.int64),  # GRIB: offset of the message in the file; else the flat index over the leading axes
         ("length", np.int64),
         ("place", np.int16),  # GRIB: position in the file's list of scanned grids
         ("data", np.int32),  # offset of the packed integers in the message
-        ("bitmap", np.int32),  # offset of the bitmap in the message, 0 where it has none
-        ("stated", np.int32),  # number of values that the message states or has room for, -1 where it does neither
+        ("bitmap", np.int32),  # offset of the bitmap in the message, 0 if it has none
+        ("stated", np.int32),  # number of values by the message or by the size of its data, -1 if neither is known
         ("spare", np.uint8),  # bits by which the values may fall short of it
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),

@@ -215,7 +215,7 @@ def _unreadable(argument: str) -> str:
     text = f"{argument}: cannot be read; write key=value, with no blank around ="
     if not equals:
         return text
-    if "{" not in value and "[" not in value:  # a path, say
+    if "{" not in value and "[" not in value:  # most likely a path
         return f"{text}, and a value that holds ( ) = , or the like in two pairs of quotes: '{key}=\"{value}\"'"
     if re.fullmatch(r"\[.*[][{}()].*\]", value):
         return f"{text}, and each part of a list that holds brackets in quotes of its own: \"{key}=['first','second']\""

@@ -56,7 +56,7 @@ def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tupl
     height = np.maximum(fields["phis"] / facts.gravity, 1e-6)
     sea = ground + LAPSE_RATE * height
     capped = np.minimum(sea, 298.0)
-    share = np.clip((height - 2000.0) / 500.0, 0.0, 1.0)  # the cap comes in between 2000 and 2500 m
+    share = np.clip((height - 2000.0) / 500.0, 0.0, 1.0)  # the cap sets in between 2000 and 2500 m
     limited = (
         np.maximum((1 - share) * sea + share * capped - ground, 0.0) * facts.gas_constant / (facts.gravity * height)
     )
