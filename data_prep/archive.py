@@ -150,10 +150,11 @@ class ArchiveSource:
         self._places[:, 3] = np.where(self._surface, 0, positions(records["level"], lay.levels))
 
     def _find_subtrahends(self) -> np.ndarray:
-        """Return the row of the sum to subtract from each record: _NOTHING if none is needed, _ABSENT if it is missing.
+        """Return the catalogue's row of the sum to subtract from each record, (N,).
 
-        A sum from the start of the forecast is brought to the interval of its lead by subtracting the sum up to the
-        lead before (see `data_prep.intervals`).
+        It is _NOTHING if no sum is to be subtracted, and _ABSENT if the archive lacks it. A sum from the start of the
+        forecast is brought to the interval of its lead by subtracting the sum up to the lead before (see
+        `data_prep.intervals`).
         """
         found = np.full(len(self._records), _NOTHING, np.int32)
         for index, by_lead in self._intervals.items():

@@ -51,7 +51,8 @@ _DEGREES = {
     for role, way in (("latitude", "north"), ("longitude", "east"))
 }
 _FEW = 3  # rows; so few may all lie within a degree and a half of the equator, and are not taken for radians
-SHARES = ("percentile", "quantile", "threshold", "probability")  # coordinates of values that are no run
+# Values along these coordinates are statistics of an ensemble, and not fields of one run.
+SHARES = ("percentile", "quantile", "threshold", "probability")
 ROUNDING = 1e-3  # hours: leads of some weeks in float32 days are off by about 1e-4
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,

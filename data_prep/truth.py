@@ -200,7 +200,7 @@ class ArchiveTruth:
             interval: first and last hour after the init time.
 
         Raises:
-            UserError: several intervals would have to be combined, and nobody knows how.
+            UserError: several intervals would have to be combined, but it is not known how.
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -265,7 +265,7 @@ class ArchiveTruth:
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
 
     def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
-        """Return the rows of an instantaneous field, and how to combine them; no rows if it is missing."""
+        """Return the rows of a field that is not combined from intervals, and how to combine them; none if it is missing."""
         row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
         name = (self.layout.surface if surface else self.layout.variables)[place[2]]
         if row == _MISSING:

@@ -118,7 +118,8 @@ class Written:
             with open(path, "rb") as file:
                 if self._codec.index_location.value == "end":
                     file.seek(-whole, os.SEEK_END)
-                pairs = np.frombuffer(file.read(size), "u8").reshape(*self._in_file, 2)  # any byte order will do
+                # The byte order does not matter here, because only pairs with all bits set are looked for.
+                pairs = np.frombuffer(file.read(size), "u8").reshape(*self._in_file, 2)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: the index of its chunks cannot be read ({error}); fetch it again") from error
         return (pairs != np.iinfo(np.uint64).max).any(-1)
