@@ -265,7 +265,7 @@ class ArchiveTruth:
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
 
     def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
-        """Return the rows of a field that is not combined from intervals, and how to combine them; none if it is missing."""
+        """Return the rows of a field that is not made from intervals, and how to combine them; none if missing."""
         row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
         name = (self.layout.surface if surface else self.layout.variables)[place[2]]
         if row == _MISSING:

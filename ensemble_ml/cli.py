@@ -1,7 +1,7 @@
 """The command line: `ensemble-ml TASK key=value ...`.
 
 Hydra composes the files of `conf/` and the overrides over the schema in `config`. `OmegaConf.to_object` turns the
-result into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line
+result into dataclasses, and the task runs. This is the only file that imports Hydra. A user's mistake ends in one line
 and status 2. `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell
 completion) are Hydra's own, too.
 """

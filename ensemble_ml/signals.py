@@ -21,8 +21,8 @@ _TWICE = (*_AHEAD, signal.SIGHUP)  # signals that may come twice: to the batch s
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_TWICE)
 _OUTPUTS = (1, 2)
 _REQUEUE = 1_000_000  # a vote for a restart, larger than the sum of all other votes can be
-# Restarts without a checkpoint. If the fits before the first step take longer than the time limit, a job would restart
-# forever.
+# Restarts that are asked for without a checkpoint. Without this limit, a job would restart forever if the fits before
+# the first step take longer than its time limit.
 _FRESH = 3
 
 _noted: list[int] = []
@@ -64,7 +64,8 @@ class StopRequest:
 
     While it is armed, a first signal is noted in `requested`. A second signal raises KeyboardInterrupt at once, except
     for signals ahead of the time limit and SIGHUP. Before it is armed, a signal raises KeyboardInterrupt at once,
-    except for signals ahead of the time limit: these raise Stopped, which asks for a restart.
+    except for signals ahead of the time limit: these raise Stopped, which asks for a restart. After a few restarts
+    without a checkpoint they raise KeyboardInterrupt, too.
 
     It is a context manager because handlers belong to the process. Outside the main thread it leaves them alone.
     """
