@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.api.inputs import open_verified, settings_of
+from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
 from ensemble_ml.api.opening import resolve_pair
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
@@ -149,7 +149,7 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
         both = open_verified(config)
         config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
-        return Scores(score(config, both, both.unverified()))
+        return Scores(score(config, both, both.unverified(), open_ground(config, both)))
 
 
 def _shown(paths: Any) -> list[str]:
