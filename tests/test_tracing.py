@@ -1,0 +1,35 @@
+"""Slow tests run without a tracer, and leave it to those after them."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import tracing
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_slow_tests_alone_are_not_traced(slow):
+    def tracer(*_):
+        return None
+
+    item = SimpleNamespace(get_closest_marker=lambda name: name == "slow" and slow)
+    before = sys.gettrace(), threading.gettrace()
+    sys.settrace(tracer)
+    threading.settrace(tracer)
+    try:
+        around = tracing.pytest_runtest_protocol(item)
+        next(around)
+        meanwhile = sys.gettrace(), threading.gettrace()
+        with pytest.raises(StopIteration, match="ran"):
+            around.send("ran")
+        after = sys.gettrace(), threading.gettrace()
+    finally:
+        sys.settrace(before[0])
+        threading.settrace(before[1])
+    assert meanwhile == ((None, None) if slow else (tracer, tracer)) and after == (tracer, tracer)
+
+
+@pytest.mark.slow
+def test_a_slow_test_sees_no_tracer():
+    assert sys.gettrace() is None and threading.gettrace() is None
