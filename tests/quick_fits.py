@@ -6,12 +6,12 @@ networks are fitted take `whole_fits`; tests that look at how fits are kept take
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from stores import shared_folder
 
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.training import climate_data, fit_cache, point_fit
@@ -59,9 +59,8 @@ def fits_of(settings, folder):
 
 @pytest.fixture(scope="session")
 def fits_folder(tmp_path_factory):
-    """Return the folder of fits of this test run: one of all workers, who write a file as a whole."""
-    own = tmp_path_factory.getbasetemp()
-    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "fits"
+    """Return the folder of fits of this test run: workers write a file as a whole."""
+    return shared_folder(tmp_path_factory) / "fits"
 
 
 @pytest.fixture(autouse=True, scope="session")

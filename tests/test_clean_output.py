@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from synthetic import make_store
+from stores import make_store
 
 # What Python, C++ and the loggers of torch, XLA and TensorBoard put before a warning.
 FOREIGN = re.compile(r"Warning\b|warnings\.warn|^\[?[WEIF]\d{4}|^\[W\d*[ :.]|NNPACK|lr_scheduler|Traceback")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
-from synthetic import make_store
+from stores import make_store
 
 from data_prep.simulate.schedule import model_years
 from ensemble_ml import cli

@@ -15,7 +15,7 @@ import xarray as xr
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from scipy.stats import norm
-from synthetic import make_store
+from stores import make_store
 from verification.fakes import DATES, TEST, TRAIN, corrected, write_forecasts
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from quick_fits import RememberedSource
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.store.source import Part, Selection
 from ensemble_ml.training import fit_cache, point_fit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scoringrules import crps_normal
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants

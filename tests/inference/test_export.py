@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import xarray as xr
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml import cli
 from ensemble_ml.config import DataConfig, ExportConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from synthetic import land, make_store
+from stores import make_store
+from synthetic import land
 
 from ensemble_ml import cli
 from ensemble_ml.config import PredictConfig

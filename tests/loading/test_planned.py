@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from planning import CPU, Ranks, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import Assign, LoaderName
 from ensemble_ml.errors import UserError

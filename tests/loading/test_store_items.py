@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import make_layout, make_store
+from stores import make_store
+from synthetic import make_layout
 from test_clairvoyant import Gathering, run_ranks
 
 from ensemble_ml.config import Assign, Packing

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.benchmarks.common.hosts import Hosts, python
 from ensemble_ml.training import load_checkpoint

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from synthetic import make_store
+from stores import make_store
 from test_parallel_training import config_of
 
 from ensemble_ml.config import ParallelConfig, Precision

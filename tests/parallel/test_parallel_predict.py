@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from parallel.ranks import run_ranks
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import (
     DataConfig,

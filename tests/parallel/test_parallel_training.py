@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from parallel.ranks import run_ranks
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import (
     DataConfig,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 from parallel.ranks import run_ranks
-from synthetic import make_store
+from stores import make_store
 
 from data_prep.file_index import user_index
 from ensemble_ml import cli, folders

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.training import load_checkpoint
 from ensemble_ml.training.tracking import read_log

@@ -9,7 +9,7 @@ import torch
 from parallel.ranks import run_ranks
 from parallel.simulated import on_ranks
 from parallel.test_parallel_training import config_of, joined, stopped_at
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.benchmarks.voting import trials
 from ensemble_ml.config import (

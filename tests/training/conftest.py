@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import (
     DataConfig,

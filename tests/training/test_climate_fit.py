@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import make_spec
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError

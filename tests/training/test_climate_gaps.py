@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError

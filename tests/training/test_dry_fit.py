@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family

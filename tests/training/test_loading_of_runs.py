@@ -8,7 +8,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 from planning import CPU, readers_of, run, schedule_of
-from synthetic import make_layout, make_store
+from stores import make_store
+from synthetic import make_layout
 
 from ensemble_ml.config import LoaderName, LoadingConfig, Packing
 from ensemble_ml.distributed import Topology

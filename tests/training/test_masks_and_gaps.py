@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import scoringrules
 import torch
-from synthetic import land, make_store
+from stores import make_store
+from synthetic import land
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import make_climate, make_spec
-from synthetic import make_store
+from stores import make_store
 from training.fitting import SIZES, TRAIN, VALIDATION, alike, linear_of, nothing
 
 from ensemble_ml.config import ModelConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from synthetic import make_store
+from stores import make_store
 from training.fitting import SIZES, TRAIN, VALIDATION, missing_often, nothing
 
 from ensemble_ml.config import ModelConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from synthetic import make_store
+from stores import make_store
 from training.running import assert_equal_runs, spoil, stop_at, weights
 
 from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig, Nonfinite, OptimName, PredictConfig
 from ensemble_ml.errors import UserError

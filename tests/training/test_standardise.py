@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import ModelConfig, Precision, PredictConfig, Standardise
 from ensemble_ml.errors import UserError

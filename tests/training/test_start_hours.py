@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import train

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from synthetic import make_store
+from stores import make_store
 from training.running import assert_equal_runs, stop_at, weights
 
 from ensemble_ml.config import LoaderName, LoadingConfig, Precision, PredictConfig

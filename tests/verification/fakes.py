@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Header, Kind, Output, Places, file_name, write_forecast

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from fakes import corrected, write_forecasts
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.verification import evaluate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scoringrules
 from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part

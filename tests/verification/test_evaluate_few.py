@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid

@@ -7,7 +7,7 @@ import sys
 import netCDF4
 import pytest
 from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.verification import evaluate

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Part

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 from fakes import DATES, TEST, TRAIN, corrected, entry, write_forecasts
 from fakes import settings as settings_of
 from matplotlib.text import Text
-from synthetic import make_store
+from stores import make_store
 
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import Part
