@@ -231,7 +231,7 @@ def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["emos", *LEARNED])
-def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
+def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, undrawn, name):
     dates = {"data__train": ["2001-01-01/2001-01-20"], "data__validation": ["2001-01-21/2001-01-31"]}
     run = train(config_of(**settings(name, steps=4, validate_every=4, **dates)))
     source = open_store(store.path)

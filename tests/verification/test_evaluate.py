@@ -9,7 +9,7 @@ import netCDF4
 import numpy as np
 import pytest
 import scoringrules
-from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.inference import Kind
@@ -312,7 +312,7 @@ def with_members(name, members_m):
 
 
 @pytest.mark.slow
-def test_members_are_scored_as_vectors(store, tmp_path):
+def test_members_are_scored_as_vectors(store, tmp_path, undrawn):
     folder = write_forecasts(tmp_path / "f", store, TEST, with_members, train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
@@ -367,10 +367,10 @@ def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(sto
 
 
 @pytest.mark.slow
-def test_a_single_field_has_no_variogram(tmp_path):
+def test_a_single_field_has_no_variogram(tmp_path, undrawn):
     """It is a score of pairs; of one field it was zero, for everybody."""
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, variables=(), surface=("tp",), bias=0.6)
-    folder = write_forecasts(tmp_path / "f", made, TEST, with_members, train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
     assert {row["metric"] for row in rows} == {"crps_members", "energy"} and rows[0]["fields"] == 1
@@ -379,16 +379,16 @@ def test_a_single_field_has_no_variogram(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
-    gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[:3]]
+def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch, undrawn):
+    gone = [(Part.TRUTH, date, 0, "tp") for date in FEW[:2]]
     made = make_store(
         tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
     )
-    folder = write_forecasts(tmp_path / "f", made, TEST, with_members, train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
     (share,) = {row["left_out_area"] for row in rows}
-    assert share == pytest.approx(3 / len(TEST), abs=1e-6)
+    assert share == pytest.approx(2 / len(FEW), abs=1e-6)
     assert "of the area lacks a value of some field" in (tmp_path / "r" / "report.html").read_text()
     of = Known.of
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import netCDF4
 import numpy as np
 import pytest
-from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Kind
@@ -17,7 +17,7 @@ from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.plan import _member_notes
 
 
-def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tmp_path, plain):
+def test_a_forecast_by_statistics_stands_among_the_baselines(store, few_forecasts, tmp_path, plain):
     """A perfect one is the best baseline, is what claims are made against, and makes none itself."""
 
     def certain(name, truth):
@@ -26,8 +26,8 @@ def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tm
         return {Kind.MEAN: mean, Kind.STDDEV: scale, Kind.LOCATION: mean, Kind.SCALE: scale}
 
     clairvoyant = SimpleNamespace(layout=store.layout, read=lambda _, date: store.read(Part.TRUTH, date))
-    perfect = write_forecasts(tmp_path / "emos", clairvoyant, TEST, certain, train=TRAIN)
-    evaluate(settings(forecast, store, tmp_path / "r", baselines=str(perfect)), store)
+    perfect = write_forecasts(tmp_path / "emos", clairvoyant, FEW, certain, train=TRAIN)
+    evaluate(settings(few_forecasts, store, tmp_path / "r", baselines=str(perfect)), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert {row["reference"] for row in content["summary"] if row["best_baseline"]} == {"emos"}
     assert {claim["forecast"] for claim in content["claims"]} == {"forecast"}
@@ -37,20 +37,20 @@ def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tm
 
 
 def test_a_folder_named_like_a_baseline_goes_by_its_path(store, tmp_path, plain):
-    folder = write_forecasts(tmp_path / "climatology", store, TEST, corrected(), train=TRAIN)
+    folder = write_forecasts(tmp_path / "climatology", store, FEW, corrected(), train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     ours, climate = (entry(content, name, "t", 500)["crps"]["value"] for name in (str(folder), "climatology"))
     assert ours < 0.9 * climate
 
 
-def test_two_forecasts_share_dates_leads_and_draws(store, forecast, tmp_path, plain):
+def test_two_forecasts_share_dates_leads_and_draws(store, few_forecasts, tmp_path, plain):
     other = write_forecasts(
-        tmp_path / "one", store, TEST[:-1], corrected(members=3), leads=(48,), names=("t",), members_in="1 2 3"
+        tmp_path / "one", store, FEW[:-1], corrected(members=3), leads=(48,), names=("t",), members_in="1 2 3"
     )
-    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
+    evaluate(settings([str(few_forecasts), str(other)], store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert len(content["dates"]["test"]) == len(TEST) - 1
+    assert len(content["dates"]["test"]) == len(FEW) - 1
     reasons = sorted(d["reason"] for d in content["dates"]["dropped"])
     assert reasons == ["missing from one"] * 3
     assert {(row["variable"], row["lead_hours"]) for row in content["scores"]} == {("t", 48)}
@@ -63,10 +63,8 @@ def test_two_forecasts_share_dates_leads_and_draws(store, forecast, tmp_path, pl
 @pytest.mark.slow
 def test_claims_name_the_members_that_were_given(store, tmp_path, plain):
     """Nor is a forecast scored against members that it was made from as if they were held out."""
-    few = write_forecasts(tmp_path / "few", store, TEST, corrected(), train=TRAIN)
-    more = write_forecasts(
-        tmp_path / "more", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 4 5 6 7"
-    )
+    few = write_forecasts(tmp_path / "few", store, FEW, corrected(), train=TRAIN)
+    more = write_forecasts(tmp_path / "more", store, FEW, corrected(members=7), train=TRAIN, members_in="1 2 3 4 5 6 7")
     evaluate(settings([str(few), str(more)], store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
@@ -94,7 +92,7 @@ def knowing(folder, store, members_in):
 
 
 @pytest.mark.slow
-def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_path):
+def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_path, undrawn):
     few, all_ten = " ".join("12345"), " ".join(str(n + 1) for n in range(10))
     found = {}
     for name, members in (("few", few), ("more", few + " 6 7"), ("all", all_ten)):
@@ -138,10 +136,10 @@ def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
 @pytest.mark.slow
 def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store, tmp_path, plain):
     """Where members were missing on some dates: as many as were asked for; five where it does not say."""
-    made = write_forecasts(tmp_path / "f", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 5 6 7")
+    made = write_forecasts(tmp_path / "f", store, FEW, corrected(members=7), train=TRAIN, members_in="1 2 3 5 6 7")
     with netCDF4.Dataset(sorted(made.glob("*.nc"))[3], "a") as data:
         data.members_in = "1 2 3 4 5 6 7"
-    silent = write_forecasts(tmp_path / "silent", store, TEST, corrected(), train=TRAIN, members_in="")
+    silent = write_forecasts(tmp_path / "silent", store, FEW, corrected(), train=TRAIN, members_in="")
     for folders, size in (([made, silent], 7), ([silent, made], 5)):
         evaluate(settings([str(folder) for folder in folders], store, tmp_path / f"r{size}"), store)
         content = json.loads((tmp_path / f"r{size}" / "scores.json").read_text())
@@ -171,15 +169,15 @@ def test_a_forecast_from_a_member_that_the_ensemble_lacks_is_told_how_its_held_o
 
 def test_more_members_than_the_ensemble_has_are_all_of_it(store, tmp_path, plain):
     made = write_forecasts(
-        tmp_path / "f", store, TEST, corrected(members=10), train=TRAIN, members_in=" ".join(map(str, range(1, 52)))
+        tmp_path / "f", store, FEW, corrected(members=10), train=TRAIN, members_in=" ".join(map(str, range(1, 52)))
     )
     evaluate(settings(made, store, tmp_path / "r"), store)
     assert len(json.loads((tmp_path / "r" / "scores.json").read_text())["ensemble"]["reduced"]) == 10
 
 
-def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_path, plain):
+def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, few_forecasts, tmp_path, plain):
     """A law that stops at zero has more mean than location; scored by location, its rain would be biased upwards."""
-    evaluate(settings(forecast, store, tmp_path), store)
+    evaluate(settings(few_forecasts, store, tmp_path), store)
     content = json.loads((tmp_path / "scores.json").read_text())
     rain = entry(content, "blend_5", "tp", None)
     assert rain["crps_family"]["value"] < rain["crps_normal"]["value"]
@@ -189,31 +187,33 @@ def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw_10", "climatology"])
-def test_a_relative_path_that_is_a_baselines_name_replaces_none(store, forecast, tmp_path, plain, monkeypatch, name):
-    write_forecasts(tmp_path / name, store, TEST, corrected(shift=3.0, inflate=3.0), train=TRAIN)
+def test_a_relative_path_that_is_a_baselines_name_replaces_none(
+    store, few_forecasts, tmp_path, plain, monkeypatch, name
+):
+    write_forecasts(tmp_path / name, store, FEW, corrected(shift=3.0, inflate=3.0), train=TRAIN)
     monkeypatch.chdir(tmp_path)
     alone, beside = (
         json.loads((evaluate(settings(given, store, tmp_path / out), store) / "scores.json").read_text())
-        for out, given in (("a", [str(forecast)]), ("b", [str(forecast), name]))
+        for out, given in (("a", [str(few_forecasts)]), ("b", [str(few_forecasts), name]))
     )
     assert [one["label"] for one in beside["forecasts"]] == ["forecast", str(tmp_path / name)]
     assert entry(alone, name, "t", 500)["crps"] == entry(beside, name, "t", 500)["crps"]
 
 
 @pytest.mark.slow
-def test_baselines_of_few_members_do_not_use_all(store, forecast, tmp_path):
+def test_baselines_of_few_members_do_not_use_all(store, few_forecasts, tmp_path, undrawn):
     """Whatever their folders are called."""
-    other = write_forecasts(tmp_path / "emos_10", store, TEST, corrected(inflate=1.2), train=TRAIN)
-    evaluate(settings(forecast, store, tmp_path / "r", baselines=str(other)), store)
+    other = write_forecasts(tmp_path / "emos_10", store, FEW, corrected(inflate=1.2), train=TRAIN)
+    evaluate(settings(few_forecasts, store, tmp_path / "r", baselines=str(other)), store)
     page = (tmp_path / "r" / "report.html").read_text()
     assert "raw 10 (uses all 10)" in page and "emos_10" in page and "emos_10 (uses" not in page
 
 
 @pytest.mark.slow
-def test_a_name_is_drawn_as_it_is(store, forecast, tmp_path):
+def test_a_name_is_drawn_as_it_is(store, few_forecasts, tmp_path):
     """A legend leaves out what begins with _, and $ begins a formula."""
-    odd = shutil.copytree(forecast, tmp_path / "_x$b_$")
-    evaluate(settings([str(forecast), str(odd)], store, tmp_path / "r"), store)
+    odd = shutil.copytree(few_forecasts, tmp_path / "_x$b_$")
+    evaluate(settings([str(few_forecasts), str(odd)], store, tmp_path / "r"), store)
     assert "_x$b_$" in (tmp_path / "r" / "report.html").read_text()
     one = Interval(1.0, 0.5, 1.5)
     figure = plots.by_lead({"t": {"_x$b_$": [(24, one), (48, one)], "raw 5": [(24, one), (48, one)]}})

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.errors import UserError
@@ -22,7 +22,7 @@ def spread_only(name, members):
     return {Kind.SPREAD: members[:5].std(0, ddof=1)}
 
 
-def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
+def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog, undrawn):
     caplog.set_level("INFO")
     store = make_store(tmp_path / "s.zarr", dates=4, members=10, leads=(0,), surface=(), truth=False, static=False)
     folder = write_forecasts(tmp_path / "f", store, [3], spread_only, leads=(0,), train=[0, 1, 2])
@@ -91,8 +91,8 @@ def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
 
 
 @pytest.mark.slow
-def test_one_member_has_no_raw_spread(store, forecast, tmp_path):
-    evaluate(settings(forecast, store, tmp_path / "r", members_in=1), store)
+def test_one_member_has_no_raw_spread(store, few_forecasts, tmp_path, plain):
+    evaluate(settings(few_forecasts, store, tmp_path / "r", members_in=1), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert "raw_1" in content["entrants"] and "size_corrected_1" not in content["entrants"]
     assert "crps" not in entry(content, "raw_1", "t", 500) and "crps" in entry(content, "local_1", "t", 500)
@@ -164,10 +164,10 @@ def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     assert "too few blocks of dates to be sure in any of 4 fields; gain from " in said
 
 
-def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path):
+def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path, undrawn):
     one = {"variables": ("t",), "levels": (500,), "surface": (), "leads": (24,), "shape": (9, 16)}
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(), leads=(24,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     page = (tmp_path / "r" / "report.html").read_text()
     assert "Not tested for significance: fewer than 5 blocks of dates" in page and "Dots: " not in page
@@ -184,12 +184,12 @@ def test_an_error_has_no_size_in_deviations_that_are_none():
 
 
 def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path, plain):
-    gone = [(Part.FORECAST, date, 2, name) for date in TEST[:4] for name in ("t", "z")]
+    gone = [(Part.FORECAST, date, 2, name) for date in FEW[:4] for name in ("t", "z")]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert len(content["dates"]["test"]) == len(TEST) - 4
+    assert len(content["dates"]["test"]) == len(FEW) - 4
     assert {one["reason"] for one in content["dates"]["dropped"]} == {
         "with some members missing of every field that is scored"
     }
@@ -198,7 +198,7 @@ def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path,
 def test_where_no_fit_date_has_all_members_the_report_says_that_corrections_are_not_there(tmp_path, plain):
     gone = [(Part.FORECAST, date, 2, name) for date in TRAIN for name in ("t", "z")]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     told = "No correction of the raw ensemble is shown: of the 12 fit dates fewer than 5 have a truth and all 6 members"
@@ -208,7 +208,7 @@ def test_where_no_fit_date_has_all_members_the_report_says_that_corrections_are_
 def test_baselines_of_several_start_hours_are_told_of(tmp_path, plain):
     dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
     content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
     assert any(
         note.startswith("Baselines and climatology are fitted to starts at 00, 12 UTC") for note in content["notes"]
@@ -218,14 +218,14 @@ def test_baselines_of_several_start_hours_are_told_of(tmp_path, plain):
 def test_baselines_are_those_of_the_hours_at_which_forecasts_start(tmp_path, plain):
     dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
-    folder = write_forecasts(tmp_path / "f", made, TEST[::2], corrected(members=2), leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW[::2], corrected(members=2), leads=(24,), train=TRAIN)
     content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
     assert content["dates"]["fit"] == [dates[date] for date in TRAIN[::2]]
     assert "Baselines are fitted to the 6 of 12 training dates at 00 UTC, as forecasts start." in content["notes"]
     assert not any("00, 12 UTC" in note for note in content["notes"])
 
 
-def test_one_member_and_forecasts_of_the_mean_alone(tmp_path):
+def test_one_member_and_forecasts_of_the_mean_alone(tmp_path, undrawn):
     """Nothing has a width: there is no picture of an extreme case, and the report is written."""
     dates = [str(np.datetime64(year, "D") + 2 * k) for year in ("2001", "2002", "2003", "2004") for k in range(12)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=1, variables=("t",), levels=(850,), surface=())
@@ -237,20 +237,20 @@ def test_one_member_and_forecasts_of_the_mean_alone(tmp_path):
     assert "An extreme case" not in (tmp_path / "r" / "report.html").read_text()
 
 
-def test_maps_are_of_a_date_that_has_the_field(tmp_path):
+def test_maps_are_of_a_date_that_has_the_field(tmp_path, undrawn):
     """Of the last test date a member is missing, of t all truths: neither leaves an empty picture, or rows of nan."""
-    gone = [(Part.FORECAST, TEST[-1], 2, name) for name in ("t", "z")]
-    gone += [(Part.TRUTH, date, 0, "t") for date in TEST]
+    gone = [(Part.FORECAST, FEW[-1], 2, name) for name in ("t", "z")]
+    gone += [(Part.TRUTH, date, 0, "t") for date in FEW]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(48,), surface=("t2m",), absent=gone)
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(48,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(48,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     page = (tmp_path / "r" / "report.html").read_text()
-    assert f"Spread of t850 at 48 h, from {DATES[TEST[-2]]}" in page
+    assert f"Spread of t850 at 48 h, from {DATES[FEW[-2]]}" in page
     assert "<td>nan</td>" not in page
 
 
 def test_a_truth_that_verifies_nothing_is_refused(tmp_path):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), truth=False)
-    folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, spread_only, leads=(24,), train=TRAIN)
     with pytest.raises(UserError, match=r"truth=other: holds nothing at any valid time of .*s.zarr"):
         evaluate(settings(folder, made, tmp_path / "r", truth="other"), made)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from fakes import DATES, TEST, TRAIN, corrected, entry, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, write_forecasts
 from fakes import settings as settings_of
 from matplotlib.text import Text
 from stores import make_store
@@ -51,9 +51,9 @@ def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch)
 def test_a_case_without_a_truth_is_placed_by_its_index(tmp_path, plain):
     known = dict(dates=DATES, members=10, variables=("t", "q"), levels=(500, 850), surface=("tp",), bias=0.6)
     cases = []
-    for name, absent in (("a", []), ("b", [(Part.TRUTH, date, 0, "t") for date in TEST])):
+    for name, absent in (("a", []), ("b", [(Part.TRUTH, date, 0, "t") for date in FEW])):
         store = make_store(tmp_path / f"{name}.zarr", absent=absent, dispersion=0.7, **known)
-        forecast = write_forecasts(tmp_path / name, store, TEST, corrected(), train=TRAIN)
+        forecast = write_forecasts(tmp_path / name, store, FEW, corrected(), train=TRAIN)
         evaluate(settings_of(forecast, store, tmp_path / f"r{name}"), store)
         cases.append(json.loads((tmp_path / f"r{name}" / "scores.json").read_text())["case"])
     assert cases[1]["truth"] is None
@@ -100,8 +100,11 @@ def test_where_the_reference_is_perfect_a_worse_forecast_is_not_left_out(monkeyp
 @pytest.mark.slow
 def test_bins_of_spread_and_error_do_not_hang_on_the_order_of_names(tmp_path, plain):
     """Edges are those of the raw ensemble, which comes first, in every process."""
-    store = make_store(tmp_path / "a.zarr", dates=DATES, members=10, leads=(48,), surface=())
-    forecast = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
+    store = make_store(
+        tmp_path / "a.zarr", dates=DATES, members=10, leads=(48,), variables=("t",), levels=(850,), surface=(),
+        shape=(9, 16),
+    )  # fmt: skip
+    forecast = write_forecasts(tmp_path / "f", store, FEW, corrected(), leads=(48,), train=TRAIN)
     found = []
     code = "import sys; from ensemble_ml.cli import main; sys.exit(main(sys.argv[1:]))"
     for seed in "123":
