@@ -22,7 +22,7 @@ import torch
 from durations import Durations, longest_first
 from hypothesis import settings
 from matplotlib.figure import Figure
-from quick_fits import fields_read_once, fits_folder, own_fits, short_fits, whole_fits  # noqa: F401
+from quick_fits import fields_read_once, fits_folder, golden_fits, own_fits, short_fits, whole_fits  # noqa: F401
 from stores import stores_made_once  # noqa: F401
 from tracing import pytest_runtest_protocol  # noqa: F401
 

@@ -1,7 +1,8 @@
 """Fits as most tests need them: short, of fields that are read once, and shared by all trainings of the same settings.
 
-A training of a test spends nine tenths of its time on the fits before its first step. Tests that look at how well
-networks are fitted take `whole_fits`; tests that look at how fits are kept take `own_fits`.
+A training of a test would spend nine tenths of its time on the fits before its first step. Tests that look at how well
+something is fitted take `whole_fits`, and tests that look at how fits are kept `own_fits`; the golden run takes
+`golden_fits`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from stores import shared_folder
 
 from ensemble_ml.store.source import Fields, Part, Selection
-from ensemble_ml.training import climate_data, fit_cache, point_fit
+from ensemble_ml.training import climate_data, climate_fit, fit_cache, linear_fit, linear_sums, point_fit, spread_fit
+from ensemble_ml.training import truth_fit as truth
 
-_SHORT = {"_LEAST_STEPS": 30, "_PASSES": 1, "_CHOICES": 2}
-_WHOLE = {name: getattr(point_fit, name) for name in _SHORT}
+_SHORT_NETWORKS = {(point_fit, "_LEAST_STEPS"): 30, (point_fit, "_PASSES"): 1, (point_fit, "_CHOICES"): 2}
+_FEW_SHRINKS = torch.tensor([0.5, 2, 8, 32])
+_SHORT = _SHORT_NETWORKS | {  # fewer values to choose from, by fewer dates
+    (climate_fit, "_SAMPLE_DATES"): 8,
+    (linear_fit, "PENALTIES"): (1e-3, 3e-2, 1.0),
+    (linear_fit, "BAND_PENALTIES"): (1e-2, 1.0),
+    (linear_sums, "_CHOICES"): 1,
+    (spread_fit, "SHRINK"): _FEW_SHRINKS,
+    (truth, "SHRINK"): _FEW_SHRINKS,
+    (truth, "_FACTORS"): torch.linspace(-1, 1, 9).exp(),
+    (truth, "_NEAR"): torch.linspace(-0.25, 0.25, 3).exp(),
+    (truth, "_SHARES"): (0.0, 0.5, 1.0),
+}
+_WHOLE = {(module, name): getattr(module, name) for module, name in _SHORT}
 _MOST_KEPT = 1000  # files
 
 
@@ -48,10 +63,10 @@ class RememberedSource:
 
 @contextmanager
 def fits_of(settings, folder):
-    """Fit the small networks by these settings, and keep the fits in `folder`."""
+    """Fit by these settings, and keep the fits in `folder`: what names a fit does not tell such settings apart."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setattr(point_fit, name, value)
+        for (module, name), value in settings.items():
+            patch.setattr(module, name, value)
         patch.setattr(fit_cache, "FOLDER", str(folder))  # in no run's output folder
         patch.setattr(fit_cache, "_KEPT", _MOST_KEPT)
         yield
@@ -65,15 +80,22 @@ def fits_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def short_fits(fits_folder):
-    """Fit the small networks in a few steps; ranks are forks of the test's process, and do the same."""
+    """Fit in a few steps; ranks are forks of the test's process, and do the same."""
     with fits_of(_SHORT, fits_folder / "short"):
         yield
 
 
 @pytest.fixture(scope="module")
 def whole_fits(fits_folder):
-    """Fit the small networks of a module's tests as long as for users."""
+    """Fit a module's tests as for users."""
     with fits_of(_WHOLE, fits_folder / "whole"):
+        yield
+
+
+@pytest.fixture
+def golden_fits(fits_folder):
+    """Fit as when the losses of the golden run were written: short networks, all else as for users."""
+    with fits_of(_WHOLE | _SHORT_NETWORKS, fits_folder / "golden"):
         yield
 
 

@@ -17,6 +17,8 @@ from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.truth_fit import Truth
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 SHAPE = (16, 32)
 
 

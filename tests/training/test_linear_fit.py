@@ -20,6 +20,8 @@ from ensemble_ml.training.linear_sums import sums_of
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.team import Team
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 
 @pytest.fixture(scope="module")
 def dates(store):

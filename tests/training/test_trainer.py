@@ -131,7 +131,7 @@ def test_two_runs_are_equal(config_of, own_fits):
     assert_equal_runs(train(config_of(run="a")), train(apart))
 
 
-def test_golden_run(config_of):
+def test_golden_run(config_of, golden_fits):
     # without the surroundings, whose fit is in bfloat16 where the processor has it
     run = train(config_of(steps=20, validate_every=20, checkpoint_every=20, model__surroundings=0))
     losses = [line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line]
