@@ -204,30 +204,30 @@ def test_a_damaged_last_is_refused(config_of):
 @pytest.mark.slow
 def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
     """From the step before, whenever the last checkpoint was due; as if it had been left out at once."""
-    spoil(monkeypatch, 49)
-    plan = {"steps": 60, "validate_every": 50, "checkpoint_every": 50, "average": 0.9}
+    spoil(monkeypatch, 9)
+    plan = {"steps": 14, "validate_every": 10, "checkpoint_every": 10, "average": 0.9}
     config = config_of(**plan)
     with pytest.raises(UserError, match=r"last is the state before: go on .* by resume=true optim.nonfinite=skip"):
         train(config)
-    assert weights(Path(config.output) / "a").meta["step"] == 48
-    with pytest.raises(UserError, match="step 49"):
+    assert weights(Path(config.output) / "a").meta["step"] == 8
+    with pytest.raises(UserError, match="step 9"):
         train(replace(config, resume=True))
     run = train(config_of(**plan, resume=True, optim__nonfinite=Nonfinite.skip))
     whole = train(config_of(**plan, run="whole", optim__nonfinite=Nonfinite.skip))
-    assert weights(run).meta["step"] == 60
+    assert weights(run).meta["step"] == 14
     assert_equal_runs(run, whole)
     lines = [line for line in read_log(run / "log.jsonl") if "loss" in line]
-    assert [line["step"] for line in lines] == list(range(1, 61))
-    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(49, 1)]
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(9, 1)]
 
 
 def test_a_link_that_was_not_exchanged_is_mended(config_of):
-    run = train(config_of(steps=60, validate_every=30, checkpoint_every=30, optim__lr=2e-3))
+    run = train(config_of(steps=6, validate_every=3, checkpoint_every=3, optim__lr=2e-3))
     folder = run / "checkpoints"
     best = os.readlink(folder / "best")
     (folder / "best").unlink()
     (folder / ".partial-step_00000099").mkdir()
-    train(config_of(steps=60, optim__lr=2e-3, resume=True))
+    train(config_of(steps=6, optim__lr=2e-3, resume=True))
     assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
 
 
@@ -276,9 +276,9 @@ def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
 
 def test_a_copy_of_the_last_checkpoint_alone_looks_for_the_best_again(config_of, monkeypatch, caplog):
     """Its folder says which step was the best; a link to nothing would be made."""
-    plan = {"steps": 60, "validate_every": 30, "checkpoint_every": 30, "optim__lr": 2e-3}
+    plan = {"steps": 8, "validate_every": 4, "checkpoint_every": 4, "optim__lr": 2e-3}
     with monkeypatch.context() as patch:
-        stop_at(patch, 45)
+        stop_at(patch, 6)
         with pytest.raises(KeyboardInterrupt):
             train(config_of(**plan))
     checkpoints = Path(config_of().output) / config_of().run / "checkpoints"
@@ -292,7 +292,7 @@ def test_a_copy_of_the_last_checkpoint_alone_looks_for_the_best_again(config_of,
             shutil.rmtree(path)
     run = train(config_of(**plan, resume=True))
     assert "is not there, so the next validation begins to look for the best again" in caplog.text
-    assert load_checkpoint(run / "checkpoints" / "best").meta["step"] == 60
+    assert load_checkpoint(run / "checkpoints" / "best").meta["step"] == 8
 
 
 def test_a_depth_that_was_chosen_is_recorded_and_stays(config_of, caplog):
