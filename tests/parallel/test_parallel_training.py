@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from forked import fork_command
 from parallel.ranks import run_ranks
 from stores import make_store
 
@@ -221,8 +222,8 @@ def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher)
     for name, more in (("alone", []), (launcher, ["parallel.lat=2"])):
         settings = [
             "run=a", f"output={tmp_path / name}", f"data.store={store}", "data.train=[2001]", "data.members=[2]",
-            "model.hidden=4", "model.surroundings=16", "model.residuals=16",
-            "model.max_hidden=4", "model.depth=1", "model.precision=float64", "steps=4", "threads=1",
+            "model.hidden=4", "model.linear=false", "model.max_hidden=4", "model.depth=1", "model.precision=float64",
+            "steps=4", "threads=1",
             "tracking.tensorboard=false", "tracking.log_every=1", "validate_every=4",
         ]  # fmt: skip
         command = [*started[name], "-m", "ensemble_ml", "train", *settings, *more]
@@ -238,7 +239,7 @@ def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
         pytest.importorskip("mpi4py")
     settings = [
         "run=s${seed}", "seed=0,1", f"output={tmp_path}", f"data.store={store}", "data.train=[2001]",
-        "data.members=[2]", "model.hidden=4", "model.surroundings=16", "model.residuals=16", "model.max_hidden=4",
+        "data.members=[2]", "model.hidden=4", "model.linear=false", "model.max_hidden=4",
         "model.depth=1", "model.precision=float32", "steps=2", "threads=1", "tracking.tensorboard=false",
         "parallel.lat=2", f"hydra.sweep.dir={tmp_path}/sweep",
     ]  # fmt: skip
@@ -247,7 +248,7 @@ def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
     if launcher == "slurm":  # the port follows from the job's number
         step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
         tasks = [{**env, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=task) for task in tasks]
+        started = [fork_command(command[3:], task) for task in tasks]
     else:
         starts = {
             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
