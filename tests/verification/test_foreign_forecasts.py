@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from fakes import FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import FEW, TEST, TRAIN, corrected, entry, known_forecast, settings, write_forecasts
 from foreign import in_other_units, rewritten
 
 from ensemble_ml.errors import UserError
@@ -16,9 +16,10 @@ from ensemble_ml.verification.families import moments
 from ensemble_ml.verification.forecast_files import ForecastFile
 
 
-@pytest.fixture
-def forecast(few_forecasts):
-    return few_forecasts
+@pytest.fixture(scope="module")
+def forecast(store, tmp_path_factory):
+    """Make a forecast of three dates: what is read of a file is seen on each of them."""
+    return known_forecast(tmp_path_factory.mktemp("three") / "forecast", store, TEST[:3])
 
 
 def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
