@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +98,7 @@ def test_thresholds_members_and_a_region_by_the_command_line(road):
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_one_run_a_seed(road, own_fits, tmp_path):
+def test_a_sweep_trains_one_run_a_seed(road, own_fits, tmp_path, monkeypatch):
     _, _, store, _ = road
     arguments = [
         "experiment=quickstart",
@@ -109,8 +107,9 @@ def test_a_sweep_trains_one_run_a_seed(road, own_fits, tmp_path):
         "data.validation_members=2",
         "data.members=[1,2]",
     ]
-    command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *arguments, "run=seed${seed}", "seed=0,1"]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    ensemble_ml("train", "-m", *arguments, "run=seed${seed}", "seed=0,1")
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [".fits", "seed0", "seed1"]
     assert len(list((tmp_path / "runs" / ".fits").iterdir())) == 2  # each seed has its own
 

@@ -42,7 +42,7 @@ def store(tmp_path_factory):
 
 
 def voting(store, output, **changes):
-    changes = {"batch_size": 4} | changes
+    changes = {"batch_size": 4, "validate_every": 10} | changes  # a validation changes no weight
     config = config_of(store, output, optimizer=OptimName.lion, precision=Precision.float32, **changes)
     config.model.depth = 1
     config.optim.clip = 0.0
