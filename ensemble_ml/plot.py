@@ -96,7 +96,7 @@ def fan(
         >>> eml.plot.fan(forecast, "t2m", 48.2, 16.4).savefig("fan.png")
     """
     _need_matplotlib()
-    from ensemble_ml.verification.plots import BLUE, new_figure
+    from ensemble_ml.verification.plots import new_figure
 
     name = f"{variable}_quantile"
     if name not in forecast:
@@ -109,12 +109,7 @@ def fan(
     levels = values["quantile"].values
     figure, axes = new_figure(6.4, 3.4)
     axis = axes[0, 0]
-    for low in np.flatnonzero(levels < 0.5 - 1e-9):
-        high = int(np.abs(levels - (1 - levels[low])).argmin())
-        label = f"{100 * levels[low]:g} to {100 * levels[high]:g} %"
-        axis.fill_between(hours, values[low], values[high], color=BLUE, alpha=0.22, lw=0, label=label)
-    middle = int(np.abs(levels - 0.5).argmin())
-    axis.plot(hours, values[middle], "o-", color=BLUE, ms=4, label=f"{100 * levels[middle]:g} %")
+    _bands(axis, hours, levels, values.values)
     if truth is not None:
         seen = (
             _at(truth, latitude, longitude, level) if {"latitude", "longitude"} & set(truth.dims) else truth.squeeze()
@@ -178,6 +173,18 @@ def reliability(
         there = np.isfinite(shares) & np.isfinite(happened)
         curves[name].record(shares, happened, weights.transpose(*p.dims).values, there)
     return figures.reliability({title: curves})
+
+
+def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray) -> None:
+    """Draw quantiles (quantile, lead): a band between each and that which is as far from one, and the median."""
+    from ensemble_ml.verification.plots import BLUE
+
+    for low in np.flatnonzero(levels < 0.5 - 1e-9):
+        high = int(np.abs(levels - (1 - levels[low])).argmin())
+        label = f"{100 * levels[low]:g} to {100 * levels[high]:g} %"
+        axis.fill_between(hours, values[low], values[high], color=BLUE, alpha=0.22, lw=0, label=label)
+    middle = int(np.abs(levels - 0.5).argmin())
+    axis.plot(hours, values[middle], "o-", color=BLUE, ms=4, label=f"{100 * levels[middle]:g} %")
 
 
 def _need_matplotlib() -> None:
