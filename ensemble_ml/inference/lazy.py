@@ -83,7 +83,7 @@ class Forecaster:
             for at, sample in enumerate(samples):
                 for one in outputs(job.spec, prediction, at, sample, job.wanted, job.places, name):
                     made.setdefault(one.kind.value, []).append(np.ascontiguousarray(one.values, np.float32))
-        return {kind: np.stack(values, _time_axis(Kind(kind))) for kind, values in made.items()}
+        return {kind: _stacked(values, _time_axis(Kind(kind))) for kind, values in made.items()}
 
     def _ready(self) -> tuple[AnyModel, torch.device, Samples]:
         if self._made is None:
@@ -140,6 +140,11 @@ def _checked(device: str | None) -> str | None:
             why = str(error).splitlines()[0]
             raise UserError(f"device={device}: cannot be used ({why}); say cpu, or leave it out") from error
     return device
+
+
+def _stacked(values: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """Return fields with an axis of start dates; one alone, which is large then, is not copied."""
+    return np.expand_dims(values[0], axis) if len(values) == 1 else np.stack(values, axis)
 
 
 def _time_axis(kind: Kind) -> int:
