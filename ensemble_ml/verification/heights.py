@@ -94,8 +94,9 @@ def note(heights: Heights | None, variables: set[str]) -> str | None:
     away, found = np.abs(heights.rise), []
     if done := [name for name in names if name in heights.variables]:
         found.append(
-            f"Raw {_words(done)}, and what is made of them: corrected for the height of the truth's ground above the"
-            f" model's (up to {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km, hypsometric)."
+            f"Raw {_words(done)}, and what is made of {'them' if done[1:] else 'it'}: corrected for the height of the"
+            f" truth's ground above the model's (up to {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km,"
+            " hypsometric)."
         )
     for name in (name for name in names if name not in heights.variables):
         more = 100 * (heights.ratios[name] - 1)
