@@ -22,7 +22,7 @@ from ensemble_ml.training import truth_fit as truth
 _SHORT_NETWORKS = {(point_fit, "_LEAST_STEPS"): 30, (point_fit, "_PASSES"): 1, (point_fit, "_CHOICES"): 2}
 _FEW_SHRINKS = torch.tensor([0.5, 2, 8, 32])
 _SHORT = _SHORT_NETWORKS | {  # fewer values to choose from, by fewer dates
-    (climate_fit, "_SAMPLE_DATES"): 8,
+    (climate_fit, "SAMPLE_DATES"): 8,
     (linear_fit, "PENALTIES"): (1e-3, 3e-2, 1.0),
     (linear_fit, "BAND_PENALTIES"): (1e-2, 1.0),
     (linear_sums, "_CHOICES"): 1,

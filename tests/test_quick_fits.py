@@ -35,10 +35,10 @@ def test_fields_are_read_once_whatever_members_are_asked_for(tmp_path, monkeypat
 
 
 def test_fits_are_short_where_no_test_asks_for_whole_ones():
-    assert point_fit._LEAST_STEPS < 100 and climate_fit._SAMPLE_DATES < 24 and fit_cache.FOLDER.endswith("fits/short")
+    assert point_fit._LEAST_STEPS < 100 and climate_fit.SAMPLE_DATES < 24 and fit_cache.FOLDER.endswith("fits/short")
 
 
 def test_fits_are_those_of_users_where_a_test_asks_for_whole_ones(whole_fits):
     assert (point_fit._LEAST_STEPS, point_fit._PASSES, point_fit._CHOICES) == (500, 4, 4)
-    assert (climate_fit._SAMPLE_DATES, linear_sums._CHOICES) == (24, 4)
+    assert (climate_fit.SAMPLE_DATES, linear_sums._CHOICES) == (24, 4)
     assert fit_cache.FOLDER.endswith("fits/whole")

@@ -26,9 +26,8 @@ from ensemble_ml.loading import Reader
 from ensemble_ml.models.linear import TERMS, correction_shape, nested_bands
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import surroundings_shapes
-from ensemble_ml.training import linear_fit, linear_sums, point_fit, surroundings_fit, truth_fit
+from ensemble_ml.training import climate_fit, linear_fit, linear_sums, point_fit, surroundings_fit, truth_fit
 from ensemble_ml.training.climate_data import Dates, most_dates, spaced
-from ensemble_ml.training.climate_fit import SAMPLE_DATES
 from ensemble_ml.wording import duration
 
 _BACK_AND_FORTH = 3  # products in training: one forward, and two backward
@@ -71,7 +70,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
     fields = len(spec.leads_out) * spec.fields
     dates = len(spaced(train, most_dates(spec)))
     held_out = len(validation) or dates // 5
-    sample, unseen = min(SAMPLE_DATES, dates), min(SAMPLE_DATES, held_out)
+    sample, unseen = min(climate_fit.SAMPLE_DATES, dates), min(climate_fit.SAMPLE_DATES, held_out)
     samples, sums, points, solved = sample * (1 + len(sizes)) + unseen, 0.0, 0.0, 0.0
     fields_done = 0.0
     whole = 0.0  # operations of all corrections before the U-Net on the whole fields of one date

@@ -39,7 +39,7 @@ def test_the_page_runs(fresh):
 
 def test_names_in_the_readme_are_there():
     readme = (ROOT / "README.md").read_text()
-    section = readme[readme.index("## In Python") :].split("##")[1]
+    section = readme[readme.index("In Python, with") :].split("##")[0]
     used = set(re.findall(r"eml\.(\w+)", section))
     assert used == {"open", "prepare", "load", "calibrate", "verify", "plot"} and used < set(eml.__all__)
 
