@@ -1,8 +1,10 @@
-"""Weighted means that can be put together from parts: sums of weighted values and of weights.
+"""Sum weighted values and weights, so that means can be put together from parts.
 
-Axes: D start date, W weighting (exact cell area first, then one a point, then area in regions and strata), C column (a
-lead, variable and level).
-A state of some dates, rows or columns is added to that of others; the sum is the state of all, whatever the parts.
+States of other dates, rows or columns can be added, and the sum is the state of all of them. The result does not depend
+on how the work was split, up to rounding. This one class serves chunks of rows, dates, regions and the bootstrap.
+
+Axes: D initialisation time, W weighting (exact cell area first, then one a point, then area within regions and strata),
+C column (a lead, variable and level), Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ Strata = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Column:
-    """One field that is scored: `level` in hPa, None at the surface."""
+    """A field that is scored: a variable at a lead and a level.
+
+    Attributes:
+        lead_hours: Lead time in hours.
+        variable: Short name of the variable.
+        level: Pressure level in hPa; None at the surface.
+    """
 
     lead_hours: int
     variable: str
@@ -29,15 +37,22 @@ class Column:
 
     @property
     def name(self) -> str:
-        """As t850 or msl."""
+        """Return the variable and the level in one word, such as t850 or msl."""
         return self.variable if self.level is None else f"{self.variable}{self.level}"
 
 
 @dataclass(eq=False)
 class AggregationState:
-    """Sums over points for each start date, weighting and column: `total` and `weight` (D, W, C).
+    """A set of sums over points for each initialisation time, weighting and column.
 
-    `left_out` and `points` (D, C) count the points that a mask left out, and all.
+    Attributes:
+        dates: Length of D.
+        columns: Length of C.
+        weightings: Names of the weightings, in the order of W.
+        total: (D, W, C) sums of weighted values by key.
+        weight: (D, W, C) sums of weights by key.
+        left_out: (D, C) number of points that a mask left out, by key.
+        points: (D, C) number of all points, by key.
     """
 
     dates: int
@@ -57,17 +72,18 @@ class AggregationState:
         weights: np.ndarray,
         strata: Strata | None = None,
     ) -> None:
-        """Add the points of one start date, or of some rows of it.
+        """Add the points of one initialisation time, or of some rows of it.
 
         Args:
-            date: position on D.
-            columns: the Z columns that the values belong to.
-            statistics: (Z, Y, X) values. A NaN under a true mask makes the mean NaN, which the report shows.
-            mask: (Z, Y, X) bool, points that count.
-            weights: (W, Y, X) of the first weightings.
-            strata: by name of a further weighting, what multiplies the values and what counts as their weight, each
-                (Z, Y, X): points that belong to it on this date.
+            date: Position on D.
+            columns: The Z columns that the values belong to.
+            statistics: (Z, Y, X) values by key. A NaN under a true mask makes the mean NaN, which the report shows.
+            mask: (Z, Y, X) bool, true at points that count.
+            weights: (W, Y, X) weights of the first weightings.
+            strata: For each further weighting by name, two fields (Z, Y, X): the factor of the values, and the weight
+                that is counted. They select the points that belong to the stratum on this date.
         """
+        # Points are flattened, so that one matrix product sums all levels and weightings at once.
         flat_w = weights.reshape(len(weights), -1).T
         flat_mask = mask.reshape(len(mask), -1)
         weight = (flat_mask @ flat_w).T  # (W, Z)
@@ -83,15 +99,19 @@ class AggregationState:
             self.left_out[key][date, columns] += left_out
             self.points[key][date, columns] += flat_mask.shape[1]
         for key, values in statistics.items():
+            # A NaN times a zero weight would be NaN, so masked values are replaced and not only weighted with zero.
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            with np.errstate(invalid="ignore"):  # an infinite log score times the weight zero
+            with np.errstate(invalid="ignore"):  # an infinite log score may meet a weight of zero
                 self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
                 for at, factor, _ in further:
                     self.total[key][date, at, columns] += (kept * factor).sum(1)
 
     def _counting(self, keys: Sequence[Key]) -> list[Key]:
-        """Open `keys`, and return one for each array of weights among theirs: what is always recorded together, under
-        one mask, shares it, and `left_out` and `points` likewise."""
+        """Prepare `keys` for recording, and return one key for each array of weights that they use.
+
+        Statistics that are always recorded together, under one mask, share their arrays `weight`, `left_out` and
+        `points`. This saves memory, but such an array must be added to only once.
+        """
         fresh = [key for key in keys if key not in self.total]
         if fresh:
             self._open(fresh)
@@ -100,16 +120,19 @@ class AggregationState:
         for key in keys:
             sharing.setdefault(id(self.weight[key]), []).append(key)
         for address, mine in sharing.items():
-            if users[address] > len(mine):  # the others are not recorded now
+            # Some keys that share this array are not recorded now. Adding to it would change their weights as well, so
+            # the recorded keys get a copy.
+            if users[address] > len(mine):
                 self._part(mine)
         return [mine[0] for mine in sharing.values()]
 
     def _part(self, keys: Sequence[Key]) -> None:
-        """Give `keys`, which share their weights, a copy that no others share."""
+        """Give `keys`, which share their weights, a copy that no other key shares."""
         for table in (self.weight, self.left_out, self.points):
             table.update(dict.fromkeys(keys, table[keys[0]].copy()))  # type: ignore[attr-defined]
 
     def _open(self, keys: Sequence[Key]) -> None:
+        """Create zero sums for new keys. The keys share one array of weights."""
         shape = self.dates, len(self.weightings), self.columns
         self.total.update({key: np.zeros(shape) for key in keys})
         self.weight.update(dict.fromkeys(keys, np.zeros(shape)))
@@ -117,6 +140,14 @@ class AggregationState:
             counts.update(dict.fromkeys(keys, np.zeros((self.dates, self.columns), np.int64)))
 
     def __add__(self, other: AggregationState) -> AggregationState:
+        """Return the state of the points of both states.
+
+        Args:
+            other: A state of other points, with the same dates, columns and weightings.
+
+        Raises:
+            ValueError: The dates, columns or weightings differ.
+        """
         if (self.dates, self.columns, self.weightings) != (other.dates, other.columns, other.weightings):
             raise ValueError("states of different dates, columns or weightings cannot be added")
         merged = AggregationState(self.dates, self.columns, self.weightings)
@@ -128,7 +159,15 @@ class AggregationState:
         return merged
 
     def part(self, columns: slice) -> dict[str, dict]:
-        """The sums of some columns: `total` by key, `counts` (weight, left out, points) by the keys that share them."""
+        """Return the sums of some columns.
+
+        Args:
+            columns: Range of positions on C.
+
+        Returns:
+            `total` holds the sums by key. `counts` holds (weight, left out, points) by the tuple of keys that share
+            them.
+        """
         sharing: dict[int, list[Key]] = {}
         for key in self.total:
             sharing.setdefault(id(self.weight[key]), []).append(key)
@@ -137,7 +176,14 @@ class AggregationState:
         return {"total": {key: total[..., columns] for key, total in self.total.items()}, "counts": counts}
 
     def put(self, columns: slice, part: dict[str, dict]) -> None:
-        """Let columns of which nothing is recorded be those of a `part`, and let share what shares there."""
+        """Store a part in columns of which nothing is recorded yet.
+
+        Keys that share their weights in the part share them here as well.
+
+        Args:
+            columns: Range of positions on C.
+            part: Sums that `part` returned.
+        """
         if fresh := [key for key in part["total"] if key not in self.total]:
             self._open(fresh)
         for keys, counts in part["counts"].items():
@@ -148,9 +194,15 @@ class AggregationState:
             self.total[key][..., columns] = values
 
     def mean(self, key: Key, weighting: str = "area", draws: np.ndarray | None = None) -> np.ndarray:
-        """Weighted mean over dates and points: (C,), or (B, C) for the dates' counts `draws` (B, D) of a bootstrap.
+        """Return the weighted mean of a statistic over dates and points.
 
-        NaN where nothing was recorded or every point was left out.
+        Args:
+            key: Entrant and statistic.
+            weighting: Name of the weighting of the points.
+            draws: (B, D) how often each draw of the bootstrap counts each date; None counts every date once.
+
+        Returns:
+            (C,) means, or (B, C) with draws; NaN where nothing was recorded or every point was left out.
         """
         which = self.weightings.index(weighting)
         total, weight = self.total[key][:, which], self.weight[key][:, which]
@@ -161,8 +213,18 @@ class AggregationState:
         return np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight > 0)
 
     def choose(self, entrant: str, targets: Mapping[Statistic, Sequence[Statistic]]) -> dict[int, int]:
-        """Make the first of `targets` of an entrant, column by column, that of its options with the smallest mean, and
-        each further one its option at the same place; return which place.
+        """Choose, column by column, among alternative versions of an entrant's statistics.
+
+        The first target decides. For each column, the option with the smallest area-weighted mean is taken. Every
+        further target takes its option at the same position, so that all statistics of a column belong to one
+        distribution.
+
+        Args:
+            entrant: A baseline that was scored as several distributions.
+            targets: For each statistic to fill, the statistics to choose from.
+
+        Returns:
+            The position of the chosen option, by column. Columns without a finite mean are missing.
         """
         first = next(iter(targets.values()))
         means = np.stack([self.mean(Key(entrant, option)) for option in first])

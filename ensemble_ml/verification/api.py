@@ -1,14 +1,20 @@
-"""Scores of xarray objects, in the convention of `scores`: data by position, everything else by keyword.
+"""Score xarray objects, in the convention of the package `scores`: data by position, everything else by keyword.
 
-Every score but `efi` takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims`
-(dimensions to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas)
-and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that
-differ are refused, as are units, where both sides state them: nothing is skipped in silence. What has no meaning has no
-score: probabilities outside of 0 to 1, events other than 0 and 1, negative scales and weights, levels outside of (0, 1)
-and the like raise a `UserError`, which is a ValueError, at points that a mask leaves out as well (make these NaN). All
-is computed in float64, whatever the type of the data. Dask arrays stay lazy: their values are checked as they are
-computed. Chunks change no score; member, variable and quantile dimensions must lie in one chunk. Scores in the
-variable's units have these as their attribute `units`, the others none.
+Every score but `efi` takes these keyword arguments, which `weighted_mean` explains:
+
+- `reduce_dims`: dimensions to average over; None averages over all.
+- `preserve_dims`: dimensions to keep; "all" gives the value at each point.
+- `weights`: weights that broadcast; `area_weights` makes exact cell areas.
+- `mask`: bool, true at points that count.
+
+Nothing is skipped in silence. A missing value that no mask leaves out makes the mean NaN. Coordinates that differ are
+refused, and so are units where both sides state them. Values without a meaning raise a `UserError`, which is a
+ValueError: probabilities outside of 0 to 1, events other than 0 and 1, negative scales and weights, levels outside of
+(0, 1). This holds at masked points as well, so set such points to NaN.
+
+All scores are computed in float64, whatever the type of the data. Dask arrays stay lazy, and their values are checked
+when they are computed. Chunks change no score, but the member, variable and quantile dimensions must lie in one chunk.
+Scores in the units of the variable carry them as the attribute `units`; other scores have no such attribute.
 """
 
 from __future__ import annotations
@@ -48,15 +54,26 @@ __all__ = [
 def area_weights(
     data: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
 ) -> xr.DataArray:
-    """Exact area of each cell over the mean area, from the sines of the cells' bounds: (latitude, longitude).
+    """Return the exact area of each grid cell, divided by the mean area.
+
+    The area of a cell is proportional to the difference of the sines of its bounds, and not to the cosine of its
+    centre.
+
+    Args:
+        data: Data on a latitude-longitude grid, in degrees.
+        latitude: Name of the latitude coordinate.
+        longitude: Name of the longitude coordinate.
+
+    Returns:
+        (latitude, longitude) weights.
 
     Raises:
-        UserError: latitudes beyond the poles, or axes of no regular grid.
+        UserError: Latitudes lie beyond the poles, or the axes are not those of a regular grid.
     """
     lat, lon = data[latitude], data[longitude]
     check_all(latitude, lat.values, np.abs(lat.values) > 90 + TOLERANCE, "latitudes lie between -90 and 90 degrees")
     grid, rows, columns = canonical(lat.values, lon.values)
-    areas = np.zeros((len(lat), len(lon)))  # a meridian that stands there twice counts once
+    areas = np.zeros((len(lat), len(lon)))  # a meridian that occurs twice (0 and 360 degrees) counts once
     areas[rows[:, None], columns] = grid.area_weights()
     return xr.DataArray(areas, dims=(latitude, longitude), coords={latitude: lat, longitude: lon})
 
@@ -64,13 +81,20 @@ def area_weights(
 def at_places_of(
     data: Data, forecast: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
 ) -> Data:
-    """`data` at the grid points of a forecast, of a region or all, and with the forecast's coordinates.
+    """Return `data` at the grid points of a forecast, with the forecast's coordinates.
 
-    Forecasts of a region that crosses Greenwich count longitudes from below zero, archives from 0 to 360: xarray, which
-    compares the numbers, would drop what lies west of it. Here longitudes that differ by 360 degrees are the same.
+    Forecasts of a region that crosses Greenwich count longitudes from below zero, and archives from 0 to 360. xarray
+    compares the numbers and would drop everything west of Greenwich. Here, longitudes that differ by 360 degrees are
+    equal.
+
+    Args:
+        data: Data on a grid that contains all points of the forecast.
+        forecast: Forecast on a grid, global or of a region.
+        latitude: Name of the latitude coordinate.
+        longitude: Name of the longitude coordinate.
 
     Raises:
-        ValueError: the forecast is at points, or where `data` has no grid point.
+        ValueError: The forecast is at points and not on a grid, or `data` lacks one of its grid points.
     """
     if not {latitude, longitude} <= set(forecast.dims):
         held = ", ".join(map(str, forecast.dims))
@@ -93,13 +117,24 @@ def weighted_mean(
     weights: xr.DataArray | None = None,
     mask: xr.DataArray | None = None,
 ) -> xr.DataArray:
-    """Sum of weighted values over sum of weights, of the points that `mask` keeps; NaN where none is left.
+    """Return the sum of weighted values divided by the sum of weights.
 
-    Weights may cover more than the values do; along dimensions that they or the mask have beside, values are repeated.
+    Weights may cover more points than the values. If the weights or the mask have dimensions that the values lack, the
+    values are repeated along them.
+
+    Args:
+        values: Values at points.
+        reduce_dims: Dimensions to average over; None averages over all.
+        preserve_dims: Dimensions to keep; "all" keeps every point.
+        weights: Weights, 0 or more; None weights all points equally.
+        mask: True (or 1) at points that count, False (or 0) elsewhere; None counts all.
+
+    Returns:
+        The mean over the chosen dimensions; NaN where no point is left.
 
     Raises:
-        ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there; weights are
-            negative, or the mask holds anything but True and False (or 1 and 0).
+        ValueError: Both `reduce_dims` and `preserve_dims` are given, a dimension is missing, weights are negative, or
+            the mask holds other values.
     """
     if weights is not None:
         weights = _checked(check_weights, weights, abs(weights).max())
@@ -116,6 +151,7 @@ def weighted_mean(
     if weights is not None:
         w = xr.align(values, weights, join="left", copy=False)[1].astype(np.float64).broadcast_like(values)
     if mask is not None:
+        # Both are set to zero: a weight of zero alone would not remove a NaN from the sum.
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
     total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
     mean = (total / weight.where(weight > 0)).rename(values.name)
@@ -133,12 +169,26 @@ def crps_ensemble(
     upper: float = np.inf,
     **reduction: Any,
 ) -> xr.DataArray:
-    """CRPS of an ensemble, fair or ordinary; threshold-weighted to what lies between `lower` and `upper`.
+    """Compute the CRPS of an ensemble, fair or ordinary.
 
-    Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
+    Limits give the threshold-weighted CRPS, in which only values between `lower` and `upper` count.
+
+    Sources: Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
+
+    Args:
+        forecast: Members along `member_dim`.
+        observed: Truth in the same units.
+        member_dim: Name of the member dimension.
+        fair: Estimate the CRPS of an infinite ensemble from exchangeable members; False scores the members as they are.
+        lower: Lower limit in the units of the variable.
+        upper: Upper limit in the units of the variable.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean CRPS in the units of the variable.
 
     Raises:
-        ValueError: a fair score of one member, or `lower` not below `upper`.
+        ValueError: A fair score is asked of one member, or `lower` is not below `upper`.
     """
     check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
@@ -154,13 +204,24 @@ def crps_distribution(
     lower: float = -np.inf,
     **reduction: Any,
 ) -> xr.DataArray:
-    """CRPS of a parametric forecast; `family` as the attribute `distribution_family` names it.
+    """Compute the CRPS of a parametric forecast.
 
-    In closed form, or threshold-weighted to what lies above `lower` (`families.crps_above`: Gneiting & Ranjan 2011,
-    doi:10.1198/jbes.2010.08110).
+    It is in closed form without `lower`. With it, the CRPS is threshold-weighted to values above `lower`
+    (`families.crps_above`: Gneiting & Ranjan 2011, doi:10.1198/jbes.2010.08110).
+
+    Args:
+        location: Location of the distribution.
+        scale: Scale of the distribution, 0 or more; a scale of zero is a point forecast.
+        observed: Truth in the same units.
+        family: Family as the attribute `distribution_family` of forecasts names it.
+        lower: Lower limit in the units of the variable.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean CRPS in the units of the variable.
 
     Raises:
-        ValueError: a family that is not known, or a negative scale; a scale of zero is a point forecast.
+        ValueError: The family is not known, or a scale is negative.
     """
     law = _law(family)
     score = lambda mu, sigma, y: families.crps_above(law, mu, sigma, y, lower)  # noqa: E731
@@ -171,12 +232,24 @@ def crps_distribution(
 def log_score(
     location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
 ) -> xr.DataArray:
-    """Minus the log of the predicted density, or of the mass at a bound of a censored law; nats.
+    """Compute minus the logarithm of the predicted density, in nats.
 
-    Good (1952); Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 9.
+    At a bound of a censored distribution the point mass takes the place of the density.
+
+    Sources: Good (1952); Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 9.
+
+    Args:
+        location: Location of the distribution.
+        scale: Scale of the distribution, above zero.
+        observed: Truth in the same units.
+        family: Family as the attribute `distribution_family` of forecasts names it.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean log score.
 
     Raises:
-        ValueError: a family that is not known, or a scale that is not above zero: a point forecast has no density.
+        ValueError: The family is not known, or a scale is not above zero (a point forecast has no density).
     """
     law = _law(family)
     score = lambda *a: families.log_score(law, *a)  # noqa: E731
@@ -186,12 +259,23 @@ def log_score(
 def spread_skill(
     forecast: xr.DataArray, observed: xr.DataArray, *, member_dim: str = "realization", **reduction: Any
 ) -> xr.DataArray:
-    """Root of (M + 1) / M times the mean variance, over the RMSE of the ensemble mean: one for a perfect ensemble.
+    """Compute the ratio of the ensemble's spread to the RMSE of its mean.
 
-    Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+        ratio = sqrt((M + 1) / M mean variance) / RMSE
+
+    It is one for a perfect ensemble. Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+
+    Args:
+        forecast: Two or more members along `member_dim`.
+        observed: Truth in the same units.
+        member_dim: Name of the member dimension.
+        **reduction: Arguments of `weighted_mean`, for variance and squared error alike.
+
+    Returns:
+        The ratio, without units.
 
     Raises:
-        ValueError: one member alone, which has no spread.
+        ValueError: There is only one member, which has no spread.
     """
     m = check_dim(forecast, member_dim)
     check_count(member_dim, m, 2, "a spread is of several members")
@@ -200,6 +284,7 @@ def spread_skill(
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
+    # The root is taken after the means: the mean of roots would be another quantity (Fortin et al. 2014).
     ratio = (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
     return bare(ratio)
 
@@ -212,7 +297,18 @@ def rank_histogram(
     seed: int = 0,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
+    """Compute the share of points at each rank of the truth among the members (Talagrand diagram).
+
+    Args:
+        forecast: Members along `member_dim`.
+        observed: Truth in the same units.
+        member_dim: Name of the member dimension.
+        seed: Seed of the random numbers that break ties between truth and members.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        Shares along the new dimension `rank`, 0 (below all members) to M.
+    """
     m = check_dim(forecast, member_dim)
     check_count(member_dim, m, 1, "an ensemble has members")
     uniform = _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
@@ -230,12 +326,24 @@ def pit_histogram(
     seed: int = 0,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Share of points in each of `bins` equal bins of the probability integral transform, along `pit`.
+    """Compute the share of points in equal bins of the probability integral transform.
 
-    At a mass of a censored law the value is drawn at random within the jump.
+    At a point mass of a censored distribution the value is drawn at random within the jump.
+
+    Args:
+        location: Location of the distribution.
+        scale: Scale of the distribution, 0 or more.
+        observed: Truth in the same units.
+        family: Family as the attribute `distribution_family` of forecasts names it.
+        bins: Number of bins.
+        seed: Seed of the random numbers.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        Shares along the new dimension `pit`.
 
     Raises:
-        ValueError: a family that is not known, a negative scale, or no bins.
+        ValueError: The family is not known, a scale is negative, or there are no bins.
     """
     law = _law(family)
     check_count("bins", bins, 1, "values are counted in equal bins")
@@ -250,11 +358,18 @@ def pit_histogram(
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Mean squared difference of a probability and what happened (0 or 1). Brier (1950).
+    """Compute the mean squared difference of a probability and the outcome. Brier (1950).
+
+    Args:
+        forecast: Probability, 0 to 1.
+        event: Outcome, 0 or 1 (or False and True).
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean score, without units.
 
     Raises:
-        ValueError: probabilities outside of 0 to 1 or in units of per cent, or events that are neither 0 nor 1 (False
-            nor True).
+        ValueError: A probability is outside of 0 to 1 or in per cent, or an event is neither 0 nor 1.
     """
     check_no_per_cent("forecast", forecast.attrs.get("units"))
     score = pointwise(probability.brier_score, bare(forecast), bare(event))  # an event may keep its variable's units
@@ -262,7 +377,16 @@ def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -
 
 
 def quantile_score(forecast: xr.DataArray, observed: xr.DataArray, *, level: float, **reduction: Any) -> xr.DataArray:
-    """Pinball loss of a predicted quantile.
+    """Compute the pinball loss of a predicted quantile.
+
+    Args:
+        forecast: Predicted quantile.
+        observed: Truth in the same units.
+        level: Probability of the quantile, within (0, 1).
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean loss in the units of the variable.
 
     Raises:
         ValueError: `level` is not within (0, 1).
@@ -280,10 +404,23 @@ def energy_score(
     fair: bool = False,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22.
+    """Compute the energy score of members that are vectors along `variable_dim`.
+
+    It is equation 22 of Gneiting & Raftery (2007). Bring the variables to one scale first.
+
+    Args:
+        forecast: Members along `member_dim`, each a vector along `variable_dim`.
+        observed: Truth, a vector along `variable_dim`.
+        variable_dim: Name of the dimension of the vectors.
+        member_dim: Name of the member dimension.
+        fair: Estimate the score of an infinite ensemble from exchangeable members.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean score in the units of the data.
 
     Raises:
-        ValueError: a fair score of one member.
+        ValueError: A fair score is asked of one member.
     """
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
     found = vectors(score, forecast, observed, member_dim, variable_dim)
@@ -299,10 +436,21 @@ def variogram_score(
     order: float = 0.5,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Variogram score of members over the vector along `variable_dim`. Scheuerer & Hamill (2015).
+    """Compute the variogram score of members that are vectors along `variable_dim`. Scheuerer & Hamill (2015).
+
+    Args:
+        forecast: Members along `member_dim`, each a vector along `variable_dim`.
+        observed: Truth, a vector along `variable_dim`.
+        variable_dim: Name of the dimension of the vectors.
+        member_dim: Name of the member dimension.
+        order: Power of the differences, above zero.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean score.
 
     Raises:
-        ValueError: `order` is not above zero, or there is one variable alone.
+        ValueError: `order` is not above zero, or there is only one variable.
     """
     score = lambda x, y: members.variogram_score(x, y, order)  # noqa: E731
     return weighted_mean(vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
@@ -311,10 +459,20 @@ def variogram_score(
 def efi(
     forecast: xr.DataArray, climate: xr.DataArray, *, member_dim: str = "realization", quantile_dim: str = "quantile"
 ) -> xr.DataArray:
-    """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1.
+    """Compute the extreme forecast index of an ensemble at each point.
+
+    Args:
+        forecast: Members along `member_dim`.
+        climate: Quantiles of the model climate along `quantile_dim`, whose coordinate holds their probabilities from 0
+            to 1.
+        member_dim: Name of the member dimension.
+        quantile_dim: Name of the quantile dimension.
+
+    Returns:
+        Index from -1 (all members below the climate) to 1 (all above).
 
     Raises:
-        ValueError: the levels do not ascend from 0 to 1, or the quantiles do not ascend with them.
+        ValueError: The probabilities do not ascend from 0 to 1, or the quantiles do not ascend with them.
     """
     check_dim(forecast, member_dim)
     check_dim(climate, quantile_dim, "quantile_dim")
@@ -332,12 +490,20 @@ def efi(
 
 
 def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Extreme event CRPS: mean of |EFI| CRPS, from both at each point.
+    """Compute the extreme event CRPS: the mean of |EFI| times CRPS.
 
-    Grönquist et al. (2021), doi:10.1098/rsta.2020.0092.
+    Source: Grönquist et al. (2021), doi:10.1098/rsta.2020.0092.
+
+    Args:
+        index: Extreme forecast index at each point, -1 to 1.
+        crps: CRPS at each point.
+        **reduction: Arguments of `weighted_mean`.
+
+    Returns:
+        The mean in the units of the CRPS.
 
     Raises:
-        ValueError: an index outside of -1 to 1, or in units of per cent.
+        ValueError: An index is outside of -1 to 1, or in per cent.
     """
     check_no_per_cent("index", index.attrs.get("units"))
 
@@ -356,7 +522,10 @@ def _law(family: Family | str) -> Family:
 
 
 def _checked(check: Callable[..., None], data: xr.DataArray | None, *scalars: xr.DataArray) -> xr.DataArray | None:
-    """Return `data`, which is checked now, or as it is computed where it is lazy; `scalars` go to each check."""
+    """Return `data` with a check of its values: at once, or when a lazy array is computed.
+
+    `scalars` are passed to each call of the check. They let a check of one chunk know a property of the whole array.
+    """
     if data is None or data.dtype == bool:
         return data
 
@@ -368,7 +537,7 @@ def _checked(check: Callable[..., None], data: xr.DataArray | None, *scalars: xr
 
 
 def _check_mask(values: np.ndarray) -> None:
-    wrong = (values != 0) & (values != 1)  # NaN, too: whether such a point counts is not said
+    wrong = (values != 0) & (values != 1)  # NaN is wrong, too, as it does not say whether the point counts
     check_all("mask", values, wrong, "a mask is True where a point counts, and False elsewhere")
 
 
@@ -386,14 +555,15 @@ def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims)
 
 
 def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
-    """A number in [0, 1) for each point of the arrays together, by the seed and its place: chunks do not change it.
+    """Return a number in [0, 1) for each point of the arrays, determined by the seed and the position of the point.
 
-    The finaliser of splitmix64 (Steele, Lea and Flood 2014), over the counted points.
+    A generator that draws chunk by chunk would give results that depend on the chunks. Here each point counts its own
+    position in the whole array, and the finaliser of splitmix64 (Steele, Lea and Flood 2014) mixes that number.
     """
     sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
     chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
     begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
-    place = xr.DataArray(np.zeros(1, np.uint64), dims=["_one"])  # arrays wrap in silence, single numbers warn
+    place = xr.DataArray(np.zeros(1, np.uint64), dims=["_one"])  # NumPy warns when scalars overflow, but not arrays
     for dim, size in sizes.items():
         ticks = xr.DataArray(np.arange(size, dtype=np.uint64), dims=[dim])
         place = place * np.uint64(size) + (ticks.chunk({dim: chunks[dim]}) if dim in chunks else ticks)
@@ -414,6 +584,6 @@ def _ranks(x: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
 
 
 def _histogram(where: xr.DataArray, bins: int, name: str, **reduction: Any) -> xr.DataArray:
-    """Shares of the bins; NaN points make them NaN, as everywhere."""
+    """Return the share of points in each bin along a new dimension. A NaN at a point makes the shares NaN."""
     parts = [weighted_mean(xr.where(np.isnan(where), np.nan, where == k), **reduction) for k in range(bins)]
     return xr.concat(parts, xr.DataArray(np.arange(bins), dims=name, name=name))

@@ -1,11 +1,12 @@
-"""Confidence intervals from a block bootstrap over start dates.
+"""Estimate confidence intervals by a block bootstrap over initialisation times.
 
-Dates that follow each other are alike, so whole blocks are drawn. All scores, forecasts and differences use the same
-draws, which makes differences paired. Künsch (1989), doi:10.1214/aos/1176347265.
+Forecasts on consecutive dates are correlated, so whole blocks of dates are drawn (Künsch 1989,
+doi:10.1214/aos/1176347265). All scores, forecasts and differences use the same draws, which makes the differences
+paired.
 
-Percentiles of the draws alone are too narrow where blocks are few (of 90 % intervals of five blocks 79 % hold the
-truth): they are taken further out, as far as Student's t lies beyond the normal law. Hesterberg (2015), "expanded
-percentile interval", doi:10.1080/00031305.2015.1089789.
+Plain percentiles of the draws are too narrow where blocks are few: of 90 % intervals made from five blocks, only 79 %
+contain the truth. The percentiles are therefore moved outwards, as far as Student's t reaches beyond the normal
+distribution. This is the "expanded percentile interval" of Hesterberg (2015), doi:10.1080/00031305.2015.1089789.
 """
 
 from __future__ import annotations
@@ -20,16 +21,23 @@ from scipy.stats import t as student
 from ensemble_ml.errors import UserError
 from ensemble_ml.verification.checks import check_count
 
-FEWEST_BLOCKS = 5  # with fewer, an interval says little: nothing is sure by it, and the report says so
+FEWEST_BLOCKS = 5  # with fewer blocks an interval says little: nothing counts as sure, and the report says so
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its confidence interval; the ends are NaN where there is only one block.
+    """A value with its confidence interval.
 
-    `blocks` is how many it rests on. Of two, the draws' extremes are the interval, which half of the time excludes no
-    difference where there is none: below FEWEST_BLOCKS nothing counts as sure. `barred` is the side of a neutral value,
-    -1 below or 1 above, that never does: who has more to go by than who it is compared with is not sure to be better.
+    With two blocks the interval spans the extremes of the draws. Half of such intervals exclude zero where there is no
+    difference at all. Below FEWEST_BLOCKS nothing therefore counts as sure.
+
+    Attributes:
+        value: The estimate.
+        low: Lower end; NaN if there is only one block.
+        high: Upper end; NaN if there is only one block.
+        blocks: Number of blocks that the interval rests on.
+        barred: Side of a neutral value (-1 below, 1 above, 0 none) that is never called sure. A forecast that had more
+            input than its competitor is not surely better.
     """
 
     value: float
@@ -40,43 +48,62 @@ class Interval:
 
     @property
     def enough(self) -> bool:
-        """Whether it rests on enough blocks to say anything."""
+        """Return whether the interval rests on enough blocks to support a conclusion."""
         return self.blocks >= FEWEST_BLOCKS
 
     def excludes(self, neutral: float) -> bool:
-        """Whether the whole interval surely lies on one side of `neutral`."""
+        """Return whether the whole interval surely lies on one side of `neutral`.
+
+        Args:
+            neutral: The value of no difference: 0 for a difference, 1 for a ratio.
+        """
         return self.below(neutral) or self.above(neutral)
 
     def below(self, neutral: float) -> bool:
-        """Whether the whole interval surely lies below `neutral`."""
+        """Return whether the whole interval surely lies below `neutral`.
+
+        Args:
+            neutral: The value of no difference.
+        """
         return self.enough and self.barred >= 0 and bool(self.high < neutral)
 
     def above(self, neutral: float) -> bool:
-        """Whether the whole interval surely lies above `neutral`."""
+        """Return whether the whole interval surely lies above `neutral`.
+
+        Args:
+            neutral: The value of no difference.
+        """
         return self.enough and self.barred <= 0 and bool(self.low > neutral)
 
     def map(self, function: Callable[[float], float]) -> Interval:
-        """The interval of a monotonic function of the figure."""
+        """Return the interval of a monotonic function of the value.
+
+        The barred side moves to the other side if the function falls.
+
+        Args:
+            function: A monotonic function of one number.
+        """
         first, last = function(self.low), function(self.high)
         low, high = sorted((first, last))
         return Interval(function(self.value), low, high, self.blocks, -self.barred if last < first else self.barred)
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
-    """Number the block of each start date.
+    """Number the block of each initialisation time.
 
-    Blocks last `block_days` or more. A new one starts after every gap longer than `block_days`; what is left at the end
-    of a run of dates joins the block before it if it is too short. A run that is shorter is a block of its own.
+    Blocks last `block_days` or more. A new block starts after every gap that is longer than `block_days`. A remainder
+    at the end of a run of dates joins the block before it if it is too short. A run shorter than `block_days` is a
+    block of its own.
 
     Args:
         init_time: (D,) datetime64, ascending.
-        block_days: days, above 0.
+        block_days: Least length of a block in days, above 0.
 
     Returns:
         (D,) int, ascending from 0.
 
     Raises:
-        UserError: dates that do not ascend, or blocks without length.
+        UserError: The dates do not ascend, or `block_days` is not above 0.
     """
     if not block_days > 0:
         raise UserError(f"block_days={block_days}: must be above 0")
@@ -95,7 +122,11 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
 
 
 def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
-    """Positions in each block of dates without a break; a block lasts until the next one starts."""
+    """Group the dates of a run without gaps into blocks of positions.
+
+    A block lasts until the next one starts. The last block has no successor, so it is taken to last until one median
+    distance after its last date.
+    """
     blocks: list[list[int]] = []
     for date, day in enumerate(days):
         if not blocks or day - days[blocks[-1][0]] >= block_days:
@@ -110,7 +141,21 @@ def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
 
 
 def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Draw as many blocks as there are, with replacement, and count how often each date comes: (B, D) float."""
+    """Draw blocks with replacement and count how often each date occurs.
+
+    Each draw takes as many blocks as there are.
+
+    Args:
+        blocks: (D,) number of the block of each date.
+        draws: Number of draws B.
+        seed: Seed of the random generator. Equal seeds give equal draws for all scores, which keeps differences paired.
+
+    Returns:
+        (B, D) float counts.
+
+    Raises:
+        UserError: `draws` is below one or no whole number.
+    """
     check_count("draws", draws, 1, "an interval is made of draws")
     n = int(blocks.max()) + 1
     chosen = np.random.default_rng(seed).integers(0, n, size=(draws, n))
@@ -119,19 +164,41 @@ def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
 
 
 def fewest_blocks(block: np.ndarray, known: np.ndarray, default: int) -> int:
-    """The fewest blocks that a column of `known` (D, C) bool lies in: no interval of what depends on all columns is
-    narrower than so many allow. `block` (D,) is that of each date; columns without a date do not count.
+    """Return the smallest number of blocks that any column of `known` lies in.
+
+    A quantity that depends on all columns is no more certain than its least known column, so this number bounds its
+    interval. Columns without a date do not count.
+
+    Args:
+        block: (D,) number of the block of each date.
+        known: (D, C) bool, true where a column has a value on a date.
+        default: The result if no column has a date.
     """
     return min((len(np.unique(block[dates])) for dates in known.T if dates.any()), default=default)
 
 
 def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) -> Interval:
-    """Expanded percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw."""
+    """Return the expanded percentile interval of a value from its bootstrap draws.
+
+    Args:
+        value: The estimate from all dates.
+        draws: (B,) the estimate from each draw.
+        confidence: Probability that the interval should contain the truth, between 0 and 1.
+        blocks: Number of blocks that the value depends on.
+
+    Returns:
+        The interval. Its ends are NaN where there are fewer than two blocks, no finite draw, or no finite value.
+
+    Raises:
+        UserError: `confidence` is not between 0 and 1.
+    """
     if not 0 < confidence < 1:
         raise UserError(f"confidence={confidence}: must lie between 0 and 1; 0.95 is usual")
     finite = draws[np.isfinite(draws)]
     if blocks < 2 or not len(finite) or not np.isfinite(value):
         return Interval(float(value), np.nan, np.nan, blocks)
+    # A bootstrap of n blocks underestimates the variance by the factor (n - 1) / n, and its tails are normal. Taking
+    # percentiles further out corrects both (Hesterberg 2015).
     deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
     tail = 100 * norm.sf(deviations)
     low, high = np.percentile(finite, [tail, 100 - tail])

@@ -1,33 +1,41 @@
-"""Score forecasts beside the raw ensemble and its statistical corrections; leave scores.json and report.html.
+"""Score forecasts beside the raw ensemble and its statistical corrections, and write scores.json and report.html.
+
+This is the top of the package: it makes the plan, fits the baselines, scores field by field, and composes the results.
+It follows statistic, mean and metric, and no baseline is ever left out.
 
 scores.json holds
 
-- `format` 1; `settings` (the configuration); `definitions` (what each score is);
-- `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
-- `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
-- `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates (by
-  what that multiplies their errors), largest_m, mean_m (how far the grounds lie apart), lapse_rate_K_per_m};
-- `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline};
-- `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
-- `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
-- `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp};
-- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
-- `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage (what the forecast goes by
-  and the reference does not: such a gain is not certain), forecast, reference, without_sp}; `without_sp`, here and in
-  `summary`: {value, low, high} without surface pressure, null where it is not among the fields, or is the only one;
+- `format`: 1.
+- `settings`: the configuration.
+- `definitions`: the meaning of each score.
+- `dates`: `test`, `fit` (ISO dates), `dropped` ({date, reason}), `blocks`, `block_days`.
+- `ensemble`: `members`, `reduced`, `held_out` (member numbers), `path`, `grid`, `fingerprint`.
+- `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates
+  (factor of their RMSE due to this correction), largest_m, mean_m (how far the grounds lie apart), lapse_rate_K_per_m}.
+- `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline}.
+- `entrants`: {name: description} of every forecast, raw ensemble and baseline.
+- `families`: the distribution chosen for each baseline that has two.
+- `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}.
+- `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp}.
+- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}.
+- `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage, forecast, reference,
+  without_sp}. `advantage` names input that the forecast has and the reference lacks; with it, a gain is not certain.
+  `without_sp`, here and in `summary`, is {value, low, high} without surface pressure. It is null where surface pressure
+  is not among the fields or is the only one.
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
-  worse, dates, blocks (the fewest of a field; fewer than five make nothing sure)}: geometric mean of ratios over
-  variables and levels in a part of the world, of the year, or where the raw full ensemble's extreme forecast index is
-  large;
-- `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
+  worse, dates, blocks}. Each is a geometric mean of ratios over variables and levels, in a part of the world, in a
+  season, or where the raw full ensemble's extreme forecast index is large. `blocks` is the smallest number of blocks of
+  any field; fewer than five make nothing sure.
+- `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness}.
 - `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area,
-  left_out_fields (without variance on the fit dates), value, value_low, value_high, over_ENTRANT, ...}: members over
-  all variables and levels, where forecasts hold members;
-- `case`: the test date with the largest mean |EFI|: {date, lead_hours, field, efi, latitude, longitude, ...};
-- `left_out`: points that a mask left out, with their share of the area, by entrant and field;
-- `notes`: sentences a reader should know; `headline`.
+  left_out_fields (without variance on the fit dates), value, value_low, value_high, over_ENTRANT, ...}: scores of
+  members over all variables and levels, where forecasts hold members.
+- `case`: {date, lead_hours, field, latitude, longitude, efi, ...} of the test date with the largest mean |EFI|.
+- `left_out`: points that a mask left out, with their share of the area, by entrant and field.
+- `notes`: sentences that a reader should know.
+- `headline`: the result in sentences.
 
-A score in physical units of the variable; null where it is not defined.
+A score is in physical units of the variable, and null where it is not defined.
 """
 
 from __future__ import annotations
@@ -84,7 +92,17 @@ FILES = ("scores.json", "report.html")
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What an evaluation found: `content` as scores.json holds it, and what its report is drawn from."""
+    """The result of an evaluation: the content of scores.json, and everything that its report is drawn from.
+
+    Attributes:
+        content: The content of scores.json.
+        scores: The scores with their draws.
+        tables: Sums, histograms and maps.
+        case: The most unusual test date; None without a model climate.
+        grid: Grid of the fields.
+        land: (Y, X) land fraction, where it is known.
+        kept: Folder of the intermediate results.
+    """
 
     content: dict[str, Any]
     scores: Scores
@@ -95,7 +113,7 @@ class Evaluation:
     kept: Kept
 
     def page(self) -> str:
-        """Return the report, a page of HTML that needs no other file."""
+        """Return the report, an HTML page that needs no other file."""
         return write_report(self.content, self.scores, self.tables, self.case, self.grid, self.land)
 
     def json(self) -> str:
@@ -106,19 +124,23 @@ class Evaluation:
 def evaluate(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
 ) -> Path:  # fmt: skip
-    """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
+    """Score the forecasts of a configuration and write scores.json and report.html.
 
-    What each field gave is kept in the folder until both are written: stopped, the same evaluation goes on from there.
+    The results of each field are kept in the output folder until both files are written. If the evaluation is stopped,
+    the same command continues from there.
 
     Args:
-        config: settings.
-        source: the full ensemble, and the truth where there is one.
-        unverified: sentences on what the truth cannot verify, by variable; those of what is scored go into the notes.
-        ground: its height in model and truth; None where these are not known.
+        config: Settings.
+        source: The full ensemble, and the truth where there is one.
+        unverified: Sentences on what the truth cannot verify, by variable. Those of scored variables become notes.
+        ground: Height of the ground in model and truth; None where it is not known.
+
+    Returns:
+        The folder with the two files.
 
     Raises:
-        UserError: a report exists, or cannot be written; forecasts cannot be read or have another grid, no date is
-            common, or the dates that baselines should be fitted on are not in the source.
+        UserError: A report exists or cannot be written, forecasts cannot be read or have another grid, no date is
+            common, or the source lacks the dates that baselines should be fitted on.
     """
     output = Path(config.output)
     _check(config, output)
@@ -138,10 +160,18 @@ def evaluate(
 def score(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
 ) -> Evaluation:  # fmt: skip
-    """Score as `evaluate` does, and write nothing but what is kept for a rerun.
+    """Score as `evaluate` does, but write no report.
+
+    The intermediate results for a rerun are still written to the output folder.
+
+    Args:
+        config: Settings.
+        source: The full ensemble, and the truth where there is one.
+        unverified: Sentences on what the truth cannot verify, by variable.
+        ground: Height of the ground in model and truth; None where it is not known.
 
     Raises:
-        UserError: as `evaluate`.
+        UserError: For the reasons that `evaluate` states, but for those about the report.
     """
     check_members(source, config.members_in)
     if ground is not None:
@@ -162,6 +192,7 @@ def score(
         setting, regions = _setting(config, source, forecasts, plan, ground)
         plan.notes.append(climate_note(setting))
         log.info("%s", plan.notes[-1])
+        # A mistake that all files share must surface now, and not after hours of fitting.
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
         check_predictions(setting, plan.groups, int(plan.test[0]))
         kept = Kept.of(config, setting, plan)
@@ -190,7 +221,7 @@ def score(
 
 
 def _check(config: EvaluateConfig, output: Path) -> None:
-    """Raise a UserError where there is nothing to score, or no place for the report."""
+    """Refuse a configuration without a forecast, or one whose output cannot be written or exists."""
     check_writable(output)
     require(
         "forecast", config.forecast, bool(as_list(config.forecast)), "give a folder of forecasts, or a list of them"
@@ -203,18 +234,22 @@ def _check(config: EvaluateConfig, output: Path) -> None:
 def _setting(
     config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], plan: Plan, ground: Heights | None
 ) -> tuple[Setting, tuple[str, ...]]:
-    """What all fields are scored by, and the names of the regions whose weights come after those of the globe."""
+    """Return the setting that all fields share, and the names of the regions.
+
+    The weights of the regions follow the two weightings of the globe.
+    """
     land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
     regions = region_masks(source.layout.grid, land, config.regions, taken)
     area = source.layout.grid.area_weights()
     weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
+    # Odd and even blocks of the fit dates form two halves, so that both see all seasons (`baselines`).
     halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
     settled = plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
     return Setting(source, tuple(forecasts), *settled, heights=ground), tuple(regions)
 
 
 def _drawn(setting: Setting) -> frozenset[Key]:
-    """The scores that maps show, or may, of the best baseline."""
+    """Return the scores that maps show, or may show once the best baseline is known."""
     sure = [*(forecast.label for forecast in setting.forecasts), f"raw_{setting.full}"]
     perhaps = [*(f"{name}_{setting.reduced}" for name in CORRECTIONS), CLIMATOLOGY]
     laws = Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY
@@ -224,6 +259,7 @@ def _drawn(setting: Setting) -> frozenset[Key]:
 
 
 def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept) -> Tables:
+    """Score all groups of fields and all vectors of members, continuing where an earlier run stopped."""
     dates, columns = len(plan.test), len(plan.columns)
     headline = _headline_columns(plan.columns)
     known: list[tuple[Group, Known | None]] = []
@@ -239,6 +275,7 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
             _drawn(setting),
         ),
     )
+    # Groups are scored in this order, so a stopped run leaves results up to the first one that is missing.
     for group in plan.groups:
         if (found := kept.load(_name(group))) is None:
             break
@@ -281,7 +318,10 @@ _PREFERRED = ("t850", "z500", "t2m", "msl")
 
 
 def _headline_columns(columns: tuple[Column, ...]) -> tuple[int, ...]:
-    """Two fields to draw, at the headline lead."""
+    """Return the positions of two fields to draw, at the headline lead.
+
+    The preferred fields come first, then the others in their order.
+    """
     leads = {column.lead_hours for column in columns}
     lead = HEADLINE_LEAD if HEADLINE_LEAD in leads else max(leads)
     there = {column.name: c for c, column in enumerate(columns) if column.lead_hours == lead}
@@ -292,6 +332,7 @@ def _headline_columns(columns: tuple[Column, ...]) -> tuple[int, ...]:
 def _content(
     config: EvaluateConfig, setting: Setting, plan: Plan, scores: Scores, families: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
+    """Compose the content of scores.json but for strata, calibration, vectors and the case."""
     layout = setting.source.layout
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
@@ -352,22 +393,31 @@ def _content(
 
 
 def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
-    """Write the files one after the other: days of scoring are not lost to a page that cannot be drawn."""
+    """Write scores.json first and the report after it.
+
+    Scoring may take days, and must not be lost to a page that cannot be drawn.
+    """
     output.mkdir(parents=True, exist_ok=True)
     scores_json, report = (output / name for name in FILES)
     put(scores_json, found.json(), overwrite)
     if overwrite:
-        report.unlink(missing_ok=True)  # it is of other scores
+        report.unlink(missing_ok=True)  # the old report belongs to other scores
     try:
         page = found.page()
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # this includes Ctrl-C
         log.warning("%s holds all scores; %s could not be drawn", scores_json, report.name)
         raise
     put(report, page, overwrite)
 
 
 def put(path: Path, text: str, overwrite: bool) -> None:
-    """Write a text beside its name, then rename it: a file is whole or not there."""
+    """Write a text to a draft file and rename it, so that the file is either whole or missing.
+
+    Args:
+        path: Final path.
+        text: Content.
+        overwrite: Replace an existing file.
+    """
     draft = draft_of(path)
     try:
         draft.write_text(text, encoding="utf-8")

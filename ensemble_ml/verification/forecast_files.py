@@ -1,7 +1,9 @@
-"""One file of forecasts: its axes, times, levels, members, units and values, whoever made it.
+"""Read one file of forecasts: its axes, times, levels, members, units and values, whoever made it.
 
-Axes are known by CF standard names, or by usual ones. Whatever finds a file wanting raises a `UserError` that begins
-with the file's path. Z level, Y latitude, X longitude.
+Axes are recognised by CF standard names or by common names. Every problem of a file raises a `UserError` that begins
+with the file's path.
+
+Axes: M member, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -22,20 +24,26 @@ from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.wording import dates_of
 
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
-READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # endings of the names of variables that are read
+READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # suffixes of the variables that are read
 _KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)  # all such names
-_DIFFERENCES = ("scale", "stddev", "ensemble_spread")  # whose units have no zero point, and which are not negative
-_ROUNDING = 1e-6  # of a field's largest value
-_STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
+# Parts that are differences: a conversion of units does not shift them, and they are never negative.
+_DIFFERENCES = ("scale", "stddev", "ensemble_spread")
+_ROUNDING = 1e-6  # tolerance, as a share of a field's largest value
+_STANDARD = {"level": "air_pressure"}  # CF standard names of axes that differ from our names
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
-_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
+_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # the form that `inference.contents` writes
 _OTHERS = "give it start and valid times as docs/forecasts.md says under Other people's forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
 @dataclass(frozen=True, eq=False)
 class ForecastFile:
-    """An open file, axes under our names; nothing but headers stays in memory."""
+    """An open forecast file whose axes have our names. Only headers stay in memory.
+
+    Attributes:
+        path: The file.
+        data: The lazy data set.
+    """
 
     path: Path
     data: xr.Dataset
@@ -47,11 +55,16 @@ class ForecastFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file."""
         self.data.close()
 
     @cached_property
     def start(self) -> np.datetime64:
-        """The start date, of which a file has one."""
+        """Return the initialisation time.
+
+        Raises:
+            UserError: The file states none, or several.
+        """
         if "forecast_reference_time" not in self.data.variables:
             raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
         starts = np.unique(self._times("forecast_reference_time"))
@@ -62,13 +75,17 @@ class ForecastFile:
 
     @cached_property
     def lead_hours(self) -> list[int]:
-        """Lead times in whole hours."""
+        """Return the lead times in whole hours.
+
+        Raises:
+            UserError: The file has no times, or times that are not whole hours after the start.
+        """
         if "time" not in self.data.variables:
             raise self._wanting(f"no time; {_OTHERS}")
         return self._hours(np.atleast_1d(self._times("time")))
 
     def _times(self, name: str) -> np.ndarray:
-        """Values of a time coordinate as datetime64[ns]."""
+        """Return the values of a time coordinate as datetime64[ns]."""
         values = self.data[name].values
         if values.dtype.kind != "M":
             calendar = self.data[name].encoding.get("calendar")
@@ -79,7 +96,11 @@ class ForecastFile:
         return values.astype("datetime64[ns]")
 
     def _hours(self, times: np.ndarray) -> list[Any]:
-        """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
+        """Return whole hours since the start, nested as `times` is.
+
+        Times that are stored as floating-point days are off by seconds, so hours are rounded. More than one minute off
+        is an error.
+        """
         hours = (times - self.start) / np.timedelta64(1, "h")
         if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
             raise self._wanting("time: only whole hours of lead time are read")
@@ -87,17 +108,22 @@ class ForecastFile:
 
     @cached_property
     def levels(self) -> list[int]:
-        """Pressure levels in hPa; none where there is no such axis."""
+        """Return the pressure levels in hPa; none if there is no such axis."""
         if "level" not in self.data.variables:
             return []
         level = self.data["level"]
         values, units = np.atleast_1d(level.values).astype(np.float64), level.attrs.get("units")
+        # Without units, large numbers can only be Pa.
         pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
         return [round(value) for value in (values * (0.01 if pascal else 1.0)).tolist()]
 
     @cached_property
     def grid(self) -> tuple[Grid, np.ndarray, np.ndarray]:
-        """The grid as `grid.canonical` orders it, and the rows and columns of the file that come so."""
+        """Return the grid in canonical order, and the rows and columns of the file in that order.
+
+        Raises:
+            UserError: The file is not on a regular latitude-longitude grid.
+        """
         missing = [name for name in ("latitude", "longitude") if name not in self.data.dims]
         if missing:
             has = ", ".join(map(str, self.data.dims))
@@ -111,32 +137,38 @@ class ForecastFile:
 
     @property
     def axes(self) -> dict[str, np.ndarray]:
-        """Values of the axes in space, as the file has them."""
+        """Return the values of the axes in space as the file has them."""
         found = {name: self.data[name].values for name in ("latitude", "longitude") if name in self.data.dims}
         return found | ({"level": np.atleast_1d(self.data["level"].values)} if "level" in self.data.coords else {})
 
     @property
     def names(self) -> set[str]:
-        """Names of variables that are read."""
+        """Return the names of the variables that are read."""
         return {str(name) for name in self.data.data_vars if name in _KNOWN}
 
     @property
     def fields(self) -> dict[str, tuple[int | None, ...]]:
-        """Names of what can be scored, and its levels; (None,) at the surface."""
+        """Return the levels in hPa of every variable that can be scored, by name; (None,) at the surface."""
         found: dict[str, tuple[int | None, ...]] = {}
         for full_name, array in self.data.data_vars.items():
             for part in ("location", "mean", "ensemble_spread"):
                 name = str(full_name).removesuffix(f"_{part}")
                 if full_name in _KNOWN and name != full_name and "latitude" in array.dims:
-                    one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
+                    one = "level" in array.coords and name not in _AT_THE_SURFACE  # a single level was selected
                     found[name] = tuple(self.levels) if "level" in array.dims or one else (None,)
         return found
 
     @property
     def members_in(self) -> tuple[str, ...]:
-        """Members that the file says it was made from, numbers as the ensemble has them (06 is 6)."""
+        """Return the members that the file says it was made from.
+
+        The numbers are written as the ensemble has them, so 06 becomes 6.
+
+        Raises:
+            UserError: The attribute holds other words than numbers.
+        """
         told = self.data.attrs.get("members_in", "")
-        # NetCDF holds lists of numbers, too, which many programs write as doubles.
+        # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0).
         words = (
             told.replace(",", " ").split()
             if isinstance(told, str)
@@ -148,11 +180,21 @@ class ForecastFile:
 
     @property
     def checkpoint(self) -> str | None:
-        """Its sha256, None where the file does not say."""
+        """Return the sha256 of the checkpoint; None if the file does not state it."""
         return self.data.attrs.get("checkpoint_sha256")
 
     def dates(self, name: str) -> np.ndarray:
-        """Return the dates of an attribute, or of a variable where they are too many for one; none without either."""
+        """Return the dates in an attribute, or in a variable if they are too many for an attribute.
+
+        Args:
+            name: Name of the attribute or variable.
+
+        Returns:
+            datetime64 dates; none if the file has neither.
+
+        Raises:
+            UserError: The attribute is no list of dates.
+        """
         if name in self.data.variables:
             return self._times(name)
         try:
@@ -163,7 +205,15 @@ class ForecastFile:
             ) from error
 
     def family(self, name: str, usual: Family) -> Family:
-        """The family that a variable names, or `usual`."""
+        """Return the distribution family that a variable names.
+
+        Args:
+            name: Full name of the variable.
+            usual: Family to return if the variable names none.
+
+        Raises:
+            UserError: The family is not known.
+        """
         said = self.data[name].attrs.get("distribution_family", usual.value)
         if said not in {family.value for family in Family}:
             known = ", ".join(family.value for family in Family)
@@ -171,12 +221,20 @@ class ForecastFile:
         return Family(said)
 
     def intervals(self, variable: str) -> dict[int, tuple[int, int]]:
-        """First and last hour that a variable is the sum or maximum over, by lead; empty where that is not said."""
+        """Return the first and the last hour of a sum or maximum, by lead in hours.
+
+        Args:
+            variable: Short name of the variable.
+
+        Returns:
+            The hours; empty if the file does not state them.
+        """
         for name in (f"{variable}_{part}" for part in PARTS):
             if name not in self.data:
                 continue
             methods = str(self.data[name].attrs.get("cell_methods", ""))
-            if spans := _SPANS.search(methods):  # of all leads that were forecast; each ends at its own
+            # Our own files list the intervals of all leads in a comment. Each interval ends at its lead.
+            if spans := _SPANS.search(methods):
                 every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := self.data["time"].attrs.get("bounds")) in self.data:
@@ -187,8 +245,22 @@ class ForecastFile:
     def values(
         self, variable: str, part: str, lead: int, levels: tuple[int | None, ...], leading: str = ""
     ) -> np.ndarray:
-        """VARIABLE_PART at one lead, (Z, Y, X) float64 on `grid` in the registry's units, with a `leading` axis before
-        these if asked."""
+        """Read one part of a variable, such as its scale, at one lead.
+
+        Args:
+            variable: Short name of the variable.
+            part: Suffix of the name in the file, such as "location" or "member".
+            lead: Lead time in hours.
+            levels: Levels in hPa; (None,) at the surface.
+            leading: Name of an axis to put before the others, such as "realization".
+
+        Returns:
+            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if asked.
+
+        Raises:
+            UserError: The lead or the variable is missing, a dimension is left over, units are not known, values cannot
+                be read, or a scale or spread is negative.
+        """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
             raise self._wanting(f"no lead of {lead} h; it has {hours}. Make the forecast again")
@@ -211,6 +283,8 @@ class ForecastFile:
             raise self._wanting(f"{name} cannot be read ({error}); make it again") from error
         factor, shift = self._conversion(name, variable)
         if (factor, shift) != (1.0, 0.0):
+            # A difference of two temperatures in Celsius is the same in kelvin, so a scale or spread must not be
+            # shifted.
             values = factor * values + (0.0 if part in _DIFFERENCES else shift)
         if part in _DIFFERENCES:
             values = self._not_negative(values, name, factor)
@@ -218,7 +292,11 @@ class ForecastFile:
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
 
     def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
-        """Zero where values may be what packing and rounding make of a zero."""
+        """Set values to zero that may be zeros after packing and rounding.
+
+        Raises:
+            UserError: Values lie below zero by more than that.
+        """
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
         if below := int((values < -near).sum()):
@@ -226,10 +304,11 @@ class ForecastFile:
         return np.where(values <= (near if packing else 0.0), 0.0, values)
 
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
-        """(factor, shift) that bring a variable to the registry's units.
+        """Return the (factor, shift) that convert a variable to the registry's units.
 
         Raises:
-            UserError: none is known, or the variable is a parameter of a law that goes by the registry's units.
+            UserError: No conversion is known, or the variable is a parameter of a distribution that is only defined in
+                the registry's units.
         """
         known, told = registered(variable), self.data[name].attrs
         if "units" not in told and known.units != "1":
@@ -245,11 +324,19 @@ class ForecastFile:
         return found
 
     def _wanting(self, what: str) -> UserError:
+        """Return the error to raise, whose text begins with the path of the file."""
         return UserError(f"{self.path}: {what}")
 
 
 def open_file(path: Path) -> ForecastFile:
-    """Open a file; nothing but headers is read."""
+    """Open a file and read its headers only.
+
+    Args:
+        path: A NetCDF file.
+
+    Raises:
+        UserError: The file is not readable.
+    """
     try:
         return ForecastFile(path, _with_our_axes(xr.open_dataset(path, decode_timedelta=False, cache=False)))
     except (OSError, ValueError, RuntimeError) as error:
@@ -257,7 +344,7 @@ def open_file(path: Path) -> ForecastFile:
 
 
 def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
-    """The same with axes under our names, and without an axis of a single start date."""
+    """Rename the axes to our names, and remove an axis of a single initialisation time."""
     made, along = data, {}
     if made.sizes.get("forecast_reference_time") == 1:
         made = made.isel(forecast_reference_time=0)
@@ -270,9 +357,10 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
             made = made if axis == name else made.rename({axis: name})
             if name in made.coords and made[name].ndim:
                 along[name] = made[name].dims[0]
-    lengths = list(along.values())  # points have one for both
+    lengths = list(along.values())  # a list of points has one dimension for latitude and longitude
     made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
-    if "level" in made.coords and "units" not in made["level"].attrs:  # it may only count them
+    # A level without units may only count the levels. A coordinate beside it in Pa or hPa then holds the pressures.
+    if "level" in made.coords and "units" not in made["level"].attrs:
         beside = [
             c
             for c in made.coords.values()

@@ -1,9 +1,11 @@
-"""Read forecasts back: folders of CF NetCDF files, one a start date, as `predict` writes them.
+"""Read forecasts back from folders of CF NetCDF files, one file a date, as `predict` writes them.
 
-A field NAME is scored through NAME_location and NAME_scale (parameters of the law that the attribute
-`distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these; a mean
-and standard deviation that it lacks are those of the law. Its predicted spread of the full ensemble is
-NAME_ensemble_spread. What a single file says of itself is read by `forecast_files`. Z level, Y latitude, X longitude.
+A field NAME is scored through NAME_location and NAME_scale, the parameters of the distribution that the attribute
+`distribution_family` names. If a file has only NAME_mean and NAME_stddev, the field is scored as a normal distribution.
+A missing mean or standard deviation is computed from the distribution. NAME_ensemble_spread is the predicted spread of
+the full ensemble. `forecast_files` reads the single file.
+
+Axes: M member, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from ensemble_ml.verification.forecast_files import PARTS, READ, ForecastFile, o
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What a forecast says of one variable, lead and start date; (Z, Y, X) float64, None where it says nothing."""
+    """The prediction of one variable, lead and initialisation time.
+
+    All fields are (Z, Y, X) float64 in the units of the variable, or None where the forecast lacks them.
+    """
 
     family: Family
     location: np.ndarray | None
@@ -37,54 +42,85 @@ class Predicted:
 
 @dataclass(eq=False)
 class ForecastSet:
-    """The forecasts of one folder."""
+    """The forecasts of one folder, whose files are opened when they are first read.
+
+    Attributes:
+        label: Name in the report.
+        path: The folder.
+        files: Path by init time.
+        names: Names of the variables that every file holds.
+        made_of: Members that each forecast was made from, by init time; empty where a file does not state them.
+        training_dates: Init times that the model was trained on.
+        untold_dates: Number of files that do not state their training dates.
+        validation_dates: Init times that chose the checkpoint.
+        earlier_dates: Init times that trained or chose the weights from which training began.
+        checkpoints: sha256 of the checkpoints that made the files.
+        lead_hours: Leads that all files have, in hours.
+        uneven_leads: Leads that only some files have, in hours.
+        uneven_members: Variables whose members only some files have.
+        variables: Levels in hPa by name; (None,) at the surface.
+        grid: Grid of the forecasts.
+    """
 
     label: str
     path: str
     files: dict[np.datetime64, Path]
     names: frozenset[str]
-    made_of: dict[np.datetime64, tuple[str, ...]]  # members, by start date; none where a file does not say
+    made_of: dict[np.datetime64, tuple[str, ...]]
     training_dates: np.ndarray
-    untold_dates: int  # files that do not state their training dates
-    validation_dates: np.ndarray  # they chose the checkpoint
-    earlier_dates: np.ndarray  # they trained or chose the weights that training began from
-    checkpoints: tuple[str, ...]  # sha256 of those that made the files
-    lead_hours: tuple[int, ...]  # of all files
-    uneven_leads: tuple[int, ...]  # those that some files lack
-    uneven_members: tuple[str, ...]  # variables of which some files lack members
-    variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
+    untold_dates: int
+    validation_dates: np.ndarray
+    earlier_dates: np.ndarray
+    checkpoints: tuple[str, ...]
+    lead_hours: tuple[int, ...]
+    uneven_leads: tuple[int, ...]
+    uneven_members: tuple[str, ...]
+    variables: dict[str, tuple[int | None, ...]]
     grid: Grid
     _open: dict[Path, ForecastFile] = field(default_factory=dict)
 
     @property
     def silent(self) -> bool:
-        """Whether any of its files does not say which members it was made from."""
+        """Return whether any file does not state the members that it was made from."""
         return not all(self.made_of.values())
 
     @property
     def members_in(self) -> tuple[str, ...]:
-        """Members of the date with the most: others may lack some of those that were asked for; none where `silent`."""
+        """Return the members of the date with the most members; none if any file does not state them.
+
+        Other dates may lack some of the members that were asked for.
+        """
         return () if self.silent else max(self.made_of.values(), key=len)
 
     @property
     def seen(self) -> frozenset[str]:
-        """Members that any of its dates was made from, of those that say so."""
+        """Return all members that any date was made from, as far as files state them."""
         return frozenset().union(*self.made_of.values())
 
     @property
     def mixed(self) -> bool:
-        """Whether members or checkpoints differ between its dates."""
+        """Return whether members or checkpoints differ between dates."""
         return len(set(self.made_of.values())) > 1 or len(self.checkpoints) > 1
 
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
-        """Read one variable at one lead.
+        """Read the prediction of one variable at one lead.
+
+        Args:
+            init_time: Initialisation time.
+            name: Short name of the variable.
+            lead: Lead time in hours.
+            levels: Levels in hPa; (None,) at the surface.
+
+        Returns:
+            Fields (Z, Y, X) in the registry's units.
 
         Raises:
-            UserError: the file lacks the lead, or cannot be read; or a scale or spread is below zero.
+            UserError: The file lacks the lead or cannot be read, or a scale or spread is below zero.
         """
         path = self.files[init_time]
         file = self._file(path)
-        there = {part: f"{name}_{part}" in self.names for part in PARTS}  # or they would be scored on some dates only
+        # `self.names` holds what every file has. A part that only this file has would be scored on some dates only.
+        there = {part: f"{name}_{part}" in self.names for part in PARTS}
         parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
         location, scale, family = parts["location"], parts["scale"], registered(name).family
         if location is None or scale is None:
@@ -98,23 +134,43 @@ class ForecastSet:
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
 
     def has_members(self, name: str) -> bool:
-        """Whether the files hold members of a variable."""
+        """Return whether all files hold members of a variable.
+
+        Args:
+            name: Short name of the variable.
+        """
         return f"{name}_member" in self.names
 
     def members(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> np.ndarray:
-        """Members (M, Z, Y, X) float64 of one variable at one lead.
+        """Read the members of one variable at one lead.
+
+        Args:
+            init_time: Initialisation time.
+            name: Short name of the variable.
+            lead: Lead time in hours.
+            levels: Levels in hPa; (None,) at the surface.
+
+        Returns:
+            (M, Z, Y, X) float64 in the registry's units.
 
         Raises:
-            UserError: the file lacks the lead or the members, or cannot be read.
+            UserError: The file lacks the lead or the members, or cannot be read.
         """
         return self._file(self.files[init_time]).values(name, "member", lead, levels, leading="realization")
 
     def intervals(self, name: str) -> dict[int, tuple[int, int]]:
-        """First and last hour that a variable is the sum or maximum over, by lead; empty where files do not say."""
+        """Return the first and the last hour of a sum or maximum, by lead in hours.
+
+        Args:
+            name: Short name of the variable.
+
+        Returns:
+            The hours as the file of the earliest date states them; empty if it does not.
+        """
         return self._file(self.files[min(self.files)]).intervals(name)
 
     def fields(self) -> list[tuple[str, int | None]]:
-        """Names and levels of all fields."""
+        """Return the name and the level of every field."""
         return [(name, level) for name, levels in self.variables.items() for level in levels]
 
     def close(self) -> None:
@@ -124,22 +180,32 @@ class ForecastSet:
         self._open.clear()
 
     def _file(self, path: Path) -> ForecastFile:
-        if path not in self._open:  # xarray itself keeps no more than 128 files open
+        """Return the open file of a path, opening it at most once."""
+        if path not in self._open:  # xarray keeps no more than 128 file handles open and closes the oldest itself
             self._open[path] = open_file(path)
         return self._open[path]
 
 
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
-_RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
-_SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
+# Names of raw ensembles and baselines. A folder with such a name is labelled by its path instead.
+_RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
+# Attributes with dates that the model has seen. A file that lacks one counts as having no such dates.
+_SEEN = ("training_dates", "validation_dates", "earlier_dates")
 
 
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
-    """Open one or more folders of forecasts; each is known by its folder's name.
+    """Open one or more folders of forecasts.
+
+    Each set is labelled by its folder's name. If two folders have the same name, or the name of a baseline, the path is
+    the label.
+
+    Args:
+        folders: Paths of folders or of single files.
 
     Raises:
-        UserError: a folder is missing or holds no forecast, a file is damaged, or two folders have the same name.
+        UserError: No folder is given, a folder is missing or holds no forecast, a file is damaged, or a folder is given
+            twice.
     """
     if not folders:
         raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
@@ -154,6 +220,12 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
 
 
 def _open_folder(folder: Path) -> ForecastSet:
+    """Read the headers of all files of a folder and check that they belong together.
+
+    Raises:
+        UserError: The folder holds no forecast, a file differs in its axes or variables, a date occurs twice, or no
+            lead is in all files.
+    """
     if not folder.exists():
         raise UserError(f"forecast={folder}: no such folder; make forecasts with ensemble-ml predict")
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.nc"))
@@ -211,15 +283,15 @@ def _open_folder(folder: Path) -> ForecastSet:
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two axes are the same but for their rounding."""
+    """Return whether two axes are equal up to rounding."""
     return one.shape == other.shape and bool(np.allclose(one, other, rtol=0, atol=TOLERANCE))
 
 
 def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of what all files hold, and of members that some lack.
+    """Return the names that all files hold, and the names of members that only some files hold.
 
     Raises:
-        UserError: a file lacks anything else that another holds.
+        UserError: A file lacks anything else that another one holds.
     """
     names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
     uneven = frozenset(name for name in names - common if name.endswith("_member"))
@@ -230,4 +302,5 @@ def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _place(name: str) -> tuple[int, str]:
+    """Return a sort key that orders names by their part, such as location before scale."""
     return [name.endswith(part) for part in READ].index(True), name

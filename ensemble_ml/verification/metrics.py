@@ -1,4 +1,8 @@
-"""Metrics: functions of weighted means of statistics, for scores, for draws of the bootstrap and for comparisons."""
+"""Define metrics, which are functions of weighted means of statistics.
+
+A metric serves the scores, the draws of the bootstrap and the comparisons alike, because it sees nothing but means. The
+split into statistic, mean and metric follows WeatherBench-X.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,14 @@ from ensemble_ml.verification.statistics import Key, Statistic
 
 @dataclass(frozen=True)
 class Metric:
-    """`formula` takes the means of the statistics `needs`, in their order, and returns the score, elementwise."""
+    """A score that is computed from the means of some statistics.
+
+    Attributes:
+        name: Name in scores.json.
+        long_name: Name in the report.
+        needs: Statistics whose means the formula takes.
+        formula: A function that takes these means, in the order of `needs`, and returns the score elementwise.
+    """
 
     name: str
     long_name: str
@@ -21,13 +32,28 @@ class Metric:
     formula: Callable[..., np.ndarray]
 
     def available(self, state: AggregationState, entrant: str) -> bool:
-        """Whether everything that the formula needs was recorded."""
+        """Return whether the state holds every statistic that the formula needs.
+
+        Args:
+            state: Sums of all statistics.
+            entrant: Forecast, raw ensemble or baseline.
+        """
         return all(Key(entrant, statistic) in state.total for statistic in self.needs)
 
     def __call__(
         self, state: AggregationState, entrant: str, *, weighting: str = "area", draws: np.ndarray | None = None
     ) -> np.ndarray:
-        """The score of each column (C,), or of each draw and column (B, C)."""
+        """Compute the metric of an entrant from its means.
+
+        Args:
+            state: Sums of all statistics.
+            entrant: Forecast, raw ensemble or baseline.
+            weighting: Name of the weighting of the points.
+            draws: (B, D) how often each draw of the bootstrap counts each date; None counts every date once.
+
+        Returns:
+            (C,) score of each column, or (B, C) with draws; NaN or infinite where the means allow no score.
+        """
         means = (state.mean(Key(entrant, statistic), weighting, draws) for statistic in self.needs)
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.formula(*means)
@@ -54,6 +80,8 @@ METRICS: dict[str, Metric] = {
         Metric("bias", "bias of the mean", (_S.ERROR,), _same),
         # Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1: the root is taken after the mean, and a raw ensemble's
         # variance carries (M + 1) / M (see Statistic.VARIANCE).
+        # The root is taken after the mean, and the variance of a raw ensemble carries the factor (M + 1) / M (see
+        # Statistic.VARIANCE): Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
         Metric("spread_skill", "predicted standard deviation / RMSE", (_S.VARIANCE, _S.SQUARED_ERROR), _ratio_of_roots),
         Metric("spread_rmse", "RMSE of the spread", (_S.SPREAD_SQUARED_ERROR,), np.sqrt),
         Metric("spread_rmse_0", "RMSE of the spread, ddof = 0", (_S.SPREAD_SQUARED_ERROR_0,), np.sqrt),
@@ -66,10 +94,17 @@ METRICS: dict[str, Metric] = {
 
 
 def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Geometric mean of score ratios (..., C) over the given columns that have a finite, positive one: (...).
+    """Return the geometric mean of score ratios over columns.
 
-    Columns without a ratio in the first row (no truth, nothing predicted) are left out of all rows, so that every draw
-    of a bootstrap averages the same fields.
+    Columns whose ratio in the first row is not finite and positive (no truth, or nothing predicted) are left out of all
+    rows. Every draw of a bootstrap thus averages the same fields.
+
+    Args:
+        ratio: (..., C) ratios of scores.
+        columns: Positions on C to average over.
+
+    Returns:
+        (...) means; NaN if no column is left.
     """
     columns = comparable(ratio, columns)
     if not len(columns):
@@ -79,7 +114,15 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Which of `columns` have a finite, positive ratio."""
+    """Return those of `columns` whose ratio in the first row is finite and positive.
+
+    Args:
+        ratio: (..., C) ratios of scores.
+        columns: Positions on C.
+
+    Returns:
+        Positions on C.
+    """
     first = ratio.reshape(-1, ratio.shape[-1])[0]
     good = np.isfinite(first) & (first > 0)
     return columns[good[columns]]

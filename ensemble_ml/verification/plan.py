@@ -1,4 +1,10 @@
-"""What is compared with what: the dates, leads, variables and levels that forecasts and ensemble share."""
+"""Decide what is compared: the dates, leads, variables and levels that the forecasts and the ensemble share.
+
+Every date and field that is left out is recorded with its reason. A reader of the report must know what a score rests
+on, so this file also writes the notes on what forecasts do not state.
+
+Axes: T lead, V variable on pressure levels, S surface variable, Z level.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +21,23 @@ from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
 from ensemble_ml.wording import hour_text, shortened
 
-_USUAL = 5  # members of a reduced ensemble, where a forecast does not say what it was made from
+_USUAL = 5  # members of the reduced ensemble if the forecast does not state what it was made from
 
 
 @dataclass(eq=False)
 class Plan:
-    """What is compared: dates (indices into the source), columns and their groups, and what had to be left out."""
+    """A plan of an evaluation, made before any field is read.
+
+    Attributes:
+        test: Test dates, as positions in the source's init times.
+        fit: Dates that baselines are fitted on, as positions in the source's init times.
+        columns: The fields that are scored.
+        groups: The columns in groups of one variable and lead.
+        dropped: Dates that are not scored, each with the reason.
+        notes: Sentences for the report.
+        truth: True if the source has a truth.
+        reduced: Number of members of the raw reduced ensemble.
+    """
 
     test: np.ndarray
     fit: np.ndarray
@@ -29,14 +46,23 @@ class Plan:
     dropped: list[dict[str, str]]
     notes: list[str]
     truth: bool
-    reduced: int  # members of the raw reduced ensemble
+    reduced: int
 
 
 def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> Plan:
     """Find what all forecasts and the source share.
 
+    Args:
+        config: Settings.
+        source: The full ensemble, and the truth where there is one.
+        forecasts: The forecasts that are judged, followed by those that count as baselines.
+
+    Returns:
+        The plan, with notes on everything that is left out.
+
     Raises:
-        UserError: another grid, sums over other hours, no common date, or fit dates that the source lacks.
+        UserError: A forecast has another grid or sums over other hours, no date or field is common, or the source lacks
+            the fit dates.
     """
     layout, notes = source.layout, list[str]()
     for forecast in forecasts:
@@ -81,10 +107,11 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
 
 
 def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
-    """Sentences on what not all files of a forecast have or state.
+    """Return sentences on what some files of a forecast lack or do not state.
 
     Args:
-        fitted: start dates that baselines are fitted on.
+        forecast: A set of forecasts.
+        fitted: Init times that baselines are fitted on.
     """
     notes = []
     if forecast.uneven_leads:
@@ -113,7 +140,11 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
-    """Sentences on hours of the day of the fit dates together, and of test dates that these lack."""
+    """Return sentences on the hours of the day at which fit dates and test dates start.
+
+    One note warns of fit dates of several hours, which are fitted together. Another warns of test dates at an hour that
+    no fit date has.
+    """
     starts = hour_of_day(test)
     known = set(hour_of_day(fit).tolist())
     strange = ~np.isin(starts, sorted(known))
@@ -135,10 +166,10 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
-    """Sentences on variables of which one side does not say what hours they are over.
+    """Return sentences on variables for which only one side states the hours of a sum or an extreme.
 
     Raises:
-        UserError: a variable is over other hours in a forecast than in the source.
+        UserError: A variable covers other hours in a forecast than in the source.
     """
     leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
     unstated: dict[str, list[str]] = {forecast.label: [], source.path: []}
@@ -162,8 +193,14 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
 
 
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
-    """Dates of `config.fit`; else those that the forecasts were trained on, of the hours at which these start where
-    they are enough: errors follow the sun."""
+    """Choose the dates that baselines are fitted on.
+
+    These are the dates of `config.fit`, or else the training dates of the first forecast that states some. Of the
+    latter, only those at the forecasts' hours of the day are kept if they are enough, because errors follow the sun.
+
+    Raises:
+        UserError: No forecast states its training dates, or the source lacks some of them.
+    """
     times = source.layout.init_time
     if config.fit is not None:
         return select_dates(times, config.fit, "fit")
@@ -184,7 +221,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 
 def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
-    """Of `trained`, the start dates at hours at which forecasts start, where these are enough to fit on."""
+    """Return the training dates at hours at which forecasts start, or all of them if too few are left."""
     hours = np.unique(hour_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
     alike = trained[np.isin(hour_of_day(trained), hours)]
     if len(alike) < FEWEST_DATES or len(alike) == len(trained):
@@ -197,6 +234,14 @@ def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str
 def _test_dates(
     source: Source, forecasts: list[ForecastSet], fit: np.ndarray, truth: bool, scored: list[np.ndarray]
 ) -> tuple[np.ndarray, list[dict[str, str]]]:
+    """Split the dates of the forecasts into those that are scored and those that are dropped, with reasons.
+
+    A date that the forecast has seen in any way (in training, in choosing the checkpoint, in earlier weights) would
+    flatter it. A date that baselines were fitted on would flatter these.
+
+    Raises:
+        UserError: No date is left.
+    """
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
     trained = {start for forecast in forecasts for start in forecast.training_dates}
@@ -229,6 +274,7 @@ def _why_not(
     source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool,
     scored: list[np.ndarray],
 ) -> str | None:  # fmt: skip
+    """Return the reason why a date cannot be scored, or None."""
     lacking = [forecast.label for forecast in forecasts if start not in forecast.files]
     if lacking:
         return f"missing from {lacking[0]}"
@@ -248,6 +294,11 @@ def _why_not(
 def _groups(
     source: Source, forecasts: list[ForecastSet], notes: list[str]
 ) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
+    """Find the leads, variables and levels that all forecasts and the source share.
+
+    Raises:
+        UserError: They share no field.
+    """
     layout = source.layout
     leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
     names = [name for name in layout.names if all(name in f.variables for f in forecasts)]
@@ -273,7 +324,7 @@ def _groups(
 
 
 def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
-    """Which fields are scored: bool (T, V, Z) and (T, S)."""
+    """Return masks of the fields that are scored: bool (T, V, Z) on pressure levels and (T, S) at the surface."""
     lay = source.layout
     leads = len(lay.lead_hours)
     pressure = np.zeros((leads, len(lay.variables), len(lay.levels)), bool)
@@ -288,13 +339,17 @@ def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
 
 
 def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
-    """Members of the raw reduced ensemble: as many as are asked for, or as the first forecast was made from."""
+    """Return the number of members of the raw reduced ensemble.
+
+    It is the number that the user asks for, or else the number that the first forecast was made from.
+    """
     if config.members_in is not None:
         return config.members_in
     return min(len(first.members_in) or _USUAL, len(source.layout.realization))
 
 
 def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: list[ForecastSet]) -> list[str]:
+    """Return sentences on the members that forecasts were made from, where these weaken a comparison."""
     held = [str(number) for number in source.layout.realization]
     reduced, ours = held[:size], forecasts[: len(as_list(config.forecast))]
     notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]

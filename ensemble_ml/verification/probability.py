@@ -1,6 +1,6 @@
-"""Calibration: PIT and ranks in bins, their uniformity, reliability, Brier score and its parts, quantile score.
+"""Compute calibration scores: PIT and its histograms, reliability, the Brier score and its parts, the quantile score.
 
-Histograms are sums of weights in bins, so they add up like every other aggregation.
+A histogram is a sum of weights in bins, so histograms of parts add up like every other aggregation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,21 @@ from ensemble_ml.verification.families import cdf
 def pit(
     family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None
 ) -> np.ndarray:
-    """Probability integral transform F(y); at a mass of a censored law drawn within the jump.
+    """Return the probability integral transform F(y) of the truth.
 
-    Czado et al. (2009), doi:10.1111/j.1541-0420.2009.01191.x.
+    Where a censored distribution has a point mass, F jumps. The value is then drawn within the jump, because the PIT of
+    a calibrated forecast would not be uniform otherwise (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
 
     Args:
-        family, location, scale: the forecast.
-        y: truth; beyond the bounds of the law it counts as the nearer one.
-        uniform: in [0, 1), the shape of `y`; without it, the middle of the jump.
+        family, location, scale: The forecast distribution; location and scale in the units of the variable.
+        y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
+        uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
+
+    Returns:
+        Values in [0, 1].
+
+    Raises:
+        UserError: `uniform` is outside of [0, 1), or a scale is negative.
     """
     check_uniform(uniform)
     at = np.clip(y, *family.bounds)
@@ -41,9 +48,18 @@ def pit(
 
 
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
-    """Which of `bins` equal bins of [0, 1] each value falls into; one belongs to the last.
+    """Return which of `bins` equal bins of [0, 1] each value falls into.
 
-    NaN falls into the first: leave it out by a mask.
+    Args:
+        probability: Values in [0, 1] of any shape. The value 1 belongs to the last bin. NaN falls into the first bin,
+            so the caller must mask it.
+        bins: Number of bins, one or more.
+
+    Returns:
+        int64 positions of the same shape.
+
+    Raises:
+        UserError: `bins` is below one, or values lie outside of [0, 1].
     """
     check_count("bins", bins, 1, "values are counted in equal bins")
     check_probability("probability", probability)
@@ -52,31 +68,65 @@ def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Counts or weights in bins (..., K) as shares; NaN where there is none."""
+    """Convert counts or weights in bins to shares of their sum.
+
+    Args:
+        counts: (..., K) counts or weights, 0 or more.
+
+    Returns:
+        (..., K) shares; NaN where the sum is zero.
+
+    Raises:
+        UserError: A count is negative.
+    """
     check_all("counts", counts, counts < 0, "a count or a weight is 0 or more")
     total = counts.sum(-1, keepdims=True)
     return np.divide(counts, total, out=np.full(np.shape(counts), np.nan), where=total > 0)
 
 
 def flatness(counts: np.ndarray) -> np.ndarray:
-    """Reliability index of a histogram (..., K): sum |share - 1/K|, 0 where flat, 2 (1 - 1/K) at worst.
+    """Return the reliability index of a histogram: sum |share - 1/K|.
 
-    Delle Monache et al. (2006), doi:10.1029/2005JD006917, equation 8.
+    It is 0 for a flat histogram and 2 (1 - 1/K) at worst. It is equation 8 of Delle Monache et al. (2006),
+    doi:10.1029/2005JD006917.
+
+    Args:
+        counts: (..., K) counts or weights.
+
+    Returns:
+        (...) index.
     """
     return np.abs(shares(counts) - 1 / counts.shape[-1]).sum(-1)
 
 
 def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndarray:
-    """Pinball loss (1{y < q} - level) (q - y); twice its mean over all levels is the CRPS.
+    """Return the pinball loss (1{y < q} - level) (q - y) of a predicted quantile q.
 
-    Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 42.
+    Twice its mean over all levels is the CRPS. It is equation 42 of Gneiting & Raftery (2007),
+    doi:10.1198/016214506000001437.
+
+    Args:
+        forecast: Predicted quantile in the units of `y`.
+        y: Truth.
+        level: Probability of the quantile, within (0, 1).
+
+    Raises:
+        UserError: `level` is not within (0, 1).
     """
     check_level(level)
     return ((y < forecast) - level) * (np.asarray(forecast, np.float64) - y)
 
 
 def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """Squared difference of a probability and what happened, 0 or 1. Brier (1950)."""
+    """Return the squared difference of a probability and the outcome. Brier (1950).
+
+    Args:
+        probability: Forecast probability in [0, 1].
+        event: Outcome, 0 or 1.
+
+    Raises:
+        UserError: A probability is outside of [0, 1], or an event is neither 0 nor 1.
+    """
     check_probability("forecast", probability)
     check_event("event", event)
     return (np.asarray(probability, np.float64) - np.asarray(event, np.float64)) ** 2
@@ -84,10 +134,11 @@ def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BrierParts:
-    """Murphy's parts of a Brier score; score = reliability - resolution + uncertainty + within.
+    """The parts of a Brier score, where score = reliability - resolution + uncertainty + within.
 
-    `within` is what binning leaves: variance of the probabilities in a bin less twice their covariance with the event.
-    Murphy (1973), Stephenson et al. (2008), doi:10.1175/2007WAF2006116.1.
+    `within` is what binning leaves over: the variance of the probabilities within a bin, less twice their covariance
+    with the event. The first three parts are from Murphy (1973), the last from Stephenson et al. (2008),
+    doi:10.1175/2007WAF2006116.1.
     """
 
     score: float
@@ -99,7 +150,16 @@ class BrierParts:
 
 @dataclass(eq=False)
 class Reliability:
-    """Sums in bins of the forecast probability (K,): weights, count, p, event, p^2 and p event."""
+    """A table of sums in bins of the forecast probability, from which reliability diagrams are drawn.
+
+    Attributes:
+        weight: (K,) sum of weights.
+        count: (K,) number of points.
+        forecast: (K,) weighted sum of the probability p.
+        event: (K,) weighted sum of the event.
+        square: (K,) weighted sum of p^2.
+        both: (K,) weighted sum of p times the event.
+    """
 
     weight: np.ndarray
     count: np.ndarray
@@ -110,12 +170,26 @@ class Reliability:
 
     @classmethod
     def zeros(cls, bins: int = 10) -> Reliability:
-        """Nothing recorded yet."""
+        """Return an empty table.
+
+        Args:
+            bins: Number of bins of equal width, one or more.
+        """
         check_count("bins", bins, 1, "probabilities are counted in equal bins")
         return cls(*(np.zeros(bins) for _ in range(6)))
 
     def record(self, probability: np.ndarray, event: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
-        """Add points of any shape where `mask` holds; `weights` broadcast."""
+        """Add points of any shape where `mask` holds.
+
+        Args:
+            probability: Forecast probabilities in [0, 1].
+            event: Outcomes, 0 or 1.
+            weights: Weights of the points, 0 or more; they broadcast to `mask`.
+            mask: bool, true at points that count.
+
+        Raises:
+            UserError: Probabilities, events or weights at these points have a value that is not allowed.
+        """
         p, o = np.asarray(probability, np.float64)[mask], np.asarray(event, np.float64)[mask]
         w = np.broadcast_to(weights, mask.shape)[mask]
         check_event("event", o)
@@ -126,18 +200,23 @@ class Reliability:
             table += np.bincount(where, values, len(table))
 
     def __add__(self, other: Reliability) -> Reliability:
+        """Return the table of the points of both tables."""
         return Reliability(*(a + b for a, b in zip(self._tables(), other._tables(), strict=True)))
 
     def _tables(self) -> tuple[np.ndarray, ...]:
         return self.weight, self.count, self.forecast, self.event, self.square, self.both
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mean probability, frequency of the event and count, of the bins that hold any."""
+        """Return the reliability curve of the bins that hold any weight.
+
+        Returns:
+            Mean probability, frequency of the event, and number of points of each such bin.
+        """
         kept = self.weight > 0
         return self.forecast[kept] / self.weight[kept], self.event[kept] / self.weight[kept], self.count[kept]
 
     def parts(self) -> BrierParts:
-        """The Brier score and its parts."""
+        """Return the Brier score and its parts."""
         kept = self.weight > 0
         w, total = self.weight[kept], self.weight.sum()
         p, o = self.forecast[kept] / w, self.event[kept] / w

@@ -1,6 +1,8 @@
-"""Scores of everyone with intervals, and their comparison by geometric means.
+"""Compute the scores of all entrants with intervals, and compare them by geometric means.
 
-Axes: B draw of the bootstrap, C column (a lead, variable and level).
+An entrant is a forecast, a raw ensemble or a baseline.
+
+Axes: B draw of the bootstrap, C column (a lead, variable and level), D initialisation time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ _OF_THE_FULL_SPREAD = ("spread_rmse", "spread_rmse_0")
 
 @dataclass(frozen=True)
 class Score:
-    """Values of a metric: `value` and `unweighted` (C,), `draws` (B, C)."""
+    """The values of a metric for one entrant.
+
+    Attributes:
+        value: (C,) score with exact cell areas as weights.
+        unweighted: (C,) score with equal weights.
+        draws: (B, C) area-weighted score of each draw of the bootstrap.
+    """
 
     value: np.ndarray
     unweighted: np.ndarray
@@ -32,9 +40,20 @@ class Score:
 
 @dataclass(eq=False)
 class Scores:
-    """All scores of an evaluation, computed when first asked for.
+    """A lazy table of all scores of an evaluation. Each score is computed when it is first asked for.
 
-    `counts` (B, D): the draws, the same for all; `baselines`: labels of forecasts by statistics from `reduced` members.
+    Attributes:
+        state: Sums of all statistics.
+        columns: The fields that are scored.
+        counts: (B, D) how often each draw counts each date, the same for all scores.
+        blocks: Number of blocks of dates.
+        confidence: Probability that an interval should contain the truth.
+        forecasts: Labels of the forecasts that are judged.
+        reduced: Members of the raw reduced ensemble.
+        full: Members of the full ensemble.
+        baselines: Labels of forecasts that count as baselines, such as EMOS.
+        given: The most members that each forecast was made from, by label. A forecast that does not state them is
+            missing.
     """
 
     state: AggregationState
@@ -46,17 +65,22 @@ class Scores:
     reduced: int
     full: int
     baselines: tuple[str, ...] = ()
-    given: Mapping[str, int] = field(default_factory=dict)  # most members that a forecast was made from, where it says
+    given: Mapping[str, int] = field(default_factory=dict)
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
     _known: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
-        """Everyone with a score, forecasts first."""
+        """Return the names of all entrants with a score, forecasts first."""
         found = dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total)
         return list(found)
 
     def score(self, metric: str, entrant: str) -> Score | None:
-        """None where the entrant has no such score."""
+        """Return the values of a metric for an entrant, or None if the entrant has no such score.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline.
+        """
         if (metric, entrant) not in self._cache:
             rule, found = METRICS[metric], None
             if rule.available(self.state, entrant):
@@ -67,44 +91,101 @@ class Scores:
         return self._cache[metric, entrant]
 
     def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
-        """A figure and its draws as an interval at the level asked for; `blocks` that it depends on, all by default."""
+        """Return a value and its draws as an interval at the level of confidence of this evaluation.
+
+        Args:
+            value: The estimate from all dates.
+            draws: (B,) the estimate from each draw.
+            blocks: Number of blocks that the value depends on; None takes all.
+        """
         return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
 
     def advantage(self, metric: str, entrant: str, other: str) -> str:
-        """What a forecast goes by that `other` does not, in words: with it, better by `metric` is not sure. Else ""."""
+        """Describe the input that a forecast has and `other` lacks. Return "" if there is none.
+
+        With such an advantage, a better score by `metric` is not called sure. Three cases count: the forecast does not
+        state its members; it is scored on the full ensemble's spread and was made from all members; it was made from
+        more members than `other`.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Label of a forecast.
+            other: The entrant that it is compared with.
+        """
         if entrant in self.forecasts and entrant not in self.given:
             return f"made from {self.made_from(entrant)}"
         mine = self.given.get(entrant, 0)
         if metric in _OF_THE_FULL_SPREAD and mine >= self.full:
             return f"all {self.full} members, whose spread it is scored against, are its input"
+        # The name of a raw ensemble or a fitted baseline ends with its number of members, as in raw_5. A forecast may
+        # have any name, so its number is looked up.
         size = "" if other in (*self.forecasts, *self.baselines) else other.rpartition("_")[2]
         theirs = self.given.get(other, int(size) if size.isdigit() else mine)
         return f"made from {mine} members, compared with {theirs}" if mine > theirs else ""
 
     def made_from(self, label: str) -> str:
-        """What a forecast was made from, in words."""
+        """Return the words that say which number of members a forecast was made from.
+
+        Args:
+            label: Label of a forecast.
+        """
         found = self.given.get(label)
         return "members that it does not state" if found is None else f"{found} of {self.full} members"
 
     def barred(self, metric: str, entrant: str, other: str) -> int:
-        """The `Interval.barred` of a ratio or difference of scores, which are better where they are smaller."""
+        """Return the side that is never sure in a comparison, as `Interval.barred` counts it.
+
+        Scores are better where they are smaller, so an advantage bars the side below.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline.
+            other: The entrant that it is compared with.
+        """
         return -1 if self.advantage(metric, entrant, other) else 0
 
     def blocks_among(self, dates: np.ndarray) -> int:
-        """How many blocks `dates` (D,) bool lie in."""
+        """Return the number of blocks that some dates lie in.
+
+        Args:
+            dates: (D,) bool.
+        """
         return len(np.unique(self._block[dates]))
 
     def fewest_blocks(self, known: np.ndarray) -> int:
-        """The fewest blocks that a column of `known` (D, C) bool lies in; all where none has a date."""
+        """Return the smallest number of blocks that a column lies in; all blocks if no column has a date.
+
+        Args:
+            known: (D, C) bool, true where a column has a value on a date.
+        """
         return fewest_blocks(self._block, known, self.blocks)
 
     def blocks_of(self, metric: str, entrant: str, columns: Iterable[int]) -> int:
-        """The fewest blocks that know a metric of one of `columns` of an entrant: one of one block has no interval."""
+        """Return the smallest number of blocks in which a metric of an entrant is known, over columns.
+
+        A column that is known in one block only has no interval, and neither has a mean that depends on it.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline.
+            columns: Positions on C.
+        """
         return min([self.blocks, *(self._blocks_of(metric, entrant, int(c)) for c in columns)])
 
     def least_known(self, metric: str, entrants: Iterable[str], columns: Iterable[int]) -> dict[int, int]:
-        """Of `columns` of which all `entrants` have a metric, in how many blocks those lie that others have more of,
-        and that lie in too few for anything to be sure."""
+        """Return the columns that are known in too few blocks, with the number of these blocks.
+
+        Only columns for which all entrants have the metric are considered. A column is returned if it is known in fewer
+        blocks than another one, and in fewer than FEWEST_BLOCKS.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrants: Forecasts, raw ensembles or baselines.
+            columns: Positions on C.
+
+        Returns:
+            Number of blocks by position on C.
+        """
         of = {one: score.value for one in entrants if (score := self.score(metric, one)) is not None}
         there = [int(c) for c in columns if of and all(np.isfinite(value[c]) for value in of.values())]
         known = {c: min(self._blocks_of(metric, one, c) for one in of) for c in there}
@@ -121,17 +202,25 @@ class Scores:
 
     @cached_property
     def _block(self) -> np.ndarray:
-        # (D,): the dates of a block are drawn together
+        # (D,) number of the block of each date. The dates of a block are drawn together, so their columns in `counts`
+        # are equal.
         return np.unique(self.counts, axis=1, return_inverse=True)[1].reshape(-1)
 
     def at_lead(self, lead: int) -> np.ndarray:
-        """Columns of a lead."""
+        """Return the positions on C of the columns at a lead.
+
+        Args:
+            lead: Lead time in hours.
+        """
         return np.array([c for c, column in enumerate(self.columns) if column.lead_hours == lead], int)
 
     def without_sp(self, lead: int) -> np.ndarray:
-        """Return the columns of a lead but that of surface pressure; none where it is not among them.
+        """Return the columns at a lead without surface pressure; none if surface pressure is not among them.
 
-        Much of what is gained there may be a height of the ground that the model has otherwise than the truth.
+        Much of a gain in surface pressure may come from a difference of the ground's height between model and truth.
+
+        Args:
+            lead: Lead time in hours.
         """
         columns = self.at_lead(lead)
         others = np.array([c for c in columns if self.columns[c].variable != "sp"], int)
@@ -139,16 +228,26 @@ class Scores:
 
     @property
     def leads(self) -> list[int]:
-        """Leads that are scored, ascending."""
+        """Return the lead times that are scored, in hours, ascending."""
         return sorted({column.lead_hours for column in self.columns})
 
     @property
     def headline_lead(self) -> int:
-        """48 h, or the last lead where that is not there."""
+        """Return 48 h, or the last lead if 48 h is not scored."""
         return HEADLINE_LEAD if HEADLINE_LEAD in self.leads else self.leads[-1]
 
     def ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> Interval | None:
-        """Geometric mean over `columns` of the entrant's score over the other's; None where they share no field."""
+        """Return the geometric mean over columns of an entrant's score divided by that of another.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline; the numerator.
+            other: Forecast, raw ensemble or baseline; the denominator.
+            columns: Positions on C.
+
+        Returns:
+            The ratio with its interval; None if the two share no field with a score.
+        """
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return None
@@ -162,7 +261,17 @@ class Scores:
         return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
-        """As `ratio`, every point counting the same."""
+        """Return the ratio that `ratio` returns, with equal weights for all points and without an interval.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline; the numerator.
+            other: Forecast, raw ensemble or baseline; the denominator.
+            columns: Positions on C.
+
+        Returns:
+            The ratio; NaN if the two share no field with a score.
+        """
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return float("nan")
@@ -170,7 +279,17 @@ class Scores:
             return float(geometric_mean(first.unweighted / second.unweighted, columns))
 
     def difference(self, metric: str, entrant: str, other: str) -> list[tuple[Interval, Interval]]:
-        """Per column: the entrant's score less the other's, and its gain in percent of the other's."""
+        """Return the difference of two entrants' scores in each column, and the gain in percent.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline.
+            other: Forecast, raw ensemble or baseline; the reference.
+
+        Returns:
+            For each column, the score of `entrant` minus that of `other` in the units of the metric, and 100 (1 - score
+            / other's score). Empty if one of the two lacks the metric.
+        """
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return []
@@ -185,10 +304,17 @@ class Scores:
         return found
 
     def best_baseline(self, lead: int) -> str | None:
-        """The correction of the reduced ensemble, forecast of `baselines`, or climatology with the lowest geometric
-        mean CRPS.
+        """Return the baseline with the lowest geometric mean CRPS at a lead.
 
-        Picking it on the test dates themselves favours the baseline: nobody could have known it before.
+        Candidates are the corrections of the reduced ensemble, climatology and the forecasts in `baselines`. The choice
+        is made on the test dates themselves. This favours the baseline, because nobody could have known the best one
+        before.
+
+        Args:
+            lead: Lead time in hours.
+
+        Returns:
+            Name of the baseline; None if no baseline has a CRPS.
         """
         names = [*(f"{name}_{self.reduced}" for name in CORRECTIONS), CLIMATOLOGY, *self.baselines]
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
@@ -205,5 +331,9 @@ class Scores:
 
 
 def gain(ratio: Interval | None) -> Interval | None:
-    """A ratio of scores as a gain in percent."""
+    """Convert a ratio of scores to a gain in percent.
+
+    Args:
+        ratio: Ratio with its interval, or None.
+    """
     return None if ratio is None else ratio.map(lambda r: 100 * (1 - r))

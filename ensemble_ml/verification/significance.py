@@ -1,8 +1,11 @@
-"""Where on the map a difference is significant, with the rate of false discoveries controlled.
+"""Test where on a map a difference of two scores is significant, at a controlled rate of false discoveries.
 
-At each point the difference of two scores is averaged over blocks of start dates, which are taken as independent; a
-t-test asks whether their mean is zero, and the procedure of Benjamini & Hochberg decides over all points together.
-Wilks (2016), doi:10.1175/BAMS-D-15-00267.1, advises a rate of twice the wanted level where points are alike.
+At each point the difference is averaged over blocks of dates, which are taken as independent. A t-test asks whether the
+mean of the blocks is zero. The procedure of Benjamini & Hochberg then decides over all points together, because a test
+at 5 % at each of thousands of points would find differences everywhere.
+
+Wilks (2016), doi:10.1175/BAMS-D-15-00267.1, advises a rate of twice the wanted level where neighbouring points are
+alike. `RATE` is therefore 0.1.
 """
 
 from __future__ import annotations
@@ -13,17 +16,31 @@ from scipy import stats
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS
 
 RATE = 0.1
-_MOST_BLOCKS = 20  # bounds the memory of maps; longer blocks only make the test more careful
+_MOST_BLOCKS = 20  # bounds the memory of maps; joining blocks only makes the test more conservative
 
 
 def merged(blocks: np.ndarray) -> np.ndarray:
-    """Numbers of blocks (D,), neighbours joined so that there are 20 at most."""
+    """Join neighbouring blocks so that 20 remain at most.
+
+    Args:
+        blocks: (D,) number of the block of each date, ascending from 0.
+
+    Returns:
+        (D,) numbers of the joined blocks.
+    """
     count = int(blocks.max()) + 1
     return blocks if count <= _MOST_BLOCKS else blocks * _MOST_BLOCKS // count
 
 
 def p_values(differences: np.ndarray) -> np.ndarray:
-    """Two-sided p of the mean of (block, ...) being zero; NaN with fewer than five blocks."""
+    """Return the two-sided p-value of the hypothesis that the mean over blocks is zero.
+
+    Args:
+        differences: (block, ...) mean difference of two scores within each block; NaN where a block has none.
+
+    Returns:
+        (...) p-values; NaN with fewer than five blocks, or where the differences do not vary.
+    """
     count = np.isfinite(differences).sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.nansum(differences, 0) / count
@@ -34,7 +51,17 @@ def p_values(differences: np.ndarray) -> np.ndarray:
 
 
 def significant(p: np.ndarray) -> np.ndarray:
-    """Which points are discoveries at `RATE` of false ones; NaN never is. Benjamini & Hochberg (1995)."""
+    """Return which points are discoveries, at a rate `RATE` of false ones.
+
+    The procedure is that of Benjamini & Hochberg (1995): sort the p-values and accept all up to the largest one that
+    lies below its rank times `RATE` over the number of points.
+
+    Args:
+        p: p-values of any shape. NaN is never a discovery.
+
+    Returns:
+        bool of the same shape.
+    """
     known = np.isfinite(p)
     ordered = np.sort(p[known])
     if not ordered.size:

@@ -1,9 +1,10 @@
-"""Statistics: one value a point, whose weighted means are what every metric is a function of.
+"""Compute statistics: one value at each point, whose weighted means feed every metric.
 
-Fields have any shape and broadcast; members come first (M, ...). Values are float64 or become it. NaN goes in and comes
-out: leaving points out is the business of masks (`aggregation`), never of a formula.
+Fields have any shape and broadcast against each other. Members come first (M, ...). Values are float64, or become so. A
+NaN in an input gives a NaN in the result. Leaving points out is the task of the masks in `aggregation`, never of a
+formula.
 
-The closed forms of parametric forecasts stand in `families`.
+The closed forms of parametric distributions are in `families`. This file touches no file and no network.
 """
 
 from __future__ import annotations
@@ -22,22 +23,31 @@ from ensemble_ml.verification.members import crps_members
 
 
 class Statistic(Enum):
-    """What is averaged. Squares are in squared units of the variable, all others in its units."""
+    """A quantity that is averaged over points and dates.
 
-    CRPS = "crps"  # of the forecast distribution; of a raw ensemble: N(m, (1 + 1/M) s^2)
-    CRPS_NORMAL = "crps_normal"  # of N(m, s^2) of a raw ensemble; of a baseline: taken as a normal law
-    CRPS_FAMILY = "crps_family"  # of a baseline: taken as the law of the variable's family
-    CRPS_FAIR = "crps_fair"  # of raw members
-    CRPS_MEMBERS = "crps_members"  # of raw members, not corrected for their number
-    SQUARED_ERROR = "squared_error"  # of the mean
-    ERROR = "error"  # mean minus truth
-    VARIANCE = "variance"  # predicted variance; of a raw ensemble (M + 1) / M s^2
-    SPREAD_SQUARED_ERROR = "spread_squared_error"  # against the spread of the full ensemble
-    SPREAD_ERROR = "spread_error"  # predicted minus actual spread of the full ensemble
-    SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # as before, all standard deviations with ddof = 0
-    BRIER = "brier"  # of the truth's exceeding the cell's 90 % quantile of the fit dates (normal law)
-    LOG_SCORE = "log_score"  # minus the log of the predicted density; nats
-    # Of a baseline: taken as a normal law, and as the law of the variable's family.
+    Squares have squared units of the variable, log scores have nats, Brier scores have none. All others have the units
+    of the variable.
+    """
+
+    # CRPS of the forecast distribution. For a raw ensemble this is N(m, (1 + 1/M) s^2), the one that claims are made
+    # against.
+    CRPS = "crps"
+    CRPS_NORMAL = "crps_normal"  # CRPS of N(m, s^2) for a raw ensemble; of the normal distribution for a baseline
+    CRPS_FAMILY = "crps_family"  # CRPS of a baseline as a distribution of the variable's family
+    CRPS_FAIR = "crps_fair"  # fair CRPS of raw members
+    CRPS_MEMBERS = "crps_members"  # CRPS of raw members, not corrected for their number
+    SQUARED_ERROR = "squared_error"  # squared error of the mean
+    ERROR = "error"  # predicted mean minus truth
+    VARIANCE = "variance"  # predicted variance; (M + 1) / M s^2 for a raw ensemble
+    SPREAD_SQUARED_ERROR = "spread_squared_error"  # squared error against the spread of the full ensemble
+    SPREAD_ERROR = "spread_error"  # predicted spread minus the spread of the full ensemble
+    SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # squared error of the spread, all deviations with ddof = 0
+    # Brier score of the event that the truth exceeds the cell's 90 % quantile. The quantile is that of a normal
+    # distribution with the moments of the fit dates.
+    BRIER = "brier"
+    LOG_SCORE = "log_score"  # minus the logarithm of the predicted density, in nats
+    # Scores of a baseline, once as a normal distribution and once as a distribution of the variable's family. The
+    # better of the two is chosen when all dates are scored (`values.settle_families`).
     SQUARED_ERROR_NORMAL = "squared_error_normal"
     SQUARED_ERROR_FAMILY = "squared_error_family"
     ERROR_NORMAL = "error_normal"
@@ -48,28 +58,48 @@ class Statistic(Enum):
     BRIER_FAMILY = "brier_family"
     LOG_SCORE_NORMAL = "log_score_normal"
     LOG_SCORE_FAMILY = "log_score_family"
-    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # against the spread of the members that were not given
+    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # squared error against the spread of the held-out members
 
 
 class Key(NamedTuple):
-    """A statistic of one entrant (a forecast, a raw ensemble or a baseline)."""
+    """A statistic of one entrant, where an entrant is a forecast, a raw ensemble or a baseline."""
 
     entrant: str
     statistic: Statistic
 
 
 def c4(n: int) -> float:
-    """Expected sample standard deviation (ddof = 1) of n normal draws, over the true one.
+    """Return the expected sample standard deviation of n normal draws, divided by the true one.
 
-    c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2); Holtzman (1950), doi:10.1080/00031305.1950.10483370.
+        c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
+
+    The sample standard deviation has ddof = 1. The formula is that of Holtzman (1950),
+    doi:10.1080/00031305.1950.10483370.
+
+    Args:
+        n: Number of draws, two or more.
+
+    Returns:
+        The ratio, between 0.798 (n = 2) and 1.
+
+    Raises:
+        UserError: `n` is below two.
     """
     if n < 2:
         raise UserError(f"n={n}: a sample standard deviation needs two members")
+    # The gamma function itself overflows for large n, but its logarithm does not.
     return math.sqrt(2 / (n - 1)) * math.exp(gammaln(n / 2) - gammaln((n - 1) / 2))
 
 
 def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance (ddof = 1) over the first axis; the variance of one member is NaN."""
+    """Return the mean and the variance (ddof = 1) over members.
+
+    Args:
+        members: (M, ...) values.
+
+    Returns:
+        Mean and variance, each (...) float64. The variance of a single member is NaN.
+    """
     mean = members.mean(0, dtype=np.float64)
     if len(members) < 2:
         return mean, np.full_like(mean, np.nan)
@@ -77,9 +107,16 @@ def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic, np.ndarray]:
-    """All statistics of a raw ensemble (M, ...) that its size and the truth at hand allow.
+    """Return every statistic of a raw ensemble that its size and the truth allow.
 
-    One member has no spread, so it has no predicted variance and none of the distributions made from it.
+    A single member has no spread. It therefore has no predicted variance and none of the distributions made from one.
+
+    Args:
+        members: (M, ...) raw, exchangeable members.
+        y: (...) truth, or None where there is none.
+
+    Returns:
+        (...) values by statistic; empty without truth.
     """
     if y is None:
         return {}
@@ -91,6 +128,8 @@ def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic,
     if m > 1:
         found[Statistic.CRPS_FAIR] = crps_members(members, y, fair=True)
         found[Statistic.CRPS_NORMAL] = crps(Family.NORMAL, mean, np.sqrt(variance), y)
+        # The truth is one more draw beside M members, and the mean of M draws is uncertain by s^2 / M. The variance of
+        # truth minus mean is therefore (1 + 1/M) s^2.
         found[Statistic.VARIANCE] = (1 + 1 / m) * variance
         found[Statistic.CRPS] = crps(Family.NORMAL, mean, np.sqrt(found[Statistic.VARIANCE]), y)
     return found
@@ -99,8 +138,17 @@ def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic,
 def spread_statistics(
     predicted: np.ndarray, actual: np.ndarray, apart: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Errors of a predicted spread of the full ensemble, against that of all members; `apart`: the error of what it
-    says of the members held out, where it does."""
+    """Return the errors of a predicted spread of the full ensemble.
+
+    Args:
+        predicted: (...) predicted spread of all members.
+        actual: (...) spread of all members.
+        apart: (...) error of the spread that the forecast implies for the held-out members, or None where it implies
+            none.
+
+    Returns:
+        (...) values by statistic.
+    """
     error = predicted - actual
     found = {Statistic.SPREAD_ERROR: error, Statistic.SPREAD_SQUARED_ERROR: error**2}
     if apart is not None:
