@@ -1,12 +1,15 @@
-"""Statistical corrections of an ensemble, fitted on the training dates and members of the forecasts they stand beside.
+"""Fit statistical corrections of an ensemble, which are the baselines that every forecast is compared with.
 
-Everything is fitted from sums over dates at each cell, which add up like any other aggregation. Bias and variance ratio
-are those of the cell (`local`), of all cells (`global`), or the cell's drawn towards the global ones as far as they do
-not come back in the other half of the dates (`shrunk`, empirical Bayes). The variance goes with the ensemble's own, is
-constant, or lies between the two (`blend`): EMOS fitted by moments, but for its slope on the mean, which is one here.
+They are fitted on the dates that forecasts were trained on. Everything is fitted from sums over dates at each cell,
+which add up like any other aggregation.
 
-Axes: H half of the fit dates (odd and even blocks of days, so that both see all seasons), Z level, Y latitude,
-X longitude.
+Bias and variance ratio are fitted in three ways: at each cell (`local`), over all cells (`global`), or at each cell and
+drawn towards the global values (`shrunk`, empirical Bayes). Shrinkage keeps the part of a cell's departure that the two
+halves of the dates agree on. The predicted variance is proportional to the ensemble's own, is constant, or is a mixture
+of both (`blend`). A blend is EMOS fitted by moments, except that the slope on the ensemble mean is fixed at one.
+
+Axes: H half of the fit dates (odd and even blocks of days, so that both see all seasons), M member, Z level, Y
+latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.statistics import c4, ensemble_moments
 
-FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
-FEWEST_SPREADS = 2  # dates to fit a spread on: each is predicted by the mean of the others
-_LEAST_OF_THE_REST = 0.25  # of the squared spread that is expected of all members
-_ROUNDING = 1e-12  # of the squared mean: the variance of values that are all the same, as sums have it
+FEWEST_DATES = 5  # a bias and a variance from fewer dates are noise
+FEWEST_SPREADS = 2  # dates to fit a spread on, as each is predicted from the mean of the others
+_LEAST_OF_THE_REST = 0.25  # least variance of the held-out members, as a share of that predicted for all members
+_ROUNDING = 1e-12  # variance of equal values over their squared mean, which sums in float64 may leave
 
 CORRECTIONS = {
     "global": "bias and inflation, one each a lead, variable and level: N(m + b, c^2 s^2)",
@@ -36,50 +39,90 @@ CORRECTIONS = {
 
 @dataclass(eq=False)
 class CellSums:
-    """Sums over start dates at each cell: `count` and each of `sums` (H, Z, Y, X)."""
+    """A set of sums over initialisation times at each cell, kept apart for the two halves of the dates.
+
+    Attributes:
+        count: (H, Z, Y, X) number of dates.
+        sums: (H, Z, Y, X) sums by name.
+    """
 
     count: np.ndarray
     sums: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def zeros(cls, shape: tuple[int, int, int]) -> CellSums:
-        """Nothing summed yet, for fields (Z, Y, X)."""
+        """Return empty sums.
+
+        Args:
+            shape: Lengths of Z, Y and X.
+        """
         return cls(np.zeros((2, *shape)))
 
     def record(self, half: int, values: dict[str, np.ndarray], mask: np.ndarray) -> None:
-        """Add the fields (Z, Y, X) of one date where `mask` holds."""
+        """Add the fields of one date where `mask` holds.
+
+        Args:
+            half: Half of the fit dates, 0 or 1.
+            values: (Z, Y, X) fields by name.
+            mask: (Z, Y, X) bool.
+        """
         self.count[half] += mask
         for name, value in values.items():
             target = self.sums.setdefault(name, np.zeros_like(self.count))
             target[half] += np.where(mask, value, 0.0)
 
     def __add__(self, other: CellSums) -> CellSums:
+        """Return the sums over the dates of both."""
         names = {**self.sums, **other.sums}
         zero = np.zeros_like(self.count)
         both = {name: self.sums.get(name, zero) + other.sums.get(name, zero) for name in names}
         return CellSums(self.count + other.count, both)
 
     def total(self, name: str) -> np.ndarray:
-        """Sum over both halves (Z, Y, X)."""
+        """Return the sum over both halves, (Z, Y, X).
+
+        Args:
+            name: Name of the sum.
+        """
         return self.sums[name].sum(0)
 
 
 def error_terms(mean: np.ndarray, variance: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
-    """What `fit_corrections` needs of one date. The variance of a single member (NaN) counts as zero."""
+    """Compute the fields of one date that `fit_corrections` needs sums of.
+
+    Args:
+        mean: (Z, Y, X) ensemble mean.
+        variance: (Z, Y, X) ensemble variance. NaN, the variance of a single member, counts as zero.
+        truth: (Z, Y, X).
+
+    Returns:
+        (Z, Y, X) fields by name.
+    """
     error, s2 = truth - mean, np.nan_to_num(variance)
     return {"e": error, "ee": error**2, "v": s2, "vv": s2**2, "ev": error * s2, "eev": error**2 * s2}
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """N(m + bias, constant + slope s^2) at each cell; all (Z, Y, X)."""
+    """A corrected forecast N(m + bias, constant + slope s^2) for an ensemble of mean m and variance s^2.
+
+    Attributes:
+        bias: (Z, Y, X) shift of the mean, in the units of the variable.
+        constant: (Z, Y, X) constant part of the variance, in squared units.
+        slope: (Z, Y, X) factor of the ensemble's variance.
+    """
 
     bias: np.ndarray
     constant: np.ndarray
     slope: np.ndarray
 
     def __call__(self, mean: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Location and scale for an ensemble's mean and variance (Z, Y, X)."""
+        """Return the mean and the standard deviation of the corrected forecast.
+
+        Args:
+            mean: (Z, Y, X) ensemble mean.
+            variance: (Z, Y, X) ensemble variance; NaN counts as zero.
+        """
         return mean + self.bias, np.sqrt(self.constant + self.slope * np.nan_to_num(variance))
 
 
@@ -88,20 +131,31 @@ def fit_corrections(
 ) -> dict[str, Correction]:
     """Fit all corrections of `CORRECTIONS`.
 
-    With n dates at a cell, b = mean error, v = sum (e - b)^2 / (n - 1) and S = mean s^2, the predictive variance is
-    v (1 + 1/n), because b is itself estimated; c^2 = v (1 + 1/n) / S.
+        b    mean error
+        v    sum (e - b)^2 / (n - 1)
+        S    mean s^2
+        c^2  v (1 + 1/n) / S
+
+        n    number of dates at the cell
+        e    truth minus ensemble mean
+        s    spread of the ensemble
+
+    The predicted variance is v (1 + 1/n) and not v, because b is itself estimated from n dates.
 
     Args:
-        sums: of `error_terms` over the fit dates.
+        sums: Sums of `error_terms` over the fit dates.
         weights: (Y, X) cell areas.
-        clim_variance: (Z, Y, X) stands for S where the ensemble has no spread of its own (one member).
+        clim_variance: (Z, Y, X) replacement of S for an ensemble without spread (one member); None otherwise.
+
+    Returns:
+        A correction for each name of `CORRECTIONS`.
     """
     n = np.maximum(sums.count.sum(0), 1.0)
     valid = sums.count.sum(0) >= 2
     w = np.where(valid, weights, 0.0)
     single = clim_variance is not None
     s_mean = clim_variance if clim_variance is not None else sums.total("v") / n
-    s_mean = np.where(valid, s_mean, _mean(s_mean, w))  # cells that no fit date knows go by the others
+    s_mean = np.where(valid, s_mean, _mean(s_mean, w))  # cells with fewer than two dates take the mean of the others
     unsure = np.where(valid, 1 / n, 0.0)
     bias = sums.total("e") / n
     residual = np.maximum(sums.total("ee") - n * bias**2, 0.0) / np.maximum(n - 1, 1)
@@ -118,7 +172,8 @@ def fit_corrections(
     w_known = np.where(known, weights, 0.0)
     ratio_shrunk = _shrink_ratio(sums, ratio, s_mean, w_known, single)
     share = np.zeros_like(bias) if single else _share_of_flow(sums, bias, residual, s_mean, w_known)
-    # Where members never differ (rain in a desert), inflation has nothing to act on: the variance stays as it was.
+    # Where members never differ (rain in a desert), inflation has nothing to act on, so the variance of the errors
+    # itself is predicted.
     fallback = np.where(s_mean > 0, 0.0, residual)
     one = np.zeros_like(bias) if single else np.ones_like(bias)
     plans = {
@@ -133,23 +188,26 @@ def fit_corrections(
 
 
 def _mean(values: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Weighted mean over cells, (Z, 1, 1)."""
+    """Return the weighted mean over cells, (Z, 1, 1)."""
     return _quotient((w * values).sum((-2, -1), keepdims=True), w.sum((-2, -1), keepdims=True))
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a / b, or zero where b is not positive."""
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(np.shape(a), np.shape(b))), where=np.asarray(b) > 0)
 
 
 def _covariance(a: np.ndarray, b: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return the weighted covariance over cells, (Z, 1, 1)."""
     return _mean((a - _mean(a, w)) * (b - _mean(b, w)), w)
 
 
 def _kept_of_bias(sums: CellSums, bias: np.ndarray, noise: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Share of a cell's departure from the mean bias to keep: signal / (signal + noise).
+    """Return the share of a cell's departure from the mean bias to keep: signal / (signal + noise).
 
-    The signal is what the two halves of the dates agree on (their covariance over cells), so that errors that last for
-    days, which make v / n too small, count as noise; the noise is shared out in proportion to v / n.
+    The signal is the covariance over cells of the biases of the two halves of the dates. Errors that last for days make
+    v / n too small as an estimate of the noise, but they do not recur in the other half, so they count as noise here.
+    The noise is distributed over the cells in proportion to v / n.
     """
     halves = sums.sums["e"] / np.maximum(sums.count, 1.0)
     both = np.where((sums.count > 0).all(0), w, 0.0)
@@ -159,7 +217,7 @@ def _kept_of_bias(sums: CellSums, bias: np.ndarray, noise: np.ndarray, w: np.nda
 
 
 def _shrink_ratio(sums: CellSums, ratio: np.ndarray, s_mean: np.ndarray, w: np.ndarray, single: bool) -> np.ndarray:
-    """Draw log(v / S) towards its mean, and restore the mean of v over cells."""
+    """Draw log(v / S) towards its mean over cells, then restore the mean of v over cells."""
     n = np.maximum(sums.count, 1.0)
     b = sums.sums["e"] / n
     variance = np.maximum(sums.sums["ee"] / n - b**2, 0.0) * n / np.maximum(n - 1, 1)
@@ -178,30 +236,38 @@ def _shrink_ratio(sums: CellSums, ratio: np.ndarray, s_mean: np.ndarray, w: np.n
 def _share_of_flow(
     sums: CellSums, bias: np.ndarray, residual: np.ndarray, s_mean: np.ndarray, w: np.ndarray
 ) -> np.ndarray:
-    """Slope r of (e - b)^2 / v on s^2 / S, least squares over dates and cells, within 0..1: (Z, Y, X)."""
+    """Return the share r of the variance that follows the ensemble's own variance, (Z, Y, X) within 0..1.
+
+    It is the slope of (e - b)^2 / v on s^2 / S, by least squares over dates and cells.
+    """
     n = sums.count.sum(0)
     cross = sums.total("eev") - 2 * bias * sums.total("ev") + bias**2 * sums.total("v")
-    covariance = _quotient(cross, residual * s_mean) - (n - 1)  # sum of (e - b)^2 / v, whose n - 1 are in `residual`
+    # The mean of (e - b)^2 / v over n dates is (n - 1) / n, because v divides by n - 1. That of s^2 / S is one.
+    covariance = _quotient(cross, residual * s_mean) - (n - 1)
     variance = _quotient(sums.total("vv"), s_mean**2) - n
     share = _quotient((w * covariance).sum((-2, -1), keepdims=True), (w * variance).sum((-2, -1), keepdims=True))
     return np.broadcast_to(np.clip(share, 0.0, 1.0), bias.shape)
 
 
 def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family: Family = Family.NORMAL) -> np.ndarray:
-    """Ensemble copula coupling: quantiles at (i - 1/2) / M of a law, put where raw members of the same rank stand.
+    """Make members from a distribution by ensemble copula coupling.
 
-    Schefzik et al. (2013), doi:10.1214/13-STS443, ECC-Q, at the levels where the ordinary CRPS of M members is least:
-    Broecker (2012), doi:10.1002/qj.1891. Those at i / (M + 1) are too narrow, and lose rain.
+    The M values are the quantiles of the distribution at the levels (i - 1/2) / M. Each is put where the raw member of
+    the same rank stands, so the members keep the dependence between places and variables. The method is ECC-Q of
+    Schefzik et al. (2013), doi:10.1214/13-STS443. These levels give M members the least ordinary CRPS (Broecker 2012,
+    doi:10.1002/qj.1891). Levels i / (M + 1) would make members too narrow and lose rain.
 
     Args:
-        members: (M, ...) raw members, two or more; equal ones keep their order.
-        location, scale: (...) of the law.
+        members: (M, ...) raw members, two or more. Equal members keep their order.
+        location: (...) location of the distribution.
+        scale: (...) scale of the distribution.
+        family: Family of the distribution.
 
     Returns:
-        (M, ...) in the units of `location`.
+        (M, ...) members in the units of `location`.
 
     Raises:
-        ValueError: there is only one member.
+        ValueError: There is only one member.
     """
     if len(members) < 2:
         raise ValueError(f"ensemble copula coupling of {len(members)} member: two or more are needed")
@@ -212,7 +278,16 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
 
 
 def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | None) -> dict[str, np.ndarray]:
-    """What `fit_spread` needs of one date: spreads (Z, Y, X); that of a single member (NaN) counts as zero."""
+    """Compute the fields of one date that `fit_spread` needs sums of.
+
+    Args:
+        reduced: (Z, Y, X) spread of the reduced ensemble. NaN, the spread of a single member, counts as zero.
+        full: (Z, Y, X) spread of the full ensemble.
+        held_out: (Z, Y, X) spread of the held-out members, or None.
+
+    Returns:
+        (Z, Y, X) fields by name.
+    """
     s = np.nan_to_num(reduced)
     terms = {"s": s, "ss": s**2, "f": full, "ff": full**2, "fs": full * s}
     return terms if held_out is None else terms | {"h": held_out, "hs": held_out * s, "hf": held_out * full}
@@ -220,31 +295,43 @@ def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | N
 
 @dataclass(frozen=True, eq=False)
 class SpreadFit:
-    """a + b s_M + c s_clim; `coefficients` (Z, 3), `climate` = s_clim (Z, Y, X); both NaN at a level without a fit."""
+    """A regression a + b s_M + c s_clim of the full ensemble's spread.
+
+    Both attributes are NaN at a level without a fit.
+
+    Attributes:
+        coefficients: (Z, 3) values of a, b and c.
+        climate: (Z, Y, X) s_clim, the mean spread of the full ensemble over the fit dates.
+    """
 
     coefficients: np.ndarray
     climate: np.ndarray
 
     def __call__(self, spread: np.ndarray) -> np.ndarray:
-        """Predicted spread (Z, Y, X), never below zero."""
+        """Return the predicted spread, (Z, Y, X), never below zero.
+
+        Args:
+            spread: (Z, Y, X) spread of the reduced ensemble; NaN counts as zero.
+        """
         a, b, c = self.coefficients.T[..., None, None]
         return np.maximum(a + b * np.nan_to_num(spread) + c * self.climate, 0.0)
 
 
 def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> SpreadFit:
-    """Regress the spread of the full ensemble on a + b s_M + c s_clim: area-weighted least squares, per level.
+    """Regress the spread of the full ensemble on a + b s_M + c s_clim, by area-weighted least squares at each level.
 
-    s_clim is the mean of the full ensemble's spread over the fit dates at the cell: of all constants, the one with the
-    least squared error. A date of the regression has that of the other dates: its own would hold what is to be
-    predicted, the more so the fewer dates there are, and s_clim would weigh more than dates outside of it bear out.
+    s_clim is the mean of the full ensemble's spread over the fit dates at the cell. Of all constants it has the least
+    squared error. During the fit, each date uses the mean over the other dates only. With its own spread included,
+    s_clim would contain part of what is to be predicted, and c would be larger than new dates justify. The fewer dates
+    there are, the larger this error is.
 
-    Cells that fewer than `FEWEST_SPREADS` dates know are no part of the fit, and have the others' mean s_clim. A level
-    without any other cell is NaN throughout: it has no regression.
+    Cells that fewer than `FEWEST_SPREADS` dates know do not enter the fit, and take the mean s_clim of the other cells.
+    A level without any other cell has no regression and is NaN throughout.
 
     Args:
-        sums: of `spread_terms` over the fit dates.
+        sums: Sums of `spread_terms` over the fit dates.
         weights: (Y, X) cell areas.
-        target: "f" for all members, "h" for those held out.
+        target: "f" to predict the spread of all members, "h" for that of the held-out members.
     """
     n = sums.count.sum(0)
     known = n >= FEWEST_SPREADS
@@ -253,7 +340,8 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
     climate = _quotient(sums.total("f"), n)
     climate = np.where(known, climate, _mean(climate, w)) + lacking
     s, f, y = sums.total("s"), sums.total("f"), sums.total(target)
-    # Sums over dates d of what has s_clim without d in it, (f - f_d) / (n - 1), f being the sum over all.
+    # Without date d, s_clim is (f - f_d) / (n - 1), where f is the sum over all dates. These are the sums over d of its
+    # products with itself, with s_M and with the target.
     others = np.maximum(n - 1, 1)
     squares = ((n - 2) * f**2 + sums.total("ff")) / others**2
     with_s = (f * s - sums.total("fs")) / others
@@ -264,7 +352,8 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
     for (row, column), value in products.items():
         matrix[:, row, column] = matrix[:, column, row] = area(value)
     right = np.stack([area(y), area(sums.total(f"{target}s")), area(with_y)], axis=1)
-    # In units of each predictor; the pseudo-inverse leaves out one that is constant (no spread, a uniform climate).
+    # Each predictor is scaled to unit size. The pseudo-inverse then drops predictors that carry no information of their
+    # own (no spread at all, or a climate that is the same everywhere), which would make the matrix singular.
     scale = np.sqrt(np.maximum(np.einsum("zii->zi", matrix), 1e-300))
     scaled = matrix / (scale[:, :, None] * scale[:, None, :])
     solved = (np.linalg.pinv(scaled, rcond=1e-10, hermitian=True) @ (right / scale)[..., None])[..., 0]
@@ -272,26 +361,41 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
 
 
 def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
-    """Spread of `members` draws as `full` draws would have it on average: s_M c4(N) / c4(M)."""
+    """Return the spread that N members would have on average, from the spread of M members: s_M c4(N) / c4(M).
+
+    Args:
+        spread: Spread of M members.
+        members: M, two or more.
+        full: N, two or more.
+    """
     return spread * (c4(full) / c4(members))
 
 
 def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.ndarray:
-    """What a forecast of the full ensemble's spread says of the members that it was not made from.
+    """Return the spread of the held-out members that a predicted spread of the full ensemble implies.
 
-    With m, s of the M members given, m_H, s_H of the H = N - M others and S of all, squares add up:
+    Sums of squares add up:
 
         (N - 1) S^2 = (M - 1) s^2 + (H - 1) s_H^2 + (M H / N) (m - m_H)^2
 
-    For draws of one law with variance sigma^2 whose mean only these members tell, the last two are H sigma^2 on
-    average, given the first; so ((N - 1) S^2 - (M - 1) s^2) / H stands to S^2 as sigma^2 to the square of a full
-    ensemble's spread: its root is comparable to `samples.held_out_spread`, to first order in what is unknown of sigma.
-    It is kept from below half of S.
+        N         members of the full ensemble
+        S         their spread
+        M, m, s   number, mean and spread of the given members
+        H         N - M, the number of held-out members
+        m_H, s_H  their mean and spread
+
+    Let all members be draws from one distribution of variance sigma^2, whose mean is known from the given members
+    alone. The last two terms then sum to H sigma^2 on average. Therefore ((N - 1) S^2 - (M - 1) s^2) / H relates to S^2
+    as sigma^2 does to the squared spread of a full ensemble. Its root can be compared with `samples.held_out_spread`,
+    to first order in the uncertainty of sigma. It is never below half of S.
 
     Args:
-        spread: S as it was predicted from the members, (...).
-        given: these members, (M, ...).
+        spread: (...) predicted S.
+        given: (M, ...) members that the forecast was made from.
         full: N, above M.
+
+    Returns:
+        (...) spread in the units of the variable.
     """
     members = len(given)
     known = (members - 1) * np.nan_to_num(ensemble_moments(given)[1])
@@ -300,10 +404,16 @@ def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.n
 
 
 def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and predictive standard deviation of the truth at each cell over the fit dates, from sums of y and y^2.
+    """Return the mean and the predictive standard deviation of the truth at each cell over the fit dates.
 
-    Both are NaN where fewer than two fit dates know a cell, see `everywhere`; the deviation is zero where the truth
-    never varies (no rain in a desert).
+    The variance carries the factor 1 + 1/n, because the mean is estimated from n dates.
+
+    Args:
+        sums: Sums of y and y^2 over the fit dates, named "y" and "yy".
+
+    Returns:
+        Mean and deviation, each (Z, Y, X). Both are NaN where fewer than two fit dates know the cell (see
+        `everywhere`). The deviation is zero where the truth never varies (no rain in a desert).
     """
     count = sums.count.sum(0)
     n = np.maximum(count, 1.0)
@@ -315,8 +425,18 @@ def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known (NaN) may be like any of the others, and
-    stay NaN where no other of their level is known."""
+    """Fill the unknown cells of a climatology, so that it can serve as a forecast.
+
+    An unknown cell (NaN) may be like any known cell of its level. It takes their mean, and a variance that includes the
+    differences between them. Levels without a known cell stay NaN.
+
+    Args:
+        mean: (Z, Y, X).
+        deviation: (Z, Y, X).
+
+    Returns:
+        Mean and deviation, each (Z, Y, X).
+    """
     known = np.isfinite(deviation)
     centre, variance = np.where(known, mean, 0.0), np.where(known, deviation, 0.0) ** 2
     mean_all = _mean(centre, known.astype(float))

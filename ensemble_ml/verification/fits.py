@@ -1,6 +1,8 @@
-"""Fit the baselines of one variable and lead on the fit dates, one start date after the other.
+"""Fit the baselines of one variable and lead on the fit dates, one initialisation time after the other.
 
-Memory is bounded by one date, plus the sums of the fit at each cell. Axes: Z level, Y latitude, X longitude.
+Memory is bounded by the fields of one date, plus the sums of the fit at each cell.
+
+Axes: Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -17,22 +19,35 @@ from ensemble_ml.verification.statistics import ensemble_moments
 
 @dataclass(eq=False)
 class Fit:
-    """Baselines fitted for a group. `corrections` by number of members, then by name."""
+    """The baselines of a group, fitted on the fit dates.
+
+    Attributes:
+        corrections: Corrections by number of members, then by name.
+        spread: Regression of the full ensemble's spread on that of the reduced one.
+        start: Regression of the full ensemble's spread on the reduced one's spread at lead 0.
+        held_out: Regression of the held-out members' spread on that of the reduced ensemble.
+        climatology: Mean and predictive deviation of the truth, each (Z, Y, X).
+    """
 
     corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
     spread: base.SpreadFit | None = None
-    start: base.SpreadFit | None = None  # by the spread at lead 0
+    start: base.SpreadFit | None = None
     held_out: base.SpreadFit | None = None
     climatology: tuple[np.ndarray, np.ndarray] | None = None
 
     @cached_property
     def climate(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The climatology as a forecast, which has cells that the fit dates do not know, too."""
+        """Return the climatology as a forecast, with values at cells that the fit dates do not know."""
         return None if self.climatology is None else base.everywhere(*self.climatology)
 
 
 def fit_group(setting: Setting, group: Group) -> Fit:
-    """Fit all baselines of one group on the fit dates."""
+    """Fit all baselines of one group on the fit dates.
+
+    Args:
+        setting: The setting that all groups share.
+        group: One variable and lead.
+    """
     shape = (len(group.levels), *setting.weights.shape[1:])
     sizes = sorted({setting.reduced, setting.full})
     by_size = {size: base.CellSums.zeros(shape) for size in sizes}
@@ -52,6 +67,8 @@ def fit_group(setting: Setting, group: Group) -> Fit:
         if sample.truth is None:
             continue
         truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)
+        # Spreads come from the members as they are. Corrections are fitted to members at the height of the truth's
+        # ground.
         if sample.raw is not sample.members:
             moments = {size: ensemble_moments(sample.raw[:size]) for size in sizes}
         for size, (mean, variance) in moments.items():
@@ -66,6 +83,7 @@ def _solve(
     start: base.CellSums,
     truth: base.CellSums,
 ) -> Fit:
+    """Solve for all baselines that the sums allow."""
     area, found = setting.weights[0], Fit()
     enough = len(setting.fit) >= base.FEWEST_SPREADS
     if enough and start.count.any():
@@ -78,7 +96,9 @@ def _solve(
         found.climatology = base.fit_climatology(truth)
         for size, sums in by_size.items():
             alone = None
-            if size == 1:  # an ensemble of one in all has no spread either: its truth's variance tells cells apart
+            # One member has no spread. The mean variance of the full ensemble tells calm cells from variable ones
+            # instead. If the full ensemble has only one member, the variance of the truth does.
+            if size == 1:
                 alone = base.everywhere(*found.climatology)[1] ** 2
                 alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
             if size > 1 or alone is not None:
@@ -88,7 +108,10 @@ def _solve(
 
 
 def _forget(found: Fit, few: np.ndarray) -> None:
-    """Let there be no climatology and no correction of levels (Z,) of which too few fit dates have a truth."""
+    """Set the climatology and the corrections to NaN at levels with too few dates.
+
+    `few` (Z,) is true at levels for which too few fit dates have a truth.
+    """
     if not few.any():
         return
     assert found.climatology is not None

@@ -1,6 +1,8 @@
-"""What is read at once: one variable and lead of one start date, from the ensemble, the truth and the forecasts.
+"""Read one variable and lead of one initialisation time, from the ensemble, the truth and the forecasts.
 
-Axes: M member, Z level, Y latitude, X longitude.
+This is the unit of all work in verification. It also decides which members a forecast has seen.
+
+Axes: W weighting, M member, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from ensemble_ml.verification.statistics import c4, ensemble_moments
 
 @dataclass(frozen=True)
 class Group:
-    """What is read at once: one variable at one lead, all its levels ((None,) at the surface)."""
+    """A unit of reading: one variable at one lead, on all its levels.
+
+    Attributes:
+        variable: Short name of the variable.
+        lead_hours: Lead time in hours.
+        levels: Levels in hPa; (None,) at the surface.
+        columns: Positions of the levels among the scored columns.
+    """
 
     variable: str
     lead_hours: int
@@ -30,18 +39,26 @@ class Group:
 
     @property
     def selection(self) -> Selection:
-        """For `Source.read`."""
+        """Return the selection that `Source.read` takes."""
         levels = tuple(level for level in self.levels if level is not None)
         return Selection.one(self.lead_hours, self.variable, surface=not levels, levels=levels)
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What all groups share.
+    """The setting that all groups share.
 
-    `weights` (W, Y, X): exact areas, ones, then areas of regions; `fit` indices of start dates, and the half of each (0
-    or 1), which empirical Bayes holds against the other; `climate_days` of the model climate, and `seasons` as far as
-    it is known which dates it is made of; `heights` of model and truth, where they are known.
+    Attributes:
+        source: The full ensemble, and the truth where there is one.
+        forecasts: The forecasts, including those that count as baselines.
+        reduced: Number of members of the reduced ensemble.
+        fit: Positions of the fit dates in the source.
+        halves: Half of each fit date, 0 or 1. Empirical Bayes compares the halves with each other.
+        weights: (W, Y, X) exact cell areas, ones, then cell areas within regions.
+        truth: True if there is a truth.
+        climate_days: Half-width in days of the window of the model climate; 0 turns it off.
+        seasons: Cache of the dates that the model climate is made of, filled as they become known.
+        heights: Heights of the ground in model and truth, where they are known.
     """
 
     source: Source
@@ -57,22 +74,33 @@ class Setting:
 
     @property
     def full(self) -> int:
-        """Members of the full ensemble."""
+        """Return the number of members of the full ensemble."""
         return len(self.source.layout.realization)
 
     @property
     def held_out(self) -> int:
-        """Members that the reduced ensemble lacks."""
+        """Return the number of members that the reduced ensemble lacks."""
         return self.full - self.reduced
 
     @cached_property
     def informed(self) -> frozenset[str]:
-        """Labels of forecasts that were, or may have been, made from members held out from the reduced ensemble."""
+        """Return the labels of forecasts that have seen held-out members, or may have.
+
+        A forecast that does not state its members counts as one of these.
+        """
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
         return frozenset(one.label for one in self.forecasts if held & one.seen or one.silent)
 
     def given(self, date: int) -> dict[str, list[int]]:
-        """Where the members stand, by label, that forecasts of a start date were made from, of those that say so."""
+        """Return the positions of the members that each forecast of a date was made from.
+
+        Args:
+            date: Position of the init time in the source.
+
+        Returns:
+            Positions by label. A forecast is missing if it names a member that the ensemble lacks. Its list is empty if
+            it states none.
+        """
         start = self.source.layout.init_time[date]
         told = {one.label: one.made_of.get(start, ()) for one in self.forecasts}
         known = {label: numbers for label, numbers in told.items() if {*numbers} <= {*self._places}}
@@ -80,14 +108,24 @@ class Setting:
 
     @cached_property
     def _places(self) -> dict[str, int]:
+        """Return the position of each member by its number."""
         return {str(int(number)): place for place, number in enumerate(self.source.layout.realization)}
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole; `given` of
-    `Setting`; `raw` the members as they are held against the truth, brought to its ground. Spreads and the extreme
-    forecast index are of `members`, as the ensemble and its climate have them.
+    """The data of one initialisation time of a group.
+
+    Spreads and the extreme forecast index use `members`, as the ensemble and its climate have them. Comparisons with
+    the truth use `raw`.
+
+    Attributes:
+        members: (M, Z, Y, X) members as they were read.
+        raw: (M, Z, Y, X) members at the height of the truth's ground.
+        truth: (Z, Y, X), or None where there is none.
+        whole: (Z, Y, X) bool, true where every member has a value.
+        verified: (Z, Y, X) bool, true where also the truth and `raw` have one.
+        given: Positions of the members that each forecast was made from, by label.
     """
 
     members: np.ndarray
@@ -99,7 +137,13 @@ class Sample:
 
 
 def read_sample(setting: Setting, group: Group, date: int) -> Sample:
-    """Read the members and the truth of one start date."""
+    """Read the members and the truth of one initialisation time.
+
+    Args:
+        setting: The setting that all groups share.
+        group: One variable and lead.
+        date: Position of the init time in the source.
+    """
     members = read_group(setting.source, Part.FORECAST, date, group)
     whole, given = np.isfinite(members).all(0), setting.given(date)
     if not setting.truth:
@@ -114,9 +158,16 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
 def on_truths_ground(
     source: Source, heights: Heights | None, group: Group, date: int, members: np.ndarray
 ) -> np.ndarray:  # fmt: skip
-    """Return `members` (M, Z, Y, X) of a group at the height of the truth's ground.
+    """Return the members of a group at the height of the truth's ground.
 
-    They are returned as they are where the heights are not known, or the variable is of no ground.
+    They are returned unchanged if the heights are not known, or if the variable is not among those to correct.
+
+    Args:
+        source: The full ensemble, which may hold the 2 m temperature that pressure needs.
+        heights: Heights of the ground; None where they are not known.
+        group: One variable and lead.
+        date: Position of the init time in the source.
+        members: (M, Z, Y, X) members of the group.
     """
     if heights is None or group.variable not in heights.variables:
         return members
@@ -130,12 +181,19 @@ def on_truths_ground(
 def settled(
     source: Source, heights: Heights, groups: Sequence[Group], dates: Sequence[int], area: np.ndarray
 ) -> Heights:  # fmt: skip
-    """Return `heights` for those variables alone whose mean errs less for the correction on `dates`.
+    """Decide for which variables the correction for height is used.
+
+    A correction is used if it does not raise the RMSE of the ensemble mean on the fit dates.
 
     Args:
-        groups: what is scored.
-        dates: that baselines are fitted on; without any, all variables are corrected.
-        area: weights (Y, X).
+        source: The full ensemble and the truth.
+        heights: Heights of the ground.
+        groups: The groups that are scored.
+        dates: Positions of the fit dates; without any, all variables are corrected.
+        area: (Y, X) cell areas.
+
+    Returns:
+        The same heights with the variables to correct, and the ratio of the RMSE with and without correction.
     """
     squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
     for group in (group for group in groups if group.variable in squares):
@@ -150,7 +208,15 @@ def settled(
 
 
 def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None:
-    """Spread of the reduced ensemble at lead 0 (Z, Y, X); None where there is none, or the group is of lead 0."""
+    """Return the spread of the reduced ensemble at lead 0, (Z, Y, X).
+
+    It is None if there is no lead 0, if the group itself is at lead 0, or if the reduced ensemble has one member.
+
+    Args:
+        setting: The setting that all groups share.
+        group: One variable and lead.
+        date: Position of the init time in the source.
+    """
     layout = setting.source.layout
     if group.lead_hours == 0 or 0 not in layout.lead_hours or setting.reduced < 2:
         return None
@@ -162,12 +228,28 @@ def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None
 def read_group(
     source: Source, part: Part, date: int, group: Group, members: tuple[int, ...] | None = None
 ) -> np.ndarray:
-    """(M, Z, Y, X) float64; truth has M = 1."""
+    """Read the fields of a group, (M, Z, Y, X) float64. The truth has M = 1.
+
+    Args:
+        source: A store or an archive.
+        part: Forecast or truth.
+        date: Position of the init time in the source.
+        group: One variable and lead.
+        members: Numbers of the members to read; None reads all.
+    """
     return np.asarray(source.read(part, date, replace(group.selection, realization=members)).one(), np.float64)
 
 
 def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
-    """Spread of the members not given, brought to the full size: s_H c4(N) / c4(H); None of fewer than two."""
+    """Return the spread of the held-out members, brought to the size of the full ensemble: s_H c4(N) / c4(H).
+
+    Args:
+        members: (N, ...) all members.
+        reduced: Number of the first members that are not held out.
+
+    Returns:
+        (...) spread; None if fewer than two members are held out.
+    """
     if len(members) - reduced < 2:
         return None
     spread = np.sqrt(ensemble_moments(members[reduced:])[1])
@@ -177,16 +259,18 @@ def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
 def held_out_error(
     predicted: np.ndarray, members: np.ndarray, reduced: int, given: Sequence[int] = ()
 ) -> np.ndarray | None:
-    """Error of what a forecast of the full ensemble's spread says of that of the members held out.
+    """Return the error of the spread that a forecast implies for the held-out members.
 
     Args:
-        predicted: (Z, Y, X).
-        members: all, (N, Z, Y, X), of which the first `reduced` are not held out.
-        given: positions of those that it was made from: it says what they leave (`baselines.spread_of_the_rest`); none
-            where it knows none, or does not say which, and stands as it is.
+        predicted: (Z, Y, X) predicted spread of the full ensemble.
+        members: (N, Z, Y, X) all members, of which the first `reduced` are not held out.
+        reduced: Number of members of the reduced ensemble.
+        given: Positions of the members that the forecast was made from. From these follows what the predicted spread
+            implies for the rest (`baselines.spread_of_the_rest`). Without any, the predicted spread is compared as it
+            is.
 
     Returns:
-        (Z, Y, X); None where fewer than two members are held out, or the forecast has seen one of them.
+        (Z, Y, X) error; None if fewer than two members are held out, or the forecast has seen one of them.
     """
     held = held_out_spread(members, reduced)
     if held is None or any(place >= reduced for place in given):
@@ -195,7 +279,16 @@ def held_out_error(
 
 
 def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicted]:
-    """What each forecast says of a group on one start date."""
+    """Read the prediction of each forecast for a group on one initialisation time.
+
+    Args:
+        setting: The setting that all groups share.
+        group: One variable and lead.
+        date: Position of the init time in the source.
+
+    Returns:
+        Predictions by label.
+    """
     start = setting.source.layout.init_time[date]
     return {
         one.label: one.predicted(start, group.variable, group.lead_hours, group.levels) for one in setting.forecasts
@@ -203,22 +296,36 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
 
 
 def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> None:
-    """Read all that forecasts say on one start date: what is wrong with all files is told before the fits, which may
-    take hours.
+    """Read everything that forecasts hold for one initialisation time.
+
+    An error that all files share is thus found before the fits, which may take hours.
+
+    Args:
+        setting: The setting that all groups share.
+        groups: All groups.
+        date: Position of the init time in the source.
 
     Raises:
-        UserError: a variable cannot be read, has units that are not known, or is a scale or spread below zero.
+        UserError: A variable cannot be read, has unknown units, or is a scale or spread below zero.
     """
     start, names = setting.source.layout.init_time[date], {group.variable for group in groups}
     whole = [one for one in setting.forecasts if setting.truth and all(map(one.has_members, names))]
     for group in groups:
         predictions(setting, group, date)
-        for one in whole:  # whose members are scored
+        for one in whole:  # their members are scored as well
             one.members(start, group.variable, group.lead_hours, group.levels)
 
 
 def check_members(source: Source, members_in: int | None) -> None:
-    """Raise a UserError where the ensemble has fewer members than the reduced one should."""
+    """Refuse a reduced ensemble that is larger than the full one.
+
+    Args:
+        source: The full ensemble.
+        members_in: Number of members of the reduced ensemble; None passes.
+
+    Raises:
+        UserError: The ensemble has fewer members.
+    """
     full = len(source.layout.realization)
     if members_in is not None and members_in > full:
         raise UserError(f"members_in={members_in}: {source.path} has {full} members; give {full} or fewer")

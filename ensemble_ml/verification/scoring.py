@@ -1,7 +1,9 @@
-"""Score every entrant, one variable and lead at a time, one start date after the other.
+"""Score every entrant, one variable and lead at a time, one initialisation time after the other.
 
-Memory is bounded by one date of one variable and lead, the sums of the fit at each cell of it, the maps of a few
-headline fields, and the sums of each date: some 25 kB a date and field, whatever the grid.
+Memory is bounded by four things: the fields of one date of one variable and lead, the sums of the fit at each of its
+cells, the maps of a few headline fields, and the sums of each date. The last take some 25 kB a date and field, whatever
+the grid.
+
 Axes: Z level, Y latitude, X longitude.
 """
 
@@ -24,14 +26,21 @@ from ensemble_ml.verification.statistics import Statistic
 from ensemble_ml.verification.values import spread_values, truth_values
 from ensemble_ml.verification.vectors import Vectors
 
-EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # weightings of the strata
+EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # names of the weightings of the extreme strata
 _EXTREME_ABOVE = 0.7
 OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What scoring adds to."""
+    """The results that scoring adds to.
+
+    Attributes:
+        state: Sums of all statistics.
+        calibration: Histograms and reliability.
+        pictures: Sums for maps and bins.
+        vectors: Scores of members as vectors, one entry a lead.
+    """
 
     state: AggregationState
     calibration: Calibration
@@ -40,7 +49,15 @@ class Tables:
 
 
 def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tables: Tables) -> None:
-    """Score one group on all test dates (indices into the source's start dates), adding to `tables`."""
+    """Score one group on all test dates and add the results to `tables`.
+
+    Args:
+        setting: The setting that all groups share.
+        group: One variable and lead.
+        fit: Baselines of the group.
+        dates: Positions of the test dates in the source.
+        tables: Results, which are changed in place.
+    """
     state, pictures, climate = tables.state, tables.pictures, model_climate(setting)
     for position, date in enumerate(dates):
         sample = read_sample(setting, group, int(date))
@@ -49,6 +66,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         said = predictions(setting, group, int(date))
         begun = None if fit.start is None else start_spread(setting, group, int(date))
         spread = spread_values(setting, fit, sample, said, begun)
+        # One mask serves all entrants, so that their means are over the same points.
         mask = sample.whole & _finite(one.spread for one in said.values())
         state.record(position, group.columns, spread, mask, setting.weights, strata)
         verified, values = np.zeros_like(mask), {}
@@ -61,6 +79,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
             unusual = {key: value for key, value in values.items() if key.statistic in OF_THE_LIMIT}
             rest = {key: value for key, value in values.items() if key not in unusual}
             state.record(position, group.columns, rest, verified, setting.weights, strata)
+            # Brier scores have a mask of their own, because the limit means nothing at some cells.
             told = verified & _telling(fit, group)
             state.record(position, group.columns, unusual, told, setting.weights, strata)
             _calibrate(setting, group, fit, position, sample, said, verified, tables.calibration)
@@ -70,7 +89,14 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
 
 
 def model_climate(setting: Setting) -> ModelClimate | None:
-    """The model climate of the ensemble; None where it is turned off or there is one year only."""
+    """Return the model climate of the ensemble.
+
+    Args:
+        setting: The setting that all groups share.
+
+    Returns:
+        The climate; None if it is turned off, or if the dates are all of one year.
+    """
     times = setting.source.layout.init_time
     if not setting.climate_days or len(np.unique(times.astype("datetime64[Y]"))) < 2:
         return None
@@ -78,7 +104,11 @@ def model_climate(setting: Setting) -> ModelClimate | None:
 
 
 def climate_note(setting: Setting) -> str:
-    """Which model climate the extreme forecast index is measured against."""
+    """Return a sentence on the model climate that the extreme forecast index is measured against.
+
+    Args:
+        setting: The setting that all groups share.
+    """
     climate = model_climate(setting)
     if climate is None:
         return "There is no extreme forecast index: it needs start dates of two years, and climate_days above 0."
@@ -88,13 +118,24 @@ def climate_note(setting: Setting) -> str:
 
 
 def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, members: np.ndarray) -> np.ndarray | None:
-    """EFI of the full ensemble (Z, Y, X), NaN where a value is missing; None where the climate has too few dates."""
+    """Compute the extreme forecast index of the full ensemble.
+
+    Args:
+        climate: The model climate.
+        group: One variable and lead.
+        date: Position of the init time in the source.
+        members: (M, Z, Y, X) all members.
+
+    Returns:
+        (Z, Y, X) index, NaN where a value is missing; None if the climate has too few dates.
+    """
     if not climate.enough(date):
         return None
     return efi(members, climate.quantiles(date, group.selection).one(), climate.probabilities)
 
 
 def _strata(index: np.ndarray, area: np.ndarray) -> Strata:
+    """Return the weights of the two extreme strata, as `AggregationState.record` takes them."""
     known = np.isfinite(index)
     size = np.abs(np.where(known, index, 0.0))
     unusual = area * (size > _EXTREME_ABOVE)
@@ -111,7 +152,7 @@ def _calibrate(
     mask: np.ndarray,
     calibration: Calibration,
 ) -> None:
-    """Histograms of PIT and ranks, and reliability of the probability of an unusual value."""
+    """Add histograms of PIT and ranks, and the reliability of the probability of an unusual value."""
     truth = np.asarray(sample.truth)
     limit = None if fit.climatology is None else threshold(*fit.climatology)
     known = mask & _telling(fit, group)
@@ -133,9 +174,11 @@ def _calibrate(
 
 
 def _telling(fit: Fit, group: Group) -> np.ndarray | bool:
-    """Where the limit of an unusual value tells anything, (Z, Y, X): not where it cannot be exceeded, or always is, as
-    there is no climate at the cell, one that never varies, or one so near to the upper bound of the variable (a sky
-    that is mostly overcast) that the limit is not below it."""
+    """Return where the limit of an unusual value is meaningful, (Z, Y, X) bool; True without a climatology.
+
+    The limit means nothing where it can never be exceeded, or always is. Such cells have no climate, a climate that
+    never varies, or a limit that is not below the upper bound of the variable (a sky that is mostly overcast).
+    """
     if fit.climatology is None:
         return True
     most = registered(group.variable).family.bounds[1]
@@ -143,7 +186,7 @@ def _telling(fit: Fit, group: Group) -> np.ndarray | bool:
 
 
 def _finite(arrays) -> np.ndarray | bool:
-    """Where all of the arrays that are there are finite; True where there is none."""
+    """Return where all arrays that are not None are finite; True if there is none."""
     mask: np.ndarray | bool = True
     for array in arrays:
         if array is not None:

@@ -1,7 +1,9 @@
-"""Statistics of every entrant at each point of one start date, of one variable and lead.
+"""Compute the statistics of every entrant at each point of one initialisation time, for one variable and lead.
 
-Entrants are named by what they are and how many members they use: raw_5, local_5, spread_regression_5, climatology;
-forecasts by folder. Axes: Z level, Y latitude, X longitude.
+An entrant is a forecast, a raw ensemble or a baseline. Forecasts are named by their folder. All others are named by
+what they are and how many members they use: raw_5, local_5, spread_regression_5, climatology.
+
+Axes: Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from ensemble_ml.verification.statistics import (
 
 Values = dict[Key, np.ndarray]
 CLIMATOLOGY = "climatology"
-_POINT = 0.01  # of the field's deviation: the scale of a point forecast in the log score
-_BY_LAW = {  # the first is chosen by
+_POINT = 0.01  # scale of a point forecast in the log score, as a share of the field's climatological deviation
+# Statistics of a baseline that is scored as a normal distribution and as one of its variable's family. The first line,
+# the CRPS, decides which of the two is taken.
+_BY_LAW = {
     Statistic.CRPS: (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY),
     Statistic.LOG_SCORE: (Statistic.LOG_SCORE_NORMAL, Statistic.LOG_SCORE_FAMILY),
     Statistic.BRIER: (Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY),
@@ -42,9 +46,22 @@ _BY_LAW = {  # the first is chosen by
 def spread_values(
     setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None = None
 ) -> Values:
-    """Of the spread: each entrant against the full ensemble's, and against the held-out members', of which forecasts of
-    the former from the members given say something else (`baselines.spread_of_the_rest`); `start`: the reduced
-    ensemble's at lead 0. Where the reduced ensemble is the full one, what is made of its spread knows the answer."""
+    """Score every predicted spread against that of the full ensemble, and against that of the held-out members.
+
+    A forecast of the full spread, made from given members, implies a spread of the held-out members
+    (`baselines.spread_of_the_rest`). If the reduced ensemble is the full one, entrants that are made from its spread at
+    the same lead know the answer, so they are left out.
+
+    Args:
+        setting: The setting that all groups share.
+        fit: Baselines of the group.
+        sample: Members and truth of one initialisation time.
+        said: Predictions by label.
+        start: (Z, Y, X) spread of the reduced ensemble at lead 0, or None.
+
+    Returns:
+        (Z, Y, X) values by entrant and statistic; empty if the full ensemble has one member.
+    """
     m, n = setting.reduced, setting.full
     if n < 2:
         return {}
@@ -56,7 +73,8 @@ def spread_values(
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
     if fit.start is not None and start is not None:
-        # NaN where lead 0 is missing: its mean is none then, which would be over other points than everyone else's.
+        # The prediction is NaN where lead 0 is missing. Its mean becomes NaN, too. A mean over fewer points than those
+        # of the others could not be compared with theirs.
         entrants[f"start_regression_{m}"] = np.where(np.isfinite(start), fit.start(start), np.nan)
     if fit.spread is not None:
         if m < n:
@@ -70,6 +88,7 @@ def spread_values(
         for statistic, value in spread_statistics(predicted, actual, apart).items():
             found[Key(name, statistic)] = value
         draws = m if name == f"raw_{m}" else n
+        # For ddof = 0, each spread is converted with the number of members that it stands for.
         error = predicted * np.sqrt((draws - 1) / draws) - actual * np.sqrt((n - 1) / n)
         found[Key(name, Statistic.SPREAD_SQUARED_ERROR_0)] = error**2
     if fit.held_out is not None and held is not None:
@@ -79,7 +98,18 @@ def spread_values(
 
 
 def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], family: Family) -> Values:
-    """Against the truth: raw ensembles, their corrections, climatology, forecasts."""
+    """Score raw ensembles, their corrections, climatology and forecasts against the truth.
+
+    Args:
+        setting: The setting that all groups share.
+        fit: Baselines of the group.
+        sample: Members and truth of one initialisation time.
+        said: Predictions by label.
+        family: Distribution family of the variable.
+
+    Returns:
+        (Z, Y, X) values by entrant and statistic.
+    """
     truth, found = np.asarray(sample.truth), Values()
     limit = None if fit.climate is None else threshold(*fit.climate)
     least = None if fit.climate is None else _POINT * np.sqrt((fit.climate[1] ** 2).mean((-2, -1), keepdims=True))
@@ -119,10 +149,11 @@ def _baseline(
     limit: np.ndarray | None,
     least: np.ndarray | None = None,
 ) -> dict[Statistic, np.ndarray]:
-    """Scores of a corrected ensemble, as both laws where the variable's own has bounds: the better is taken in the end.
+    """Return the scores of a normal forecast, and also those of the variable's own family if the two differ.
 
-    Both have the corrected mean where that is within them: a law that stops at zero has its location below it, and less
-    variance than its scale says.
+    The better of the two distributions is chosen when all dates are scored. Both have the corrected mean where it lies
+    within the bounds of the variable. A distribution that stops at zero has its location below its mean, and a variance
+    below the square of its scale.
     """
     found: dict[Statistic, np.ndarray] = {}
     laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
@@ -141,17 +172,20 @@ def _baseline(
 def _probabilities(
     family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray, limit: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Log score, and Brier score of exceeding `limit`."""
+    """Return the log score, and the Brier score of exceeding `limit`."""
     found = {Statistic.LOG_SCORE: _log_score(family, location, scale, truth)}
     if limit is not None:
-        # Where the scale is zero the forecast is a point.
+        # Where the scale is zero the forecast is a point, which exceeds the limit or does not.
         chance = np.where(scale > 0, exceeding(family, location, scale, limit), location > limit)
         found[Statistic.BRIER] = (chance - (truth > limit)) ** 2
     return found
 
 
 def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Log score; NaN where the scale is zero, of which the mean over all is none then: see `_of_points`."""
+    """Return the log score, which is NaN where the scale is zero.
+
+    The mean over all points is then NaN, unless `_of_points` replaces the score.
+    """
     y = np.clip(truth, *family.bounds)
     with np.errstate(divide="ignore", invalid="ignore"):
         return log_score(family, location, np.where(scale == 0, np.nan, scale), y)
@@ -161,9 +195,11 @@ def _of_points(
     family: Family, location: np.ndarray, scale: np.ndarray, mean: np.ndarray, truth: np.ndarray,
     least: np.ndarray | None,
 ) -> dict[Statistic, np.ndarray]:  # fmt: skip
-    """The log score where some scales are zero (no rain in a desert), nothing elsewhere. Such a law is a point to every
-    other score; the log score takes `least` (Z, 1, 1) for its scale: a point has no density, and one such cell would
-    leave the mean over all undefined."""
+    """Return the log score if some scales are zero (no rain in a desert), and nothing otherwise.
+
+    A scale of zero is a point forecast to every other score. A point has no density, and a single such cell would leave
+    the mean log score undefined. The log score therefore uses `least` (Z, 1, 1) as the scale there.
+    """
     point = scale == 0
     if least is None or not point.any():
         return {}
@@ -173,7 +209,16 @@ def _of_points(
 
 
 def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:
-    """Take for each baseline and column the law with the lower CRPS on the test dates; return which, by field."""
+    """Choose for each baseline and column the distribution with the lower CRPS on the test dates.
+
+    Args:
+        state: Sums of all statistics, to which the chosen ones are added.
+        columns: The fields that are scored.
+        entrants: Names of the baselines.
+
+    Returns:
+        The chosen family by entrant, then by field and lead; empty for baselines with a single distribution.
+    """
     chosen = {}
     for entrant in entrants:
         if Key(entrant, Statistic.CRPS_FAMILY) not in state.total:
