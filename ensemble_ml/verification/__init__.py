@@ -1,4 +1,7 @@
-"""Verification: statistic -> weighted mean -> metric, baselines that are never left out, and the report."""
+"""Verify forecasts: statistic, weighted mean, metric; baselines that are never left out; and the report.
+
+`evaluate` scores whole forecasts and writes the report. `api` scores single xarray objects.
+"""
 
 from ensemble_ml.verification.evaluate import Evaluation, evaluate, score
 from ensemble_ml.verification.forecasts import open_forecasts

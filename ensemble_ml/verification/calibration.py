@@ -1,7 +1,9 @@
-"""Is it calibrated: PIT and rank histograms by date, and reliability of the probability of an unusual value.
+"""Measure calibration: PIT and rank histograms by date, and the reliability of the probability of an unusual value.
 
-Everything is a sum of cell areas in bins, so parts add up, and the bootstrap draws dates of it as of any other score.
-Axes: D start date, C column, K bin, Z level.
+Everything is a sum of cell areas in bins. Parts therefore add up, and the bootstrap can draw dates of histograms as of
+any other score.
+
+Axes: B draw of the bootstrap, D initialisation time, C column, K bin, M member, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -16,12 +18,21 @@ from ensemble_ml.verification.members import rank_of_truth
 from ensemble_ml.verification.probability import Reliability, bin_of, pit, shares
 
 BINS = 10
-UPPER_TENTH = 1.2815515655446004  # standard deviations above the mean of a normal climate
+UPPER_TENTH = 1.2815515655446004  # 90 % quantile of the standard normal distribution
 
 
 @dataclass(eq=False)
 class Calibration:
-    """`histograms` by (kind, entrant), kind being "pit" or "rank": (D, C, K). `reliability` by (column, entrant)."""
+    """A set of histograms and reliability tables.
+
+    Attributes:
+        dates: Length of D.
+        columns: Length of C.
+        area: (Y, X) cell areas.
+        seed: Seed of the random numbers that break ties.
+        histograms: (D, C, K) cell areas in bins by (kind, entrant), where kind is "pit" or "rank".
+        reliability: Tables by (column, entrant).
+    """
 
     dates: int
     columns: int
@@ -34,7 +45,16 @@ class Calibration:
         self, entrant: str, date: int, columns: slice, law: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
         mask: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add the forecast distributions (family, location, scale) (Z, Y, X) of one date."""
+        """Add the PIT of the forecast distributions of one date.
+
+        Args:
+            entrant: Label of the forecast.
+            date: Position on D.
+            columns: The Z columns that the values belong to.
+            law: Family, location and scale of the distributions; both fields are (Z, Y, X).
+            y: (Z, Y, X) truth.
+            mask: (Z, Y, X) bool, true at points that count.
+        """
         uniform = self._uniform(date, columns, y.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
             where = bin_of(pit(*law, y, uniform), BINS)
@@ -43,27 +63,59 @@ class Calibration:
     def record_ranks(
         self, entrant: str, date: int, columns: slice, members: np.ndarray, y: np.ndarray, mask: np.ndarray
     ) -> None:
-        """Add a raw ensemble (M, Z, Y, X) of one date."""
+        """Add the ranks of the truth among the members of a raw ensemble on one date.
+
+        Args:
+            entrant: Name of the ensemble.
+            date: Position on D.
+            columns: The Z columns that the values belong to.
+            members: (M, Z, Y, X) members.
+            y: (Z, Y, X) truth.
+            mask: (Z, Y, X) bool, true at points that count.
+        """
         ranks = rank_of_truth(members, y, self._uniform(date, columns, y.shape))
         self._count("rank", entrant, date, columns, ranks, mask, len(members) + 1)
 
     def record_event(
         self, entrant: str, columns: slice, probability: np.ndarray, event: np.ndarray, mask: np.ndarray
     ) -> None:
-        """Add predicted probabilities (Z, Y, X) of an event."""
+        """Add predicted probabilities of an event.
+
+        Args:
+            entrant: Forecast or raw ensemble.
+            columns: The Z columns that the values belong to.
+            probability: (Z, Y, X) probabilities.
+            event: (Z, Y, X) bool, true where it happened.
+            mask: (Z, Y, X) bool, true at points that count.
+        """
         for z, column in enumerate(range(columns.start, columns.stop)):
             table = self.reliability.setdefault((column, entrant), Reliability.zeros(BINS))
             table.record(probability[z], event[z], self.area, mask[z])
 
     def share(self, kind: str, entrant: str, draws: np.ndarray | None = None) -> np.ndarray | None:
-        """Shares of the bins (C, K), or (B, C, K) for the dates' counts `draws` (B, D); None where nothing is known."""
+        """Return the share of each bin of a histogram.
+
+        Args:
+            kind: "pit" or "rank".
+            entrant: Forecast or raw ensemble.
+            draws: (B, D) how often each draw counts each date; None counts every date once.
+
+        Returns:
+            (C, K) shares, or (B, C, K) with draws; None if there is no such histogram.
+        """
         found = self.histograms.get((kind, entrant))
         if found is None:
             return None
         return shares(found.sum(0) if draws is None else np.tensordot(draws, found, axes=1))
 
     def known(self, kind: str, entrant: str, column: int) -> np.ndarray:
-        """Dates (D,) bool that a histogram of a column was made of."""
+        """Return the dates that a histogram of a column was made of, (D,) bool.
+
+        Args:
+            kind: "pit" or "rank".
+            entrant: Forecast or raw ensemble.
+            column: Position on C.
+        """
         return self.histograms[kind, entrant][:, column].sum(-1) > 0
 
     def _count(
@@ -75,24 +127,41 @@ class Calibration:
             table[date, column] += np.bincount(where[z][mask[z]], self.area[mask[z]], bins)
 
     def _uniform(self, date: int, columns: slice, shape: tuple[int, ...]) -> np.ndarray:
-        """The same draws for every entrant: ties are broken alike."""
+        """Return random numbers that are the same for every entrant, so that ties are broken alike."""
         return np.random.default_rng((self.seed, date, columns.start)).random(shape)
 
 
 def threshold(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    """What the truth exceeds one time in ten where the climate of the cell is normal.
+    """Return the value that a normal climate exceeds one time in ten.
 
-    Where it never varies the deviation is that of rounding: a value that is always the same would exceed its own mean.
+    Where the climate never varies, its deviation is nothing but rounding, and a constant value could exceed its own
+    mean. The deviation is therefore at least 1e-9 of the mean.
+
+    Args:
+        mean: Climatological mean at each cell.
+        deviation: Climatological standard deviation at each cell.
     """
     return mean + UPPER_TENTH * np.maximum(deviation, 1e-9 * np.abs(mean))
 
 
 def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """P(value is exceeded)."""
+    """Return the probability that a distribution exceeds a value.
+
+    Args:
+        family: Family of the distribution.
+        location: Location in the units of the variable.
+        scale: Scale in the units of the variable.
+        value: The value to exceed.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         return 1 - cdf(family, location, scale, value)
 
 
 def members_exceeding(members: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Share of the members (M, ...) above the value."""
+    """Return the share of the members that exceed a value.
+
+    Args:
+        members: (M, ...) members.
+        value: (...) the value to exceed.
+    """
     return (members > value).mean(0)

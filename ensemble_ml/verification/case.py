@@ -1,4 +1,4 @@
-"""The extreme case: the test date on which the raw full ensemble is furthest from its climate.
+"""Find the extreme case: the test date on which the raw full ensemble is furthest from its climate.
 
 Axes: Y latitude, X longitude.
 """
@@ -19,7 +19,23 @@ from ensemble_ml.wording import hour_text
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One field of one date: truth, EFI, and (mean, standard deviation) of raw ensembles and forecasts (Y, X)."""
+    """One field of one initialisation time, to be drawn in the report.
+
+    Attributes:
+        column: Position of the field among the scored columns.
+        name: Variable and level, such as t850.
+        variable: Short name of the variable.
+        lead_hours: Lead time in hours.
+        date: Initialisation time as text.
+        mean_index: Mean |EFI| over the sphere.
+        place: Latitude and longitude of the marked point, in degrees.
+        index: (Y, X) EFI.
+        truth: (Y, X), or None where there is none.
+        laws: Mean and standard deviation (Y, X) by raw ensemble or forecast.
+        at_place: Mean and standard deviation at the marked point.
+        truth_at_place: Truth at the marked point.
+        index_at_place: EFI at the marked point.
+    """
 
     column: int
     name: str
@@ -36,7 +52,7 @@ class Case:
     index_at_place: float
 
     def as_dict(self) -> dict:
-        """The `case` of scores.json."""
+        """Return the `case` of scores.json."""
         return {
             "date": self.date, "lead_hours": self.lead_hours, "field": self.name, "mean_abs_efi": self.mean_index,
             "latitude": self.place[0], "longitude": self.place[1], "efi": self.index_at_place,
@@ -46,8 +62,16 @@ class Case:
 
 
 def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
-    """Find the date whose mean |EFI| of the first headline field is largest, and read it; None without a climate, or
-    where nothing has a width."""
+    """Find and read the test date with the largest mean |EFI| of the first headline field.
+
+    Args:
+        setting: The setting that all groups share.
+        plan: The plan of the evaluation.
+        pictures: Sums that hold the mean |EFI| of each date.
+
+    Returns:
+        The case; None without a model climate, or if neither an ensemble nor a forecast has a width.
+    """
     column = pictures.headline[0]
     known = pictures.index.get(column)
     if not known:
@@ -90,7 +114,10 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
 
 
 def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[int, int]:
-    """Where |EFI| is largest, averaged with the neighbours, so that one odd point does not win."""
+    """Return the row and the column where |EFI| is largest.
+
+    |EFI| is averaged with its neighbours first, so that a single odd point is not chosen.
+    """
     rows, columns = index.shape
     wide = np.pad(np.nan_to_num(np.abs(index)), ((0, 0), (1, 1)), mode="wrap" if wraps else "reflect")
     wide = np.pad(wide, ((1, 1), (0, 0)), mode="reflect")

@@ -1,8 +1,10 @@
-"""Refuse values that no score is defined for: shares outside of 0 to 1, events that are no yes or no, negative scales.
+"""Refuse values for which no score is defined, such as probabilities above one or negative scales.
 
-Each function raises a `UserError` of one line that names the argument, its first value that is wrong, what is allowed
-and mostly the remedy. NaN is a missing value, and passes. Checks of arrays run where the scores are computed, on the
-values at hand, so Dask arrays stay lazy and are not computed twice.
+Each function raises a `UserError` of one line. It names the argument, the first wrong value, what is allowed, and
+mostly the remedy. NaN is a missing value and passes, except for single numbers.
+
+Arrays are checked where scores are computed, on the values at hand. Dask arrays thus stay lazy and are not computed
+twice.
 """
 
 from __future__ import annotations
@@ -12,39 +14,87 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import same_units
 
-ROUNDING = 1e-4  # of one: what a share may be off by that was packed into 16 bits; sums in float32 are nearer
-WEIGHT_ROUNDING = 1e-6  # of the largest weight: in float32 the cosine of a pole's latitude is -4e-8
+ROUNDING = 1e-4  # error of a share that was packed into 16 bits; sums in float32 are more accurate
+# Tolerance as a share of the largest weight. In float32 the cosine of a pole's latitude is -4e-8.
+WEIGHT_ROUNDING = 1e-6
 
 
 def check_all(name: str, values: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
-    """Raise a UserError with the first of `values` where `wrong`, of the same shape, is true."""
+    """Raise an error with the first of `values` where `wrong` is true.
+
+    Args:
+        name: Name of the argument, for the message.
+        values: Values of any shape.
+        wrong: bool of the same shape.
+        allowed: What is allowed, for the message.
+
+    Raises:
+        UserError: `wrong` is true somewhere.
+    """
     if np.any(wrong):
         first = np.asarray(values)[wrong].reshape(-1)[0]
         raise UserError(f"{name}: holds {first:g}; {allowed}")
 
 
 def check_between(name: str, values: np.ndarray, least: float, most: float, allowed: str) -> None:
-    """Refuse values outside of [least, most], of the order of one; rounding is let pass."""
+    """Refuse values outside of [least, most], apart from rounding.
+
+    Args:
+        name: Name of the argument, for the message.
+        values: Values of the order of one.
+        least: Least value allowed.
+        most: Largest value allowed.
+        allowed: What is allowed, for the message.
+
+    Raises:
+        UserError: A value lies outside.
+    """
     values = np.asarray(values)
     check_all(name, values, (values < least - ROUNDING) | (values > most + ROUNDING), allowed)
 
 
 def check_probability(name: str, values: np.ndarray) -> None:
-    """Refuse what is no probability, as one in per cent."""
+    """Refuse values that are no probabilities, such as per cent.
+
+    Args:
+        name: Name of the argument, for the message.
+        values: Values to check.
+
+    Raises:
+        UserError: A value lies outside of [0, 1].
+    """
     check_between(name, values, 0, 1, "a probability lies between 0 and 1; divide by 100 what is in per cent")
 
 
 def check_event(name: str, values: np.ndarray) -> None:
-    """Refuse what is neither 0 nor 1, False nor True."""
+    """Refuse outcomes that are neither 0 nor 1, False nor True.
+
+    Args:
+        name: Name of the argument, for the message.
+        values: Values to check.
+
+    Raises:
+        UserError: A value is neither.
+    """
     values = np.asarray(values)
     if values.dtype != bool:
-        # Only NaN differs from itself; np.isnan takes no objects, which truth values become where some are missing.
+        # Only NaN differs from itself. np.isnan refuses arrays of objects, which is the type of truth values with
+        # missing ones among them.
         wrong = (values != 0) & (values != 1) & (values == values)
         check_all(name, values, wrong, "an event is 0 or 1; make it by comparing, as in truth > threshold")
 
 
 def check_scale(name: str, values: np.ndarray, *, zero: bool = True) -> None:
-    """Refuse negative scales, and `zero` ones unless they are allowed."""
+    """Refuse negative scales, and scales of zero where they are not allowed.
+
+    Args:
+        name: Name of the argument, for the message.
+        values: Values to check.
+        zero: Allow a scale of zero.
+
+    Raises:
+        UserError: A scale is negative, or is zero where this is not allowed.
+    """
     values = np.asarray(values)
     if zero:
         check_all(name, values, values < 0, "must be 0 or more; a scale is a standard deviation or alike")
@@ -53,14 +103,30 @@ def check_scale(name: str, values: np.ndarray, *, zero: bool = True) -> None:
 
 
 def check_uniform(values: np.ndarray | None) -> None:
-    """Refuse random numbers that are not from [0, 1); None is none."""
+    """Refuse random numbers outside of [0, 1).
+
+    Args:
+        values: Values to check; None passes.
+
+    Raises:
+        UserError: A number lies outside.
+    """
     if values is not None:
         values = np.asarray(values)
         check_all("uniform", values, (values < 0) | (values >= 1), "random numbers in [0, 1) are needed")
 
 
 def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
-    """Refuse negative weights; rounding is let pass, by the largest of the `whole` that the values are a part of."""
+    """Refuse negative weights, apart from rounding.
+
+    Args:
+        values: Weights to check.
+        whole: All weights, if `values` are only a part. Their largest one sets the tolerance, so that the result does
+            not depend on the part.
+
+    Raises:
+        UserError: A weight is negative.
+    """
     values = np.asarray(values)
     largest = np.fmax.reduce(np.abs(values if whole is None else whole), axis=None, initial=0)
     wrong = values < -WEIGHT_ROUNDING * largest
@@ -68,25 +134,58 @@ def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
 
 
 def check_level(level: float) -> None:
-    """Refuse the level of a quantile that is not within (0, 1)."""
+    """Refuse a level of a quantile that is not within (0, 1).
+
+    Args:
+        level: Value to check.
+
+    Raises:
+        UserError: The level lies outside.
+    """
     if not 0 < level < 1:
         raise UserError(f"level={level}: must lie between 0 and 1, without these; 0.9 is the ninth decile")
 
 
 def check_ascending_bounds(lower: float, upper: float) -> None:
-    """Refuse an interval that holds nothing."""
+    """Refuse an empty interval.
+
+    Args:
+        lower: Lower bound.
+        upper: Upper bound.
+
+    Raises:
+        UserError: `lower` is not below `upper`.
+    """
     if not lower < upper:
         raise UserError(f"lower={lower}, upper={upper}: lower must be below upper")
 
 
 def check_count(name: str, count: int, least: int, why: str) -> None:
-    """Refuse fewer than `least`, or what is no whole number."""
+    """Refuse a number below `least`, or one that is not whole.
+
+    Args:
+        name: Name of the argument, for the message.
+        count: Value to check.
+        least: Least value allowed.
+        why: Reason, for the message.
+
+    Raises:
+        UserError: The number is too small or not whole.
+    """
     if not isinstance(count, int | np.integer) or count < least:
         raise UserError(f"{name}={count}: {why}; {least} or more are needed")
 
 
 def check_no_per_cent(name: str, units: str | None) -> None:
-    """Refuse units of a share that state per cent, whatever its values are."""
+    """Refuse units of a share that are per cent, whatever the values are.
+
+    Args:
+        name: Name of the argument, for the message.
+        units: Units to check; None passes.
+
+    Raises:
+        UserError: The units are per cent.
+    """
     if units is not None and (same_units(units, "%") or units == "per cent"):
         raise UserError(
             f"{name}: its units are {units!r}; give a share from 0 to 1, with units 1: divide per cent by 100"

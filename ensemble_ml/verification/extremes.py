@@ -1,6 +1,8 @@
-"""How unusual a forecast is against the model's own climate.
+"""Measure how unusual a forecast is against the model's own climate.
 
-Lalaurie (2003), doi:10.1256/qj.02.152; Zsoter (2006). Axes: M member, K quantile of the climate.
+Sources: Lalaurie (2003), doi:10.1256/qj.02.152; Zsoter (2006).
+
+Axes: M member, K quantile of the climate.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ from ensemble_ml.verification.checks import check_count
 
 
 def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Between which probabilities of the climate a value lies; they differ where quantiles are equal (no rain).
+    """Return the probabilities of the climate that a value lies between.
+
+    The two differ where quantiles are equal, which is where the climate has a mass (no rain). Between unequal quantiles
+    the probability is linear. A mass of equal values begins and ends somewhere between two of the levels. It is taken
+    to do so halfway, which is right to within half their distance.
 
     Args:
         climate: (K, ...) quantiles, ascending.
@@ -20,8 +26,8 @@ def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tup
         x: (...) values.
 
     Returns:
-        Lowest and highest probability, both zero (one) below (above) the climate; linear between quantiles. A mass of
-        equal values begins and ends somewhere between two of the levels: set halfway, right to within half their step.
+        Lowest and highest probability, each (...). Both are zero below the climate, one above it, and NaN where a value
+        is missing.
     """
     low = np.zeros(np.shape(x))
     high = np.zeros(np.shape(x))
@@ -39,23 +45,37 @@ def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tup
 
 
 def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Extreme forecast index, -1 (all members below the climate) to 1 (all above).
+    """Compute the extreme forecast index.
 
-    EFI = 2/pi int_0^1 (p - F(q_p)) / sqrt(p (1 - p)) dp with F the distribution function of the members. With
-    p = (1 - cos theta) / 2 the integral is exact: EFI = 2/pi mean_i theta_i - 1, theta_i = arccos(1 - 2 p_i), p_i the
-    climate's probability of member i. A member that equals many values of the climate (no rain) counts with its mean
-    theta over their probabilities. A forecast that is the climate has an EFI of zero, dry or not, but for what the list
-    of levels leaves open: a mass that ends at P, between levels d apart, is taken to end at P' in their middle. That
-    moves the EFI by 2/pi |P - P'| times the difference of the mean thetas beyond P' and within the mass, to either side
-    alike: by d at most, by about 0.02 with the levels of `store.climate`.
+        EFI = 2/pi int_0^1 (p - F(q_p)) / sqrt(p (1 - p)) dp
+
+        q_p  quantile of the climate at probability p
+        F    distribution function of the members
+
+    With p = (1 - cos theta) / 2 the integral is exact:
+
+        EFI = 2/pi mean_i theta_i - 1
+        theta_i = arccos(1 - 2 p_i)
+
+        p_i  probability of member i in the climate
+
+    A member that equals many values of the climate (no rain) counts with its mean theta over their probabilities. A
+    forecast that equals the climate then has an EFI of zero, whether it is dry or not.
+
+    The list of levels leaves an error. A mass that ends at P, between two levels at a distance d, is taken to end at P'
+    in their middle. This moves the EFI by 2/pi |P - P'| times the difference of the mean thetas beyond P' and within
+    the mass, with either sign. The error is at most d, and about 0.02 with the levels of `store.climate`.
 
     Args:
         members: (M, ...).
-        climate: (K, ...) quantiles of the model climate, ascending, of years other than the forecast's.
+        climate: (K, ...) quantiles of the model climate, ascending, from years other than the forecast's.
         levels: (K,) their probabilities, from 0 to 1.
 
+    Returns:
+        (...) index, -1 (all members below the climate) to 1 (all above).
+
     Raises:
-        UserError: levels or quantiles do not ascend, or there is no member.
+        UserError: Levels or quantiles do not ascend, or there is no member.
     """
     levels, climate = np.asarray(levels, np.float64), np.asarray(climate, np.float64)
     check_count("members", len(members), 1, "an ensemble has members")
@@ -72,14 +92,14 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
 
 
 def _check_ascending(climate: np.ndarray) -> None:
-    """Refuse quantiles (K, ...) that fall, by more than packing makes of equal ones."""
-    # The tolerance is of each point alone: one from all points would depend on how a lazy climate is chunked.
+    """Refuse quantiles (K, ...) that fall by more than packing can make equal ones differ."""
+    # Each point has a tolerance of its own. One from all points would depend on how a lazy climate is chunked.
     allowed = 1e-2 * (climate.max(0) - climate.min(0)) + 1e-4 * np.abs(climate).max(0)
     if (np.maximum.accumulate(climate) - climate > allowed).any():
         raise UserError("climate: its quantiles fall along the levels; they must ascend with them")
 
 
 def _integral(p: np.ndarray) -> np.ndarray:
-    """Of arccos(1 - 2 p) from zero."""
+    """Return the integral of arccos(1 - 2 p) from zero to `p`."""
     u = np.clip(1 - 2 * p, -1, 1)
     return (np.sqrt(1 - u * u) - u * np.arccos(u)) / 2

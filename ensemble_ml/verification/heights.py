@@ -1,13 +1,23 @@
-"""Bring 2 m temperature and surface pressure from the ground of the forecast's model to that of the truth's.
+"""Bring 2 m temperature and surface pressure from the ground of the forecast's model to that of the truth.
 
-    T' = T - G (h_t - h_f)                         p' = p (T' / T)^(g / (R G))
+    T' = T - G (h_t - h_f)
+    p' = p (T' / T)^(g / (R G))
 
-h_f and h_t are the orographies, G = 6.5 K/km the lapse rate of the standard atmosphere, T the member's own temperature
-at 2 m; the second line is the hypsometric equation of dry air whose temperature falls by G. Any centre makes this
-correction before it calls a forecast near the ground an error: without it, a constant that anybody knows would stand as
-skill of whoever learns it. Nor would a centre keep a correction that makes forecasts worse: a model's air at 2 m may
-follow its sea and soil, and not its ground. So a variable is corrected if its mean errs less for it on the dates that
-baselines are fitted on (`samples.settled`). Mean sea-level pressure is of no ground, and stays.
+    T    the member's own temperature at 2 m
+    p    the member's surface pressure
+    h_f  orography of the forecast's model
+    h_t  orography of the truth
+    G    lapse rate of the standard atmosphere, 6.5 K/km
+    g    acceleration of gravity
+    R    gas constant of dry air
+
+The second line is the hypsometric equation of dry air whose temperature falls by G.
+
+Any forecast centre makes this correction before it calls an error near the ground a forecast error. Without it, a
+constant that anybody knows would count as skill of the model that learns it. A centre would also not keep a correction
+that makes forecasts worse. The air of a model at 2 m may follow its sea and soil rather than its height. A variable is
+therefore corrected only if this does not raise the RMSE of its mean on the fit dates (`samples.settled`). Mean
+sea-level pressure does not depend on the height of the ground and stays as it is.
 
 Axes: M member, Z level (one), Y latitude, X longitude.
 """
@@ -24,18 +34,21 @@ from ensemble_ml.fields import GRAVITY
 from ensemble_ml.grid import Grid
 
 LAPSE_RATE = 0.0065  # K/m
-GAS_CONSTANT = 287.0528  # J kg-1 K-1, dry air, as in the ICAO standard atmosphere
-STANDARD = 288.15  # K, its temperature at sea level
+GAS_CONSTANT = 287.0528  # J kg-1 K-1, of dry air in the ICAO standard atmosphere
+STANDARD = 288.15  # K, temperature of the ICAO standard atmosphere at sea level
 OF_THE_GROUND = ("sp", "t2m")
 WORDS = {"sp": "surface pressure", "t2m": "2 m temperature"}
 
 
 @dataclass(frozen=True, eq=False)
 class Heights:
-    """The orography of the forecast's model and that of the truth's, m above sea level, each (Y, X).
+    """A pair of orographies, that of the forecast's model and that of the truth.
 
-    `variables` are those that are brought from one to the other; `ratios`: by what the RMSE of the mean is multiplied
-    so on the dates that baselines are fitted on, by variable (`samples.settled`).
+    Attributes:
+        forecast: (Y, X) height of the model's ground, m above sea level.
+        truth: (Y, X) height of the truth's ground, m above sea level.
+        variables: Variables that are brought from one ground to the other.
+        ratios: Factor by which this multiplies the RMSE of the mean on the fit dates, by variable (`samples.settled`).
     """
 
     forecast: np.ndarray
@@ -45,11 +58,18 @@ class Heights:
 
     @property
     def rise(self) -> np.ndarray:
-        """How far the truth's ground lies above the forecast's, m (Y, X)."""
+        """Return how far the truth's ground lies above the forecast's, (Y, X) in m."""
         return np.asarray(self.truth, np.float64) - np.asarray(self.forecast, np.float64)
 
     def check(self, grid: Grid) -> None:
-        """Raise a UserError where an orography is not of `grid`, or is not finite."""
+        """Refuse an orography that is on another grid or not finite.
+
+        Args:
+            grid: Grid of the ensemble.
+
+        Raises:
+            UserError: An orography has another shape, or a value that is not finite.
+        """
         for key, values in (("orography", self.forecast), ("truth_orography", self.truth)):
             if values.shape != grid.shape:
                 raise UserError(f"{key}: {values.shape} points; the ensemble has {grid.shape}")
@@ -57,22 +77,32 @@ class Heights:
                 raise UserError(f"{key}: holds values that are not finite; give the height of every point")
 
     def temperature(self, members: np.ndarray) -> np.ndarray:
-        """Return t2m (M, Z, Y, X) at the truth's ground."""
+        """Return the 2 m temperature at the truth's ground, (M, Z, Y, X) in K.
+
+        Args:
+            members: (M, Z, Y, X) 2 m temperature at the forecast's ground, K.
+        """
         return members - LAPSE_RATE * self.rise
 
     def pressure(self, members: np.ndarray, temperature: np.ndarray | None) -> np.ndarray:
-        """Return sp (M, Z, Y, X) at the truth's ground.
+        """Return the surface pressure at the truth's ground, (M, Z, Y, X) in Pa.
 
         Args:
-            members: sp, Pa.
-            temperature: t2m of the same members, K; None takes the standard atmosphere's at the forecast's ground.
+            members: (M, Z, Y, X) surface pressure at the forecast's ground, Pa.
+            temperature: (M, Z, Y, X) 2 m temperature of the same members, K; None takes that of the standard atmosphere
+                at the height of the forecast's ground.
         """
         below = STANDARD - LAPSE_RATE * np.asarray(self.forecast, np.float64) if temperature is None else temperature
         return members * (1 - LAPSE_RATE * self.rise / below) ** (GRAVITY / (GAS_CONSTANT * LAPSE_RATE))
 
 
 def as_dict(heights: Heights | None, variables: set[str]) -> dict:
-    """Return the `heights` of scores.json, where `variables` are scored."""
+    """Return the `heights` of scores.json.
+
+    Args:
+        heights: Heights of the ground; None where they are not known.
+        variables: Names of the variables that are scored.
+    """
     if heights is None:
         return {"corrected": []}
     away, names = np.abs(heights.rise), [name for name in heights.variables if name in variables]
@@ -81,7 +111,15 @@ def as_dict(heights: Heights | None, variables: set[str]) -> dict:
 
 
 def note(heights: Heights | None, variables: set[str]) -> str | None:
-    """Return the sentence that says whether raw fields were brought to the truth's ground; None if there are none."""
+    """Return sentences that say whether raw fields were brought to the truth's ground.
+
+    Args:
+        heights: Heights of the ground; None where they are not known.
+        variables: Names of the variables that are scored.
+
+    Returns:
+        The sentences; None if no variable depends on the height of the ground.
+    """
     names = [name for name in OF_THE_GROUND if name in variables]
     if not names:
         return None

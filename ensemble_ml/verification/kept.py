@@ -1,9 +1,9 @@
-"""What the fields of an evaluation gave, kept until its report is written: one that was stopped goes on from there.
+"""Keep the results of each field until the report is written, so that a stopped evaluation can continue.
 
-    OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and as JSON how they stand together
+    OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and their structure as JSON
 
-FINGERPRINT is a hash of all that the sums depend on. A file is whole or not there; one that cannot be read is made
-anew. Together they are as large as the sums in memory.
+FINGERPRINT is a hash of everything that the sums depend on. A file is either whole or missing, and one that cannot be
+read is computed anew. All files together are as large as the sums in memory.
 """
 
 from __future__ import annotations
@@ -43,13 +43,23 @@ _PICTURES = "maps", "counts", "error_bins", "spread_bins", "snapshots", "index",
 
 @dataclass(frozen=True)
 class Kept:
-    """The folder of one evaluation."""
+    """A folder of intermediate results of one evaluation.
+
+    Attributes:
+        folder: Its path.
+    """
 
     folder: Path
 
     @classmethod
     def of(cls, config: EvaluateConfig, setting: Setting, plan: Plan) -> Kept:
-        """That of `config.output`, from which what was kept for any other evaluation is removed."""
+        """Return the folder for an evaluation, and remove what was kept for any other one in the same output folder.
+
+        Args:
+            config: Settings.
+            setting: The setting that all groups share.
+            plan: The plan of the evaluation.
+        """
         mine = cls(Path(config.output) / f"{_FOLDER}{_fingerprint(config, setting, plan)}")
         for other in mine.folder.parent.glob(f"{_FOLDER}*"):
             if other != mine.folder:
@@ -57,7 +67,14 @@ class Kept:
         return mine
 
     def load(self, name: str) -> Any:
-        """What was saved under a name; None where there is nothing, or nothing that can be read."""
+        """Return the results that were saved under a name.
+
+        Args:
+            name: Name of the results.
+
+        Returns:
+            The results; None if there are none, or none that can be read.
+        """
         path = self.folder / f"{name}.npz"
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -69,8 +86,15 @@ class Kept:
             return None
 
     def save(self, name: str, value: Any) -> None:
-        """Keep what is made of dictionaries, tuples, arrays, numbers, texts and `_KINDS`; an evaluation goes on without
-        it where the folder takes no more."""
+        """Save results under a name.
+
+        They may consist of dictionaries, tuples, arrays, numbers, texts and the classes of `_KINDS`. If the folder
+        cannot be written, a warning is logged and the evaluation goes on without them.
+
+        Args:
+            name: Name of the results.
+            value: The results.
+        """
         path, arrays, whole = self.folder / f"{name}.npz", list[np.ndarray](), io.BytesIO()
         text = np.frombuffer(json.dumps(_packed(value, arrays)).encode(), np.uint8)
         np.savez(whole, text, *arrays)
@@ -81,12 +105,17 @@ class Kept:
             log.warning("%s is not kept for a rerun (%s)", path, error)
 
     def drop(self) -> None:
-        """Remove all."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
-    """What `tables` hold of some columns."""
+    """Return everything that `tables` hold of some columns.
+
+    Args:
+        tables: Results of scoring.
+        columns: Range of positions on the column axis.
+    """
     inside = range(columns.start, columns.stop)
 
     def mine(found: dict) -> dict:
@@ -101,7 +130,13 @@ def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
 
 
 def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
-    """Let `tables`, which lack these columns, hold what `part_of` took."""
+    """Store in `tables` what `part_of` returned. Nothing may be recorded of these columns before.
+
+    Args:
+        tables: Results of scoring, which are changed in place.
+        columns: Range of positions on the column axis.
+        part: Results of these columns.
+    """
     tables.state.put(columns, part["state"])
     calibration = tables.calibration
     for key, values in part["histograms"].items():
@@ -113,7 +148,9 @@ def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
 
 
 def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
+    """Return a hash of everything that the sums depend on: code, settings, data and dates."""
     source, times = setting.source, setting.source.layout.init_time
+    # Where the report goes changes no sum.
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "overwrite")}
     paths = [(one.label, path) for one in setting.forecasts for path in one.files.values()]
     stamps = [(label, str(path), path.stat().st_size, path.stat().st_mtime_ns) for label, path in paths]
@@ -126,10 +163,13 @@ def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
 
 
 def _packed(value: Any, arrays: list[np.ndarray]) -> Any:
-    """As JSON: all but texts, numbers and None is an object of one item, what it is; `arrays` takes in the arrays."""
+    """Convert results to JSON, and append their arrays to `arrays`.
+
+    Everything but texts, numbers and None becomes an object of one item, whose key is the type.
+    """
     if isinstance(value, np.ndarray):
         arrays.append(value)
-        return {"array": f"arr_{len(arrays)}"}  # as `np.savez` names them, after the text
+        return {"array": f"arr_{len(arrays)}"}  # `np.savez` uses these names; arr_0 is the text
     if isinstance(value, dict):
         return {"dict": [[_packed(one, arrays) for one in item] for item in value.items()]}
     if isinstance(value, tuple):
@@ -142,6 +182,7 @@ def _packed(value: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def _unpacked(packed: Any, arrays: Any) -> Any:
+    """Rebuild results from JSON and arrays."""
     if not isinstance(packed, dict):
         return packed
     [(kind, held)] = packed.items()

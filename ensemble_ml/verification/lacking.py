@@ -1,4 +1,4 @@
-"""What scores lack: points that a mask left out, and fields of which baselines could not be fitted."""
+"""Report what scores lack: points that a mask left out, and fields for which baselines could not be fitted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.wording import shortened
 
-_LACKING = {  # why a regression of the spread has no value for a field that is scored
+_LACKING = {  # reasons why a regression of the spread has no value for a field that is scored
     "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
     "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
 }
 
 
 def unfitted(scores: Scores, dates: int) -> list[str]:
-    """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
+    """Return sentences on fields for which a baseline is missing.
+
+    A single missing value makes the mean of a baseline NaN, which leaves the field out of comparisons.
+
+    Args:
+        scores: The scores.
+        dates: Number of fit dates.
+    """
     found, state = [], scores.state
 
     def scored(key: Key) -> np.ndarray:
@@ -32,7 +39,7 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
     raw, corrected = (
         Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
     )
-    if raw in state.total and dates >= FEWEST_DATES:  # of fewer the plan has told
+    if raw in state.total and dates >= FEWEST_DATES:  # with fewer dates the plan has a note already
         if corrected not in state.total:
             found.append(
                 f"No correction of the raw ensemble is shown: of the {dates} fit dates fewer than {FEWEST_DATES} have a"
@@ -52,7 +59,14 @@ def _names(scores: Scores, columns: np.ndarray) -> str:
 
 
 def left_out(scores: Scores) -> list[dict[str, Any]]:
-    """Points that a mask left out of a score, and their share of the area that the score would have covered."""
+    """Return the points that a mask left out, with their share of the area that the score would have covered.
+
+    Args:
+        scores: The scores.
+
+    Returns:
+        An entry of scores.json for each entrant, statistic and field with such points.
+    """
     found = []
     area = WEIGHTINGS.index("area")
     for key, counts in scores.state.left_out.items():

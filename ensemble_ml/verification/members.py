@@ -1,7 +1,9 @@
-"""Scores of an ensemble as the sample that it is: CRPS, ranks, energy and variogram score.
+"""Score an ensemble as the sample that it is: CRPS, ranks, energy score and variogram score.
 
-Members come first (M, ...), missing ones are NaN and make the point NaN: leaving it out is the business of masks.
-Sorting goes through a network of minima and maxima, which NumPy does for whole fields at once: O(M log^2 M) passes.
+Members come first (M, ...). A missing member is NaN and makes the CRPS, energy and variogram scores of the point NaN.
+Leaving the point out is the task of masks.
+
+Sorting uses a network of minima and maxima, which NumPy applies to whole fields at once. It takes O(M log^2 M) passes.
 """
 
 from __future__ import annotations
@@ -13,12 +15,19 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.verification.checks import check_ascending_bounds, check_count, check_uniform
 
-_NETWORK_UP_TO = 64  # members; beyond, np.sort is as fast
+_NETWORK_UP_TO = 64  # members up to which the network is used; np.sort is as fast for more
 
 
 @cache
 def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
-    """Batcher's odd-even merge sort of n values: pairs (low, high) to be put in order, one after the other."""
+    """Return the comparisons of Batcher's odd-even merge sort.
+
+    Args:
+        n: Number of values.
+
+    Returns:
+        Pairs (low, high) of positions to be put in order, one after the other.
+    """
     pairs = []
     p = 1
     while p < n:
@@ -34,11 +43,14 @@ def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
 
 
 def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[np.ndarray]:
-    """Members in ascending order at each point, as a list of fields; `members` is overwritten. NaN spreads to all.
+    """Sort members in ascending order at each point. A NaN at a point spreads to all its members.
 
     Args:
-        members: (M, ...) float.
-        spare: (...) scratch memory of the same type.
+        members: (M, ...) float, which is overwritten.
+        spare: (...) scratch memory of the same type; None allocates it.
+
+    Returns:
+        M fields (...), in ascending order.
     """
     rows = [members[k] for k in range(len(members))]
     if len(rows) > _NETWORK_UP_TO:
@@ -46,6 +58,7 @@ def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[n
         return rows
     free = np.empty_like(rows[0]) if spare is None else spare
     for low, high in sorting_network(len(rows)):
+        # The minimum goes to the spare field, which then takes the place of the row. No copy is needed.
         np.minimum(rows[low], rows[high], out=free)
         np.maximum(rows[low], rows[high], out=rows[high])
         rows[low], free = free, rows[low]
@@ -53,7 +66,17 @@ def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[n
 
 
 def pair_sum(ordered: list[np.ndarray]) -> np.ndarray:
-    """Sum over pairs of |x_i - x_j|, from members in ascending order: sum of (M + 1 - 2 k) (x_(M+1-k) - x_(k))."""
+    """Return the sum of |x_i - x_j| over all pairs of members.
+
+    With x_(1) <= ... <= x_(M) it is the sum over k <= M / 2 of (M + 1 - 2 k) (x_(M+1-k) - x_(k)), which needs M / 2
+    differences in place of M (M - 1) / 2.
+
+    Args:
+        ordered: M fields (...) in ascending order.
+
+    Returns:
+        (...) sum.
+    """
     m = len(ordered)
     total = np.zeros_like(ordered[0])
     for k in range(m // 2):
@@ -62,23 +85,28 @@ def pair_sum(ordered: list[np.ndarray]) -> np.ndarray:
 
 
 def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarray:
-    """CRPS of an ensemble.
+    """Compute the CRPS of an ensemble.
 
-    mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / (M (M - 1)) if fair, / M^2 if not. The fair one estimates without bias
-    the score of the law that the members come from; it holds for raw, exchangeable members alone. Ferro (2014),
-    doi:10.1002/qj.2270, equation 3.
+        fair:      mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / (M (M - 1))
+        ordinary:  mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / M^2
+
+    The fair score is an unbiased estimate of the score of the distribution that the members come from. It holds for
+    raw, exchangeable members only. It is equation 3 of Ferro (2014), doi:10.1002/qj.2270.
 
     Args:
         members: (M, ...); two or more if `fair`.
         y: (...) truth.
-        fair: which of the two.
+        fair: Compute the fair score rather than the ordinary one.
+
+    Returns:
+        (...) float64 score in the units of `y`.
 
     Raises:
-        UserError: a fair score of one member, or none at all.
+        UserError: A fair score is asked of one member, or there is no member.
     """
     m = len(members)
     _check_members(m, fair)
-    distance = np.asarray(members, np.float64) - y  # large values lose no digits
+    distance = np.asarray(members, np.float64) - y  # in float64, so that large values lose no digits
     flat = np.ascontiguousarray(distance.reshape(m, -1))
     error = np.abs(flat).mean(0)
     score = error - pair_sum(sort_members(flat)) / (m * (m - 1) if fair else m * m)
@@ -94,22 +122,42 @@ def _check_members(count: int, fair: bool) -> None:
 def crps_members_weighted(
     members: np.ndarray, y: np.ndarray, *, fair: bool, lower: float = -np.inf, upper: float = np.inf
 ) -> np.ndarray:
-    """Threshold-weighted CRPS: only what lies between `lower` and `upper` counts.
+    """Compute the threshold-weighted CRPS, in which only values between `lower` and `upper` count.
 
-    That of members and truth brought to the interval. Allen et al. (2023), doi:10.1137/22M1532184, section 3.
+    It is the CRPS of members and truth that are clipped to the interval. Allen et al. (2023), doi:10.1137/22M1532184,
+    section 3.
+
+    Args:
+        members: (M, ...); two or more if `fair`.
+        y: (...) truth.
+        fair: Compute the fair score rather than the ordinary one.
+        lower: Lower limit in the units of `y`.
+        upper: Upper limit in the units of `y`.
+
+    Returns:
+        (...) float64 score in the units of `y`.
+
+    Raises:
+        UserError: `lower` is not below `upper`, or there are too few members.
     """
     check_ascending_bounds(lower, upper)
     return crps_members(np.clip(members, lower, upper), np.clip(y, lower, upper), fair=fair)
 
 
 def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None) -> np.ndarray:
-    """How many members lie below the truth: 0..M, int.
+    """Count the members that lie below the truth.
 
     Args:
         members: (M, ...).
         y: (...) truth.
-        uniform: (...) in [0, 1): where members equal the truth (dry points), its rank is drawn among theirs. Without
-            it, equal members count as above.
+        uniform: (...) random numbers in [0, 1). Where members equal the truth (dry points), its rank is drawn among
+            theirs. With None, equal members count as above the truth.
+
+    Returns:
+        (...) int rank, 0..M.
+
+    Raises:
+        UserError: `uniform` is outside of [0, 1).
     """
     check_uniform(uniform)
     below = np.zeros(np.shape(y), np.int64)
@@ -124,14 +172,23 @@ def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None
 
 
 def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> np.ndarray:
-    """Energy score over the second axis: mean |X - y| - mean |X - X'| / 2 with Euclidean norms.
+    """Compute the energy score of vectors along the second axis.
 
-    Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 22. Bring the variables to one scale first.
+        mean |X - y| - mean |X - X'| / 2      with Euclidean norms
+
+    It is equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437. Bring the variables to one scale
+    first.
 
     Args:
         members: (M, V, ...).
         y: (V, ...) truth.
-        fair: divide the sum over pairs by M (M - 1) instead of M^2.
+        fair: Divide the sum over pairs by M (M - 1) instead of M^2.
+
+    Returns:
+        (...) float64 score.
+
+    Raises:
+        UserError: A fair score is asked of one member, or there is no member.
     """
     m = len(members)
     _check_members(m, fair)
@@ -145,23 +202,29 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
 
 
 def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> np.ndarray:
-    """Variogram score over the second axis, all pairs (i, j) counting the same, each pair twice.
+    """Compute the variogram score of vectors along the second axis.
 
-    sum_ij (|y_i - y_j|^p - mean_m |x_mi - x_mj|^p)^2. Scheuerer & Hamill (2015), doi:10.1175/MWR-D-14-00269.1.
+        sum_ij (|y_i - y_j|^p - mean_m |x_mi - x_mj|^p)^2
+
+    All pairs (i, j) have the same weight, and each pair counts twice. Scheuerer & Hamill (2015),
+    doi:10.1175/MWR-D-14-00269.1.
 
     Args:
         members: (M, V, ...).
         y: (V, ...) truth.
         order: p, above 0.
 
+    Returns:
+        (...) float64 score.
+
     Raises:
-        UserError: of one variable alone, which has no pairs, or of another order.
+        UserError: There is only one variable, which has no pairs, or no member; or `order` is not above 0 and finite.
     """
     check_count("members", len(members), 1, "an ensemble has members")
     check_count("variables", len(y), 2, "a variogram is of pairs of variables")
     if not 0 < order < np.inf:
         raise UserError(f"order={order}: must be above 0, and finite; 0.5 is usual")
-    y = np.asarray(y, np.float64)  # unsigned integers would wrap around
+    y = np.asarray(y, np.float64)  # differences of unsigned integers would wrap around
     total = np.zeros(np.broadcast_shapes(np.shape(members)[2:], y.shape[1:]))
     for i in range(len(y)):
         for j in range(i):

@@ -1,4 +1,4 @@
-"""Scores of NumPy arrays applied to xarray objects whose coordinates and units agree; lazily where these are."""
+"""Apply scores of NumPy arrays to xarray objects whose coordinates and units agree. Dask arrays stay lazy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from ensemble_ml.fields import same_units
 
 
 def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> int:
-    """Length of a dimension, of members where no other `argument` names it; a ValueError where it is not there."""
+    """Return the length of a dimension.
+
+    Args:
+        data: The data.
+        name: Name of the dimension.
+        argument: Name of the argument that gives the dimension, for the message.
+
+    Raises:
+        ValueError: The data has no such dimension.
+    """
     if name not in data.dims:
         raise ValueError(
             f"dimension {name}: not in the data, which has {', '.join(map(str, data.dims))}; give {argument}"
@@ -20,7 +29,17 @@ def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> in
 
 
 def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:
-    """Raise a ValueError where two state units that differ; at the places `widths`, of a scale, zero is no matter."""
+    """Refuse arrays whose units differ. Arrays without units pass.
+
+    Args:
+        first: An array.
+        *others: More arrays.
+        widths: Positions of arrays that are scales. For these a shifted zero point, as of Celsius and kelvin, does not
+            matter.
+
+    Raises:
+        ValueError: Two arrays state different units.
+    """
     told = {place: str(array.attrs["units"]) for place, array in enumerate((first, *others)) if "units" in array.attrs}
     truth = max(told, default=0)
     for place, units in told.items():
@@ -29,18 +48,37 @@ def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, .
 
 
 def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Both in float64, refused where coordinates differ."""
+    """Return two arrays in float64, and refuse coordinates that differ.
+
+    Args:
+        first: An array.
+        second: Another array.
+
+    Raises:
+        ValueError: Their coordinates differ.
+    """
     one, other = xr.align(first, second, join="exact", copy=False)
     return one.astype(np.float64), other.astype(np.float64)
 
 
 def bare(score: xr.DataArray) -> xr.DataArray:
-    """Without units, standard name and family of the variable: xarray may hand them on, and a score has others."""
+    """Remove units, standard name and family of the variable.
+
+    xarray may pass attributes on, but those of a score differ from those of its variable.
+
+    Args:
+        score: An array.
+    """
     return score.drop_attrs(deep=False)
 
 
 def in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
-    """`score` with the units of `data`, where it has any."""
+    """Return `score` with the units of `data`, if it has any.
+
+    Args:
+        data: The array that the score is in the units of.
+        score: The score.
+    """
     units = data.attrs.get("units")
     return score if units is None else score.assign_attrs(units=units)
 
@@ -48,17 +86,28 @@ def in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
 def pointwise(
     function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None, widths: tuple[int, ...] = ()
 ) -> xr.DataArray:
-    """Apply to arrays point by point; the first has members along `core`, which the function gets first. `widths`: the
-    places of scales among them.
+    """Apply a function to arrays point by point.
+
+    Args:
+        function: A function of NumPy arrays.
+        *arrays: Its arguments. Their coordinates must agree.
+        core: Dimension of the members, which only the first array has and which the function receives as first axis.
+        widths: Positions of arrays that are scales.
+
+    Returns:
+        float64 values at each point, without attributes.
 
     Raises:
-        ValueError: units differ.
+        ValueError: Units differ.
     """
     check_units(*arrays, widths=widths)
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
 
     def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
         if core:
+            # apply_ufunc puts the core dimension last and may omit leading dimensions that only other arrays have.
+            # Scores
+            # take the members first and need all arrays at full rank.
             first = core_first(first, max(first.ndim - 1, *(array.ndim for array in rest)))
             shape = np.broadcast_shapes(first.shape[1:], *(array.shape for array in rest))
             rest = tuple(np.broadcast_to(array, shape) for array in rest)
@@ -70,7 +119,15 @@ def pointwise(
 
 
 def core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
-    """The last `core` axes first, before `others` axes: a dimension that another alone has leads those of this."""
+    """Move the last `core` axes to the front, and pad the others to `others` axes with axes of length one.
+
+    NumPy broadcasts from the right, so an axis that only another array has must come before the axes of this one.
+
+    Args:
+        values: An array whose core axes are last.
+        others: Number of axes besides the core axes.
+        core: Number of core axes.
+    """
     padded = values.reshape((1,) * (others + core - values.ndim) + values.shape)
     return np.moveaxis(padded, range(-core, 0), range(core))
 
@@ -78,10 +135,20 @@ def core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
 def vectors(
     function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
 ) -> xr.DataArray:
-    """Apply to members (M, V, ...) and truth (V, ...) of the vectors along `variable`, point by point.
+    """Apply a function to members (M, V, ...) and truth (V, ...) of vectors, point by point.
+
+    Args:
+        function: A function of members and truth.
+        forecast: Members with vectors.
+        observed: Truth with vectors.
+        member: Name of the member dimension.
+        variable: Name of the dimension of the vectors.
+
+    Returns:
+        float64 values at each point, without attributes.
 
     Raises:
-        ValueError: a dimension is not there, or units differ.
+        ValueError: A dimension is missing, or units differ.
     """
     check_dim(forecast, member)
     for side in (forecast, observed):

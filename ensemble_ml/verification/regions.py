@@ -1,4 +1,4 @@
-"""Where and when: regions as weights on the grid, seasons as sets of start dates."""
+"""Define regions as masks on the grid, and seasons as sets of initialisation times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ensemble_ml.domains import points_within
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 
-TROPICS = 20.0  # degrees: WMO's border between tropics and extratropics
+TROPICS = 20.0  # degrees of latitude, the WMO's border between tropics and extratropics
 SEASONS = ("DJF", "MAM", "JJA", "SON")
 
 
@@ -20,17 +20,20 @@ def region_masks(
     boxes: Mapping[str, Sequence[float]] | None = None,
     taken: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Masks (Y, X) of the regions that the grid reaches: extratropics, tropics, land and sea, and boxes.
+    """Return the masks of the regions that the grid reaches: extratropics, tropics, land, sea, and boxes.
 
     Args:
-        grid: the points.
-        land: (Y, X) land fraction; from one half on a point is land. None leaves both out.
-        boxes: [north, west, south, east] in degrees by name; west may lie east of east (across Greenwich or the date
-            line).
-        taken: names that boxes may not have, beside those of the other regions.
+        grid: Grid of the fields.
+        land: (Y, X) land fraction. A point is land from one half on. None leaves out land and sea.
+        boxes: [north, west, south, east] in degrees by name. West may lie east of east, across Greenwich or the date
+            line.
+        taken: Names that boxes may not have, besides those of the other regions.
+
+    Returns:
+        (Y, X) bool masks by name.
 
     Raises:
-        UserError: a box holds no point of the grid, or has the name of something else.
+        UserError: A box holds no point of the grid, or its name is taken.
     """
     lat = np.broadcast_to(grid.latitude[:, None], grid.shape)
     found = {
@@ -59,6 +62,13 @@ def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
 
 
 def season_of(times: np.ndarray) -> np.ndarray:
-    """Meteorological season of each time (D,): position in `SEASONS`."""
+    """Return the meteorological season of each time.
+
+    Args:
+        times: (D,) datetime64.
+
+    Returns:
+        (D,) int positions in `SEASONS`.
+    """
     month = times.astype("datetime64[M]").astype(int) % 12
     return ((month + 1) // 3) % 4

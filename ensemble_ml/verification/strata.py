@@ -1,4 +1,7 @@
-"""Scores in parts: regions, seasons, and where the raw ensemble is far from its climate; and calibration as rows."""
+"""Split scores by region, season and unusualness, and write calibration as rows of scores.json.
+
+Axes: B draw of the bootstrap, C column, D initialisation time.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from ensemble_ml.verification.statistics import Key
 
 
 def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> list[dict]:
-    """The `strata` of scores.json.
+    """Return the `strata` of scores.json.
 
     Args:
-        scores: of all dates.
-        times: (D,) start dates.
-        regions: names of the weightings that are regions.
+        scores: The scores of all dates.
+        times: (D,) init times.
+        regions: Names of the weightings that are regions.
     """
     everywhere = np.ones(len(times))
     parts = [("region", name, name, everywhere) for name in regions]
@@ -51,14 +54,20 @@ def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> 
 def stratum_ratio(
     scores: Scores, metric: str, forecast: str, reference: str, lead: int, weighting: str, dates: np.ndarray
 ) -> tuple[Interval | None, np.ndarray]:
-    """Geometric mean over variables and levels of score ratios in a stratum, None where it is empty; and on which dates
-    the stratum has points (D,) bool: what lies in one block has no interval.
+    """Return the geometric mean of score ratios over variables and levels within a stratum.
 
     Args:
-        scores: of all dates.
-        metric, forecast, reference, lead: what is compared.
-        weighting: the points of the stratum.
-        dates: (D,) one for dates of the stratum, else zero.
+        scores: The scores of all dates.
+        metric: Name in `METRICS`.
+        forecast: Label of a forecast; the numerator.
+        reference: The entrant that it is compared with; the denominator.
+        lead: Lead time in hours.
+        weighting: Name of the weighting whose points form the stratum.
+        dates: (D,) one for dates of the stratum, zero for others.
+
+    Returns:
+        The ratio with its interval, or None for an empty stratum. Then the dates on which the stratum has points, (D,)
+        bool.
     """
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
@@ -72,13 +81,18 @@ def stratum_ratio(
         mean = geometric_mean(first / second, scores.at_lead(lead))
     if not np.isfinite(mean[0]):
         return None, there
-    # A field that few blocks know bounds what is known of the mean, as in `Scores.ratio`.
+    # The mean is no more certain than its least known field, as in `Scores.ratio`.
     found = scores.interval(mean[0], mean[1:], scores.fewest_blocks(known))
     return replace(found, barred=scores.barred(metric, forecast, reference)), there
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
-    """The `calibration` of scores.json: histograms of forecasts and raw ensembles, with intervals of each bin."""
+    """Return the `calibration` of scores.json: histograms of forecasts and raw ensembles, with an interval a bin.
+
+    Args:
+        scores: The scores, whose draws are used.
+        calibration: The histograms.
+    """
     found = []
     keys = [key for key in calibration.histograms if key[1] in scores.forecasts or key[0] == "rank"]
     for kind, entrant in keys:

@@ -1,10 +1,11 @@
-"""Scores of a raw ensemble in one pass over its fields, block by block, for archives far larger than memory.
+"""Score a raw ensemble in one pass over its fields, block by block, for archives far larger than memory.
 
-One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS,
-squared error, variance, ranks. Sums are float64; what is summed is computed in the type of the members, as differences
-from the truth, so float32 loses nothing that the fields hold.
+One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS, squared
+error, variance and ranks. Sums are float64. The summands are computed in the type of the members, as differences from
+the truth, so float32 loses nothing that the fields hold.
 
-For users of the library: of our own code only the benchmark of scoring uses it; `evaluate` asks for more.
+This file is for users of the library. Of our own code only the benchmark of scoring uses it, because `evaluate` needs
+more statistics.
 """
 
 from __future__ import annotations
@@ -17,12 +18,25 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.verification.checks import check_count, check_weights
 from ensemble_ml.verification.members import pair_sum, sort_members
 
-_BLOCK = 8192  # points: ten members in float32 fill a third of a megabyte
+_BLOCK = 8192  # points of a block, of which ten members in float32 fill a third of a megabyte
 
 
 @dataclass(eq=False)
 class EnsembleSums:
-    """Weighted sums over points; those of other points can be added. `ranks` (M + 1,)."""
+    """A set of weighted sums over points, to which the sums of other points can be added.
+
+    Attributes:
+        members: Number of members M.
+        weight: Sum of weights.
+        fair: Sum of the fair CRPS.
+        ordinary: Sum of the ordinary CRPS.
+        squared_error: Sum of the squared error of the mean.
+        variance: Sum of the variance (ddof = 1).
+        error: Sum of the ensemble mean less the truth.
+        ranks: (M + 1,) sum of weights at each rank of the truth.
+        points: Number of all points.
+        left_out: Number of points without a value.
+    """
 
     members: int
     weight: float
@@ -37,10 +51,15 @@ class EnsembleSums:
 
     @classmethod
     def zeros(cls, members: int) -> EnsembleSums:
-        """Nothing summed yet, for ensembles of so many members."""
+        """Return empty sums.
+
+        Args:
+            members: Number of members of the ensembles to be scored.
+        """
         return cls(members, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.zeros(members + 1), 0, 0)
 
     def __add__(self, other: EnsembleSums) -> EnsembleSums:
+        """Return the sums over the points of both."""
         if self.members != other.members:
             raise ValueError(f"sums of {self.members} and of {other.members} members cannot be added")
         mine, theirs = vars(self), vars(other)
@@ -48,49 +67,52 @@ class EnsembleSums:
 
     @property
     def crps_fair(self) -> float:
-        """Mean fair CRPS; NaN for one member."""
+        """Return the mean fair CRPS; NaN for one member."""
         return self.fair / self.weight if self.weight and self.members > 1 else float("nan")
 
     @property
     def crps(self) -> float:
-        """Mean CRPS of the members."""
+        """Return the mean ordinary CRPS of the members."""
         return self.ordinary / self.weight if self.weight else float("nan")
 
     @property
     def rmse(self) -> float:
-        """Root mean squared error of the ensemble mean."""
+        """Return the root mean squared error of the ensemble mean."""
         return float(np.sqrt(self.squared_error / self.weight)) if self.weight else float("nan")
 
     @property
     def bias(self) -> float:
-        """Mean of the ensemble mean less the truth."""
+        """Return the mean of the ensemble mean less the truth."""
         return self.error / self.weight if self.weight else float("nan")
 
     @property
     def spread_skill(self) -> float:
-        """Root of (M + 1) / M times the mean variance, over the RMSE. Fortin et al. (2014)."""
+        """Return sqrt((M + 1) / M times the mean variance) divided by the RMSE. Fortin et al. (2014)."""
         ratio = (1 + 1 / self.members) * self.variance / self.squared_error if self.squared_error else float("nan")
         return float(np.sqrt(ratio)) if self.members > 1 else float("nan")
 
     @property
     def rank_histogram(self) -> np.ndarray:
-        """Share of the weight in each rank of the truth, 0 (below all members) to M."""
+        """Return the share of the weight at each rank of the truth, 0 (below all members) to M."""
         return self.ranks / self.weight if self.weight else np.full_like(self.ranks, np.nan)
 
 
 def score_members(
     members: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None, rng: np.random.Generator | None = None
 ) -> EnsembleSums:
-    """Sum the scores of one or more fields; points without a value are left out and counted.
+    """Sum the scores of one or more fields. Points without a value are left out and counted.
 
     Args:
         members: (M, ...) float32 or float64.
         y: (...) truth.
-        weights: broadcasts to `y`, e.g. cell areas (Y, X); None counts all points alike.
-        rng: breaks ties of the truth with members (dry points); None takes seed 0.
+        weights: Weights that broadcast to `y`, such as cell areas (Y, X); None weights all points equally.
+        rng: Generator that breaks ties of the truth with members (dry points); None takes seed 0.
+
+    Returns:
+        The sums over all points.
 
     Raises:
-        UserError: truth or weights are not of the members' points, or weights are negative.
+        UserError: Truth or weights do not fit the points of the members, weights are negative, or there is no member.
     """
     m, shape = len(members), np.shape(members)[1:]
     if np.shape(y) != shape:
@@ -112,7 +134,7 @@ def score_members(
 
 
 class _Buffers:
-    """Memory for one block, used again for the next."""
+    """A set of buffers for one block, which the next block uses again."""
 
     def __init__(self, m: int, dtype: type):
         self.distance: np.ndarray = np.empty((m, _BLOCK), dtype)
@@ -122,8 +144,10 @@ class _Buffers:
         self.rank = np.empty(_BLOCK, np.uint16)
 
     def add(self, x: np.ndarray, y: np.ndarray, w: np.ndarray, rng: np.random.Generator, total: EnsembleSums) -> None:
+        """Add the scores of a block of points to `total`."""
         m, n = x.shape
         distance, spare, absolute = self.distance[:, :n], self.spare[:n], self.absolute[:n]
+        # All arithmetic goes into buffers: new arrays for each block would push the block out of the processor's cache.
         below, rank = self.below[:n], self.rank[:n]
         np.subtract(x, y, out=distance)
         mean = distance.sum(0)
@@ -144,6 +168,7 @@ class _Buffers:
             np.less(row, 0, out=below)
             rank += below
             ties = ties or bool(spare.min() == 0)
+        # Random numbers are drawn only for blocks that have ties.
         if ties:
             equal = (distance == 0).sum(0)
             rank += np.floor(rng.random(n) * (equal + 1)).astype(np.uint16)

@@ -1,15 +1,19 @@
-"""Members as vectors over variables and levels: scores of forecasts that hold members.
+"""Score members as vectors over variables and levels, for forecasts that hold members.
 
-A distribution at each point does not say whether variables, levels and places fit together; members do. Those of a
-forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
-and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of the law with the corrected
-mean, normal or censored where the variable has bounds). Points that lack a value of any field or
-entrant are left out, and their share of the area is told; so are fields that do not vary on the fit dates. Scores are
-ordinary, not fair: members that were moved are not independent. Fields are brought to one scale by the global mean of
-their climate's variance on the fit dates.
+A distribution at each point does not say whether variables, levels and places fit together. Members do. The members of
+a forecast (`predict members_out=true`: raw members moved to the predicted distribution) are compared with the raw
+ensembles, and with ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`). The coupled
+distribution has the corrected mean, and is normal, or censored where the variable has bounds.
 
-Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory, all
-entrants' M x V x Y x X in float32; scores are made of some rows at a time.
+Points that lack a value of any field or entrant are left out, and their share of the area is reported. Fields that do
+not vary on the fit dates are left out and reported as well. Scores are ordinary and not fair, because members that were
+moved are not independent. Each field is divided by the square root of the global mean of its climate's variance on the
+fit dates, so that all fields have one scale.
+
+Memory holds one date: M x V x Y x X values in float32 for each entrant. Scores are computed for some rows at a time.
+
+Axes: B draw of the bootstrap, D initialisation time, M member, V field (variable and level), Z level, Y latitude, X
+longitude.
 """
 
 from __future__ import annotations
@@ -29,16 +33,19 @@ from ensemble_ml.verification.samples import Group, Setting, read_sample
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.statistics import ensemble_moments
 
-CORRECTED = "blend"  # what is coupled, of `baselines.CORRECTIONS`
+CORRECTED = "blend"  # the entry of `baselines.CORRECTIONS` that is coupled
 METRICS = ("crps_members", "energy", "variogram")
-_MOST_FIELDS = 16  # of a variogram, whose pairs grow with the square
-_VALUES = 1 << 22  # of an entrant's members that are scored at a time
+_MOST_FIELDS = 16  # most fields of a variogram, because its pairs grow with the square of their number
+_VALUES = 1 << 22  # values of an entrant that are scored at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is kept of the fits of one group: its correction, and the scale of each level (Z,), zero where the truth
-    does not vary on the fit dates.
+    """The results of a group's fits that the scores of vectors need.
+
+    Attributes:
+        correction: Correction of the reduced ensemble.
+        scale: (Z,) standard deviation of the climate on the fit dates; zero where the truth does not vary.
     """
 
     correction: Correction
@@ -46,30 +53,53 @@ class Known:
 
     @classmethod
     def of(cls, setting: Setting, fit: Fit) -> Known | None:
-        """None where there were too few dates, or one member alone."""
+        """Return what is needed of a fit; None if there were too few dates, or if the reduced ensemble has one member.
+
+        Args:
+            setting: The setting that all groups share.
+            fit: Baselines of the group.
+        """
         corrections = fit.corrections.get(setting.reduced, {})
         if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
             return None
         deviation = fit.climatology[1]
-        area = np.where(np.isfinite(deviation), setting.weights[0], 0.0)  # cells that the fit dates know
+        area = np.where(np.isfinite(deviation), setting.weights[0], 0.0)  # weights of cells with a climatology
         variance = (area * np.nan_to_num(deviation) ** 2).sum((-2, -1)) / np.maximum(area.sum((-2, -1)), 1e-300)
         return cls(corrections[CORRECTED], np.sqrt(variance))
 
 
 @dataclass(eq=False)
 class Vectors:
-    """Means over the sphere of one lead: `means` (D,) by entrant and metric; NaN where a date has no whole point."""
+    """The mean scores of vectors at one lead.
+
+    Attributes:
+        lead: Lead time in hours.
+        dates: Length of D.
+        fields: Number of fields V.
+        paired: Names of the fields of the variogram.
+        without_scale: Names of the fields that are left out, because the truth does not vary on the fit dates.
+        covered: (D,) share of the area that counts.
+        means: (D,) area-weighted means by entrant and metric; NaN where a date has no complete point.
+    """
 
     lead: int
     dates: int
     fields: int = 0
-    paired: tuple[str, ...] = ()  # fields of the variogram
-    without_scale: tuple[str, ...] = ()  # fields left out: the truth does not vary on the fit dates
-    covered: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (D,) share of the area that counts
+    paired: tuple[str, ...] = ()
+    without_scale: tuple[str, ...] = ()
+    covered: np.ndarray = field(default_factory=lambda: np.zeros(0))
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
-        """Take in a score (Y, X) of one start date."""
+        """Add the score of one initialisation time.
+
+        Args:
+            entrant: Forecast, raw or coupled ensemble.
+            metric: Name in `METRICS`.
+            date: Position on D.
+            values: (Y, X) score.
+            weight: (Y, X) weights, zero at points that are left out.
+        """
         found = self.means.setdefault((entrant, metric), np.full(self.dates, np.nan))
         if weight.any():
             found[date] = (np.where(weight > 0, values, 0.0) * weight).sum() / weight.sum()
@@ -78,7 +108,17 @@ class Vectors:
 def score_vectors(
     setting: Setting, groups: Sequence[tuple[Group, Known]], dates: np.ndarray, lead: int
 ) -> Vectors | None:
-    """Score all members of a lead on the test dates; None where no forecast has members of all fields, or no scale."""
+    """Score all members at one lead on the test dates.
+
+    Args:
+        setting: The setting that all groups share.
+        groups: Groups with the results of their fits.
+        dates: Positions of the test dates in the source.
+        lead: Lead time in hours.
+
+    Returns:
+        The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a scale.
+    """
     mine = [(group, known) for group, known in groups if group.lead_hours == lead]
     labels = [one.label for one in setting.forecasts if all(one.has_members(group.variable) for group, _ in mine)]
     if not mine or not labels or not setting.truth:
@@ -103,7 +143,10 @@ def score_vectors(
 
 
 def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
-    """`METRICS` at each point, (3, Y, X), of no meaning where not `whole`; without the variogram of a single field."""
+    """Return the scores of `METRICS` at each point, (3, Y, X), or two without the variogram of a single field.
+
+    The values have no meaning where `whole` is false.
+    """
     made = np.empty((len(METRICS) - (len(pairs) < 2), *whole.shape))
     step = max(1, _VALUES // members[..., 0, :].size)
     for first in range(0, len(whole), step):
@@ -117,7 +160,10 @@ def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Se
 
 
 def _paired(every: Sequence[int | None]) -> list[int]:
-    """Fields of the variogram, by the level of each: all, or where they are many those of one level and the surface."""
+    """Choose the fields of the variogram by their levels.
+
+    All fields are chosen if they are few. Otherwise those at the surface and at the level nearest to 500 hPa are.
+    """
     if len(every) <= _MOST_FIELDS:
         return list(range(len(every)))
     upper = sorted({level for level in every if level is not None}, key=lambda level: abs(level - 500))
@@ -127,8 +173,9 @@ def _paired(every: Sequence[int | None]) -> list[int]:
 def _date(
     setting: Setting, groups: Sequence[tuple[Group, Known]], labels: Sequence[str], date: int, kept: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Members (M, V, Y, X) of every entrant and the truth (V, Y, X) of the `kept` fields, over their scales; where all
-    are whole (Y, X).
+    """Read the members (M, V, Y, X) of every entrant and the truth (V, Y, X), each divided by its scale.
+
+    Only the fields that `kept` marks are read. Also return where all of them are complete, (Y, X) bool.
     """
     m, n = setting.reduced, setting.full
     shape, whole = setting.weights.shape[1:], np.ones(setting.weights.shape[1:], bool)
@@ -141,6 +188,7 @@ def _date(
         sample = read_sample(setting, group, date)
         mean, deviation = known.correction(*ensemble_moments(sample.raw[:m]))
         own = registered(group.variable).family
+        # Variables that cannot be negative are coupled as a censored normal, which keeps a mass at zero (dry points).
         family = Family.CENSORED_NORMAL if own.bounds == (0, np.inf) else own
         law = location_of_mean(family, mean, deviation), deviation
         every = {f"raw_{n}": sample.raw, f"ecc_{m}": couple(sample.raw[:m], *law, family)}
@@ -159,7 +207,14 @@ def _date(
 
 
 def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
-    """The `vectors` of scores.json: each entrant's mean score and its ratio to the coupled and the raw ensemble."""
+    """Return the `vectors` of scores.json.
+
+    Each entry holds the mean score of an entrant, and its ratios to the coupled and to the raw full ensemble.
+
+    Args:
+        scores: The scores, whose draws are used.
+        found: The mean scores of each lead.
+    """
     made = []
     for one in found:
         every = dict.fromkeys(entrant for entrant, _ in one.means)
@@ -181,7 +236,10 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
 
 
 def _mean(values: np.ndarray, covered: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(1 + B,): the mean over dates, by the area that they have values of, then that of each draw."""
+    """Return the mean over dates, followed by that of each draw, (1 + B,).
+
+    Dates are weighted by the area that they have values of.
+    """
     draws = np.vstack([np.ones(len(values)), counts]) * covered
     there = np.isfinite(values)
     with np.errstate(invalid="ignore", divide="ignore"):
