@@ -1,7 +1,7 @@
-"""Three figures that people draw every day: a map, a fan of quantiles at a place, and the reliability of probabilities.
+"""Draw three common figures: a map, a fan of quantiles at a place, and the reliability of probabilities.
 
-Each returns a matplotlib Figure: `figure.savefig("map.png")` writes it, and a notebook shows it. Style and colours are
-those of the reports.
+Each function returns a matplotlib Figure: `figure.savefig("map.png")` writes it, and a notebook shows it. Style and
+colours are those of the reports. matplotlib is imported when a figure is drawn, and not before.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ _START = ("forecast_reference_time", "init_time")
 __all__ = ["fan", "map", "reliability"]
 
 
-def map(  # the figure's name
+def map(  # named after the figure; it hides the builtin within this file
     field: xr.DataArray, *, land: xr.DataArray | None = None, title: str | None = None, **colours: Any
 ) -> Figure:
     """Draw a field on a latitude-longitude map.
 
     Args:
-        field: values over latitude and longitude (degrees); other dimensions have length one. NaN shows as grey.
-        land: land fraction over the same grid, for coasts, such as `lsm` of a store.
-        title: what stands above; None takes the field's name and times.
-        **colours: `cmap`, `vmin`, `vmax` and others of matplotlib's pcolormesh.
+        field: Values over latitude and longitude (degrees); other dimensions have length one. NaN shows as grey.
+        land: Land fraction over the same grid, for coasts, such as `lsm` of a store.
+        title: Title above the map; None takes the field's name and times.
+        **colours: `cmap`, `vmin`, `vmax` and other arguments of matplotlib's pcolormesh.
 
     Returns:
         The figure.
 
     Raises:
-        UserError: the field has other dimensions or no regular grid, or matplotlib is not installed.
+        UserError: The field has other dimensions or no regular grid, `land` is on another grid, or matplotlib is not
+            installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -77,18 +78,18 @@ def fan(
     """Draw the predicted quantiles of one forecast at a place against lead time, with the truth where it is given.
 
     Args:
-        forecast: what `Model.predict` returns, of one start date.
-        variable: short name, as "t2m".
-        latitude, longitude: the place in degrees; the nearest grid point is drawn.
-        level: pressure level in hPa, of a variable on levels.
-        truth: the truth at the same leads, or of the same grid and leads, in the forecast's units.
+        forecast: The result of `Model.predict`, of one initialisation time.
+        variable: Short name, such as "t2m".
+        latitude, longitude: The place in degrees; the nearest grid point is drawn.
+        level: Pressure level in hPa, for a variable on levels.
+        truth: The truth at the same leads, or on the same grid and leads, in the forecast's units.
 
     Returns:
         The figure.
 
     Raises:
-        UserError: the forecast has no quantiles of the variable, or several start dates; the place is outside of the
-            grid; or matplotlib is not installed.
+        UserError: The forecast has no quantiles of the variable, lacks the level, or has several initialisation times;
+            the place is outside of the grid; the truth has other leads; or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -134,16 +135,16 @@ def reliability(
     Points are weighted by the exact area of their cell where they lie on a latitude-longitude grid.
 
     Args:
-        probability: forecast probabilities, 0 to 1; or several by the names that the legend shows.
-        event: what happened, true or false (or 1 and 0), at the same coordinates; NaN is left out.
-        bins: how many bins of equal width the probabilities are counted in.
-        title: what stands above.
+        probability: Forecast probabilities, 0 to 1; or several by the names that the legend shows.
+        event: Outcome, true or false (or 1 and 0), at the same coordinates; NaN is left out.
+        bins: Number of bins of equal width in which the probabilities are counted.
+        title: Title above the curves.
 
     Returns:
-        The figure: the curves, and above them how often each probability was forecast.
+        The figure, with the curves and above them how often each probability was forecast.
 
     Raises:
-        UserError: coordinates differ, values are no probabilities or events, or matplotlib is not installed.
+        UserError: Coordinates differ, values are no probabilities or events, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -176,7 +177,10 @@ def reliability(
 
 
 def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray) -> None:
-    """Draw quantiles (quantile, lead): a band between each and that which is as far from one, and the median."""
+    """Draw quantiles (quantile, lead): the median, and a band between each quantile and its counterpart.
+
+    The counterpart of a quantile of level p is the one whose level is nearest to 1 - p.
+    """
     from ensemble_ml.verification.plots import BLUE
 
     for low in np.flatnonzero(levels < 0.5 - 1e-9):
@@ -189,13 +193,13 @@ def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray)
 
 def _need_matplotlib() -> None:
     try:
-        import matplotlib  # noqa: F401 - whether it is there
+        import matplotlib  # noqa: F401 - only to find out if it is installed
     except ModuleNotFoundError as error:
         raise UserError("matplotlib: not installed, and eml.plot draws with it; pip install matplotlib") from error
 
 
 def _flat(field: xr.DataArray) -> xr.DataArray:
-    """Return a field over latitude and longitude without other axes, computed."""
+    """Return a field over latitude and longitude, computed and without its other axes of length one."""
     more = [dim for dim in field.dims if dim not in ("latitude", "longitude")]
     if several := [str(dim) for dim in more if field.sizes[dim] != 1]:
         raise UserError(f"{field.name}: has several values along {', '.join(several)}; choose one, as with isel")
@@ -206,7 +210,7 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
 
 
 def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:
-    """Return the values at the nearest grid point, of one level and start date."""
+    """Return the values at the nearest grid point, for one level and one initialisation time."""
     from ensemble_ml.grid import canonical
     from ensemble_ml.inference.select import nearest_points
 

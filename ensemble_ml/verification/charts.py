@@ -1,4 +1,4 @@
-"""Charts of the report: gains at a glance, curves by lead time, maps, spread against error."""
+"""Write the charts of the report: gains at a glance, curves by lead time, maps, and spread against error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from ensemble_ml.verification.significance import RATE, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.summary import short_name
 
-Families = Mapping[str, Mapping[str, str]]  # entrant -> field and lead -> law, as `values.settle_families` took it
+Families = Mapping[str, Mapping[str, str]]  # entrant -> field and lead -> family that `values.settle_families` chose
 
 
 def headline(scores: Scores) -> str:
-    """Gains over the baselines at the headline lead, with intervals."""
+    """Return a chart of the gains over the baselines at the headline lead, with intervals.
+
+    Args:
+        scores: The scores.
+    """
     m, n, lead = scores.reduced, scores.full, scores.headline_lead
     columns, best, entries = scores.at_lead(lead), scores.best_baseline(lead), []
     references = [("crps", name, "CRPS") for name in (best, f"raw_{n}", f"raw_{m}") if name]
@@ -46,7 +50,11 @@ def headline(scores: Scores) -> str:
 
 
 def curves(scores: Scores) -> str:
-    """Ratios of scores by lead time."""
+    """Return charts of score ratios by lead time.
+
+    Args:
+        scores: The scores.
+    """
     m, n = scores.reduced, scores.full
     best = scores.best_baseline(scores.headline_lead)
     baselines = [name for name in (best, f"local_{m}", f"raw_{m}") if name]
@@ -74,7 +82,18 @@ def curves(scores: Scores) -> str:
 
 
 def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
-    """Maps of the gain, and of the spread on the last test date that has the field."""
+    """Return maps of the gain, and of the spread on the last test date that has the field.
+
+    Args:
+        content: The content of scores.json.
+        scores: The scores.
+        pictures: Sums for the maps.
+        grid: Grid of the maps.
+        land: (Y, X) land fraction for coasts, or None.
+
+    Returns:
+        HTML; empty on a grid of one row or column.
+    """
     if min(grid.shape) < 2:
         return ""  # a row or a column makes no map
     families = content["families"]
@@ -102,6 +121,7 @@ def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid
 def _gain_maps(
     families: Families, scores: Scores, pictures: Pictures, column: int
 ) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Return a title, the gain in percent and the significant points for each forecast and reference."""
     found = []
     for label in scores.forecasts:
         key = Key(label, Statistic.CRPS)
@@ -124,7 +144,10 @@ def _gain_maps(
 
 
 def _reference(families: Families, column: Column, entrant: str) -> Key:
-    """What CRPS the tables show of an entrant: where it was scored as two laws, that of the one taken."""
+    """Return the key of the CRPS that the tables show of an entrant.
+
+    Where the entrant was scored as two distributions, it is that of the chosen one.
+    """
     law = families.get(entrant, {}).get(f"{column.name} {column.lead_hours} h")
     if law is None:
         return Key(entrant, Statistic.CRPS)
@@ -132,7 +155,12 @@ def _reference(families: Families, column: Column, entrant: str) -> Key:
 
 
 def bins(scores: Scores, pictures: Pictures) -> str:
-    """Errors and spreads by predicted spread."""
+    """Return charts of errors and spreads against the predicted spread.
+
+    Args:
+        scores: The scores.
+        pictures: Sums in bins.
+    """
     m, n = scores.reduced, scores.full
     error = (
         "Does the predicted spread tell the error? Calibrated forecasts lie on the dashed line; dots by share of area."

@@ -1,4 +1,4 @@
-"""Figures of calibration, ensemble size and the extreme case; style and maps are those of `plots`."""
+"""Draw figures of calibration, ensemble size and the extreme case. Style and maps are those of `plots`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from ensemble_ml.verification.summary import short_name
 
 
 def histograms(panels: Sequence[tuple[str, Sequence[Interval]]]) -> Figure:
-    """Shares of the bins with their intervals, times the number of bins: one is flat."""
+    """Draw the shares of the bins with their intervals, times the number of bins, so that one is flat.
+
+    Args:
+        panels: Title and share of each bin, for each histogram.
+    """
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     figure, axes = new_figure(2.6 * columns, 2.1 * rows, rows, columns)
@@ -37,7 +41,13 @@ def histograms(panels: Sequence[tuple[str, Sequence[Interval]]]) -> Figure:
 
 
 def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
-    """Frequency against probability, and above it how often each probability is forecast."""
+    """Draw the observed frequency against the forecast probability.
+
+    A panel above shows how often each probability is forecast.
+
+    Args:
+        panels: Reliability tables by entrant, by title of the panel.
+    """
     figure, axes = new_figure(3.9 * len(panels), 4.6, 2, len(panels), heights=(1, 2.6))
     for (top, axis), (title, curves) in zip(axes.T, panels.items(), strict=True):
         for number, (name, table) in enumerate(curves.items()):
@@ -50,7 +60,7 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
         axis.set_ylabel("observed frequency")
         axis.legend(frameon=False, fontsize=7.5)
         top.set_yscale("log")
-        # Plain numbers: texts are not parsed (`plots.data_uri`), and 10^3 would be written in TeX.
+        # Matplotlib writes 10^3 in TeX, which `plots.data_uri` does not parse, so plain numbers are used.
         top.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         top.yaxis.set_minor_formatter(NullFormatter())
         top.set_ylabel("points")
@@ -60,7 +70,11 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
 
 
 def by_members(panels: Mapping[str, Sequence[tuple[int, Interval]]]) -> Figure:
-    """Ratio of scores against the number of members that a forecast was made from."""
+    """Draw the ratio of scores against the number of members that a forecast was made from.
+
+    Args:
+        panels: Number of members and ratio of each forecast, by title of the panel.
+    """
     figure, axes = new_figure(4.4 * len(panels), 3.2, 1, len(panels))
     for axis, (title, points) in zip(axes[0], panels.items(), strict=True):
         sizes = [size for size, _ in points]
@@ -77,7 +91,17 @@ def by_members(panels: Mapping[str, Sequence[tuple[int, Interval]]]) -> Figure:
 
 
 def extreme_case(case: Case, grid: Grid, land: np.ndarray | None, units: str) -> Figure:
-    """Columns: raw ensembles and forecasts, then EFI; rows: mean, standard deviation, error in standard deviations."""
+    """Draw the extreme case.
+
+    The columns are raw ensembles and forecasts; the last one holds the truth and the EFI. The rows are mean, standard
+    deviation, and error in standard deviations.
+
+    Args:
+        case: The case.
+        grid: Grid of the maps.
+        land: (Y, X) land fraction for coasts, or None.
+        units: Units of the variable.
+    """
     names, truth = list(case.laws), case.truth
     rows, columns = 2 + (truth is not None), len(names) + 1
     figure, axes = new_figure(3.1 * columns, 1.9 * rows + 0.3, rows, columns)

@@ -1,4 +1,4 @@
-"""The pieces that the report is built from: definitions in words, style, tables, figures."""
+"""Provide the parts that the report is built from: definitions in words, style, tables and figures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,14 @@ details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document; the empty icon keeps a browser from asking a server for one."""
+    """Return a whole HTML document.
+
+    The empty icon keeps a browser from asking a server for one.
+
+    Args:
+        title: Title as text.
+        body: Body as HTML.
+    """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
@@ -97,14 +104,26 @@ def page(title: str, body: str) -> str:
 
 
 def image(figure: Figure, text: str, width: int | None = None) -> str:
-    """A figure with its caption, at most `width` pixels wide."""
+    """Return a figure with its caption as HTML.
+
+    Args:
+        figure: The figure, which is embedded as PNG.
+        text: Caption.
+        width: Greatest width in pixels; None sets no limit.
+    """
     size = f' style="max-width:min(100%,{width}px)"' if width else ""
     return f'<img alt="{escape(text)}"{size} src="{plots.data_uri(figure)}"><p class="note">{escape(text)}</p>'
 
 
 def number(value: Interval, digits: int = 1, general: bool = False) -> str:
-    """A figure with its interval below it; `digits` after the point, or significant ones."""
-    # The z leaves the sign of a rounded zero out.
+    """Return a value with its interval below it, as HTML.
+
+    Args:
+        value: The value. An interval of NaN or of length zero is not shown.
+        digits: Number of digits after the point, or of significant ones if `general`.
+        general: Use significant digits.
+    """
+    # The z drops the minus sign of a number that is rounded to zero.
     form: Callable[[float], str] = (lambda x: f"{x:.{digits}g}") if general else (lambda x: f"{x:z.{digits}f}")
     if not np.isfinite(value.low) or value.low == value.high:
         return form(value.value)
@@ -119,7 +138,15 @@ def table(
     classes: list[list[str | None]] | None = None,
     wrap: bool = False,
 ) -> str:
-    """Cells are HTML already; captions and heads are text. `classes` marks cells; `wrap` lets them break lines."""
+    """Return a table as HTML.
+
+    Args:
+        heads: Titles of the columns as text.
+        lines: Cells as HTML.
+        caption: Caption as text.
+        classes: CSS class of each cell, or None.
+        wrap: Allow line breaks within cells.
+    """
     body = []
     for i, line in enumerate(lines):
         marks = classes[i] if classes else [None] * len(line)

@@ -1,6 +1,8 @@
-"""What the report draws beside scores: mean maps, one date's spread, and spread against error in bins.
+"""Sum what the report draws besides scores: mean maps, the spread of one date, and spread against error in bins.
 
-Kept only for a few headline fields, and summed date by date like everything else.
+Maps and bins are kept for a few headline fields only. They are summed date by date like everything else.
+
+Axes: C column, D initialisation time, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -17,15 +19,23 @@ if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
     from ensemble_ml.verification.samples import Sample
 
-_BINS = np.geomspace(0.1, 6.0, 16)  # upper edges but the last, in units of the first date's mean spread
+# Upper edges of all bins but the last, in units of the first date's root mean square outcome.
+_BINS = np.geomspace(0.1, 6.0, 16)
 
 
 @dataclass(eq=False)
 class Bins:
-    """Sums over points by predicted standard deviation: weight, prediction and outcome, both to the `power`.
+    """A set of sums over points, in bins of the predicted standard deviation.
 
-    A width is right if its square is that of the error on average (power 2); a forecast of the spread is one of its
-    mean (power 1), which is below its root mean square.
+    A predicted width is right if its square equals the squared error on average (power 2). A prediction of the spread
+    is one of the mean spread (power 1), which is below the root mean square.
+
+    Attributes:
+        edges: Upper edges of all bins but the last.
+        power: Power of prediction and outcome in the sums, 1 or 2.
+        weight: Sum of weights.
+        predicted: Weighted sum of the prediction to the power.
+        actual: Weighted sum of the outcome to the power.
     """
 
     edges: np.ndarray
@@ -36,12 +46,24 @@ class Bins:
 
     @classmethod
     def around(cls, typical: float, power: int) -> Bins:
-        """Empty bins, geometric around a typical value."""
+        """Return empty bins whose edges are geometric around a typical value.
+
+        Args:
+            typical: A typical value of the outcome.
+            power: 1 or 2.
+        """
         n = len(_BINS) + 1
         return cls(_BINS * max(typical, 1e-30), power, np.zeros(n), np.zeros(n), np.zeros(n))
 
     def record(self, predicted: np.ndarray, actual: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
-        """Add the points of a field (Y, X)."""
+        """Add the points of a field.
+
+        Args:
+            predicted: (Y, X) predicted standard deviation.
+            actual: (Y, X) outcome.
+            weights: (Y, X) weights.
+            mask: (Y, X) bool, true at points that count.
+        """
         where = np.digitize(predicted[mask], self.edges)
         for table, values in (
             (self.weight, weights[mask]),
@@ -51,8 +73,10 @@ class Bins:
             table += np.bincount(where, values, len(table))
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mean, or root mean square, of prediction and outcome in bins that hold 0.5 % of the weight or more, and that
-        share."""
+        """Return the mean prediction, the mean outcome and the share of the weight of each bin.
+
+        With power 2 the means are root mean squares. Bins with less than 0.5 % of the weight are left out.
+        """
         share = self.weight / max(self.weight.sum(), 1e-300)
         kept = share >= 0.005
         typical = lambda table: (table[kept] / self.weight[kept]) ** (1 / self.power)  # noqa: E731
@@ -61,7 +85,14 @@ class Bins:
 
 @dataclass(eq=False)
 class Snapshot:
-    """One date's spread (Y, X): of the full ensemble, of the reduced one, and as each forecast has it."""
+    """The spread of one initialisation time.
+
+    Attributes:
+        date: Initialisation time as text.
+        actual: (Y, X) spread of the full ensemble.
+        reduced: (Y, X) spread of the reduced ensemble.
+        predicted: (Y, X) predicted spread by forecast.
+    """
 
     date: str
     actual: np.ndarray
@@ -71,10 +102,23 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Pictures:
-    """Sums for the `headline` columns (positions on C).
+    """A set of sums for the maps and bins of the headline columns.
 
-    `starts`, `blocks` (D,): start of each test date, and its block, for tests at each point; `drawn`: the scores that
-    maps are kept of; `index`: mean |EFI| over the sphere, by column and date.
+    Attributes:
+        headline: Positions of the headline columns on C.
+        area: (Y, X) cell areas.
+        reduced: Number of members of the reduced ensemble.
+        starts: (D,) initialisation time of each test date.
+        blocks: (D,) block of each test date, for significance at each point.
+        drawn: The scores that maps are kept of.
+        maps: (Y, X) sums of scores by column and key.
+        counts: (Y, X) number of dates by column.
+        error_bins: Error of the mean by predicted width, by column and entrant.
+        spread_bins: Spread of the full ensemble by predicted spread, by column and entrant.
+        snapshots: Spread of the last date, by column.
+        index: Mean |EFI| over the sphere, by column and date.
+        by_block: (block, Y, X) sums of scores by column and key.
+        block_counts: (block, Y, X) number of dates by column.
     """
 
     headline: tuple[int, ...]
@@ -102,7 +146,17 @@ class Pictures:
         said: dict[str, Predicted],
         spread_mask: np.ndarray,
     ) -> None:
-        """Take what is needed from one date of a group whose columns are `columns`."""
+        """Add one date of a group, as far as its columns are headline columns.
+
+        Args:
+            columns: Positions of the group's levels on C.
+            date: Position on D.
+            values: (Z, Y, X) scores by key.
+            verified: (Z, Y, X) bool, true where scores against the truth count.
+            sample: Members and truth of the date.
+            said: Predictions by label.
+            spread_mask: (Z, Y, X) bool, true where scores of the spread count.
+        """
         for z, column in enumerate(range(columns.start, columns.stop)):
             if column in self.headline:
                 fields = {key: value[z] for key, value in values.items()}
@@ -111,7 +165,13 @@ class Pictures:
                 self._spread(column, z, date, sample, said, spread_mask[z])
 
     def record_index(self, columns: slice, date: int, index: np.ndarray) -> None:
-        """Take the extreme forecast index (Z, Y, X) of one date."""
+        """Add the mean size of the extreme forecast index of one date.
+
+        Args:
+            columns: Positions of the group's levels on C.
+            date: Position on D.
+            index: (Z, Y, X) extreme forecast index.
+        """
         for z, column in enumerate(range(columns.start, columns.stop)):
             known = np.isfinite(index[z])
             if known.any():
@@ -119,7 +179,15 @@ class Pictures:
                 self.index.setdefault(column, {})[date] = float(mean)
 
     def block_means(self, column: int, key: Key) -> np.ndarray | None:
-        """Mean over the dates of each block (block, Y, X), NaN where none counts."""
+        """Return the mean of a score over the dates of each block.
+
+        Args:
+            column: Position on C.
+            key: Entrant and statistic.
+
+        Returns:
+            (block, Y, X) means, NaN where no date counts; None if nothing was kept.
+        """
         total = self.by_block.get((column, key))
         if total is None:
             return None
@@ -127,7 +195,7 @@ class Pictures:
         return np.divide(total, count, out=np.full(total.shape, np.nan, np.float32), where=count > 0)
 
     def _blocks(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray, block: int) -> None:
-        """CRPS summed block by block: what significance at a point is found from."""
+        """Add scores block by block, from which significance at each point is computed."""
         if not values:
             return
         shape = (int(self.blocks.max()) + 1, *mask.shape)
@@ -138,7 +206,15 @@ class Pictures:
                 table[block] += np.where(mask, value, 0.0)
 
     def mean_map(self, column: int, key: Key) -> np.ndarray | None:
-        """Mean over the test dates (Y, X), NaN where no date counts; None where nothing was kept."""
+        """Return the mean of a score over the test dates.
+
+        Args:
+            column: Position on C.
+            key: Entrant and statistic.
+
+        Returns:
+            (Y, X) means, NaN where no date counts; None if nothing was kept.
+        """
         total = self.maps.get((column, key))
         if total is None:
             return None
@@ -152,7 +228,7 @@ class Pictures:
         for key, value in values.items():
             if key in self.drawn:
                 self.maps[column, key] = self.maps.get((column, key), 0) + np.where(mask, value, 0.0)
-        for entrant in dict.fromkeys(key.entrant for key in values):  # the first sets the bins of all
+        for entrant in dict.fromkeys(key.entrant for key in values):  # the first entrant sets the bins of all
             variance = values.get(Key(entrant, Statistic.VARIANCE))
             squared = values.get(Key(entrant, Statistic.SQUARED_ERROR))
             if variance is not None and squared is not None:
@@ -170,7 +246,7 @@ class Pictures:
         entrants = predicted | ({f"raw_{self.reduced}": given} if self.reduced > 1 else {})
         for entrant, spread in entrants.items():
             self._bin(self.spread_bins, column, entrant, spread, actual, mask, 1)
-        if mask.any():  # the last one stays
+        if mask.any():  # the last date that has the field stays
             self.snapshots[column] = Snapshot(hour_text(self.starts[date]), actual, given, predicted)
 
     def _bin(
@@ -182,6 +258,6 @@ class Pictures:
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)
             typical = float(np.sqrt(np.mean(actual[mask] ** 2))) if mask.any() else 0.0
             if shared is None and not typical:
-                return  # bins around nothing would be wrong for every other date
+                return  # edges around zero would be wrong for every later date
             table[column, entrant] = Bins.around(typical if shared is None else float(shared[0] / _BINS[0]), power)
         table[column, entrant].record(predicted, actual, self.area, mask)

@@ -1,6 +1,7 @@
-"""Figures of the report, as PNG in a data URI: nothing is fetched and nothing runs in the browser.
+"""Draw the figures of the report as PNG in a data URI. Nothing is fetched and nothing runs in the browser.
 
-Colours are those of Okabe & Ito, which colour-blind readers can tell apart; blue is better, orange worse throughout.
+Colours are those of Okabe & Ito, which colour-blind readers can tell apart. Blue is better and orange is worse
+throughout, except that maps of gain use red for worse.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ensemble_ml.verification.pictures import Bins
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#6b6b6b"
 COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", ORANGE, "#56B4E9", "#000000")
-_GAIN_MAP = "RdBu"  # red worse, blue better; safe for the colour-blind
+_GAIN_MAP = "RdBu"  # red is worse, blue is better; safe for colour-blind readers
 _FONT: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
@@ -31,21 +32,33 @@ _FONT: dict[Any, Any] = {
 
 
 def data_uri(figure: Figure) -> str:
-    """A figure as `data:image/png;base64,...`."""
+    """Return a figure as `data:image/png;base64,...`.
+
+    Args:
+        figure: The figure.
+    """
     for text in figure.findobj(Text):
-        text.set_parse_math(False)  # a folder's name may hold $
+        text.set_parse_math(False)  # a folder's name may contain $, which starts a formula
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, facecolor="white")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 def in_legend(name: str) -> str:
-    """A name as a legend shows it: what begins with _ would be left out."""
+    """Return a name in the form that a legend shows. Matplotlib leaves out names that begin with an underscore.
+
+    Args:
+        name: Name of a curve.
+    """
     return f" {name}" if name.startswith("_") else name
 
 
 def look_of(number: int) -> dict[str, Any]:
-    """Colour and line of a curve among others: no two of the first 28 look alike."""
+    """Return the colour and the line style of a curve. No two of the first 28 curves look alike.
+
+    Args:
+        number: Number of the curve, from 0.
+    """
     lines = ("-", "--", ":", "-.")
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": lines[number // len(COLOURS) % len(lines)]}
 
@@ -53,7 +66,15 @@ def look_of(number: int) -> dict[str, Any]:
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
 ) -> tuple[Figure, np.ndarray]:
-    """A figure in inches and its axes (rows, columns)."""
+    """Return a figure and its axes (rows, columns).
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        rows: Number of rows of axes.
+        columns: Number of columns of axes.
+        heights: Relative heights of the rows; None makes them equal.
+    """
     import matplotlib as mpl
 
     with mpl.rc_context(_FONT):
@@ -62,7 +83,12 @@ def new_figure(
 
 
 def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
-    """Gains with their intervals, one line each; filled where the interval surely excludes zero."""
+    """Draw gains with their intervals, one line each. A marker is filled if the interval surely excludes zero.
+
+    Args:
+        entries: Name and gain of each line.
+        unit: Unit of the gains.
+    """
     figure, axes = new_figure(7.2, 0.5 + 0.32 * len(entries))
     axis: Axes = axes[0, 0]
     for y, (_, gain) in enumerate(reversed(entries)):
@@ -82,14 +108,18 @@ def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
 
 
 def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) -> Figure:
-    """Curves over lead time, a panel each; bars are intervals. The first curve of a panel is drawn thickest."""
+    """Draw curves over lead time, with intervals as bars. The first curve of a panel is the thickest.
+
+    Args:
+        panels: Lead in hours and value of each point, by curve, by title of the panel.
+    """
     figure, axes = new_figure(4.9 * len(panels), 3.3, columns=len(panels))
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
             hours = np.array([lead for lead, _ in points], float)
             values = np.array([point.value for _, point in points])
             ends = np.array([[point.value - point.low, point.high - point.value] for _, point in points]).T
-            # Side by side, so that intervals at one lead can be told apart.
+            # Points of one lead are drawn side by side, so that their intervals can be told apart.
             shift = (number - (len(curves) - 1) / 2) * 0.012 * max(np.ptp(hours), 24)
             axis.errorbar(
                 hours + shift, values, yerr=np.nan_to_num(np.maximum(ends, 0)), label=in_legend(name), marker="o", ms=4,
@@ -105,14 +135,22 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
 
 
 def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, land: np.ndarray | None) -> Figure:
-    """Maps of gain in percent, dotted where a mask says so, one scale: the 98th percentile of sizes, 30 % at most."""
+    """Draw maps of gain in percent on one scale, with dots where a mask is true.
+
+    The scale ends at the 98th percentile of the sizes, between 1 and 30 %.
+
+    Args:
+        maps: Title, gain (Y, X) and mask (Y, X) of each map.
+        grid: Grid of the maps.
+        land: (Y, X) land fraction for coasts, or None.
+    """
     sizes = np.concatenate([np.abs(values[np.isfinite(values)]) for _, values, _ in maps])
     limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
     figure, axes = _map_axes(len(maps), grid)
     for axis, (title, values, dotted) in zip(axes, maps, strict=True):
-        shown = np.where(np.isneginf(values), -limit, values)  # where the reference is perfect, and ours is not
+        shown = np.where(np.isneginf(values), -limit, values)  # the reference is perfect there and ours is not
         mesh = draw_map(axis, shown, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
-        step = max(1, round(max(dotted.shape) / 120))  # every point on a coarse grid, fewer on a fine one
+        step = max(1, round(max(dotted.shape) / 120))  # all points of a coarse grid are dotted, fewer of a fine one
         rows, columns = np.nonzero(dotted[::step, ::step])
         axis.scatter(
             grid.longitude[::step][columns], grid.latitude[::step][rows], s=0.9, color="black", lw=0, alpha=0.8
@@ -122,7 +160,14 @@ def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, la
 
 
 def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.ndarray | None, units: str) -> Figure:
-    """Maps of spread, one scale for all."""
+    """Draw maps of spread on one scale.
+
+    Args:
+        maps: Title and spread (Y, X) of each map.
+        grid: Grid of the maps.
+        land: (Y, X) land fraction for coasts, or None.
+        units: Units of the spread.
+    """
     top = float(np.nanpercentile(np.concatenate([values.ravel() for _, values in maps]), 99.5)) or 1.0
     figure, axes = _map_axes(len(maps), grid)
     for axis, (title, values) in zip(axes, maps, strict=True):
@@ -144,12 +189,24 @@ def _map_axes(count: int, grid: Grid) -> tuple[Figure, np.ndarray]:
 
 
 def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours: Any) -> Any:
-    """A field (Y, X) with coasts; what is missing shows as grey."""
+    """Draw a field with coasts on given axes. Missing values show as grey.
+
+    Args:
+        axis: Axes to draw on.
+        values: (Y, X) field.
+        grid: Grid of the field.
+        land: (Y, X) land fraction for coasts, or None.
+        title: Title of the map.
+        **colours: Arguments of matplotlib's pcolormesh.
+
+    Returns:
+        The mesh, for a colour bar.
+    """
     mesh = axis.pcolormesh(grid.longitude, grid.latitude, values, shading="nearest", rasterized=True, **colours)
     if land is not None and min(land.shape) > 1:
         axis.contour(grid.longitude, grid.latitude, land, levels=[0.5], colors="black", linewidths=0.6)
     axis.set_title(title, fontsize=9, loc="left")
-    axis.set_facecolor("#bbbbbb")  # what is left out shows as grey
+    axis.set_facecolor("#bbbbbb")  # points without a value show this grey
     axis.tick_params(labelsize=7)
     for side in ("top", "right"):
         axis.spines[side].set_visible(True)
@@ -157,7 +214,13 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
 
 
 def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_label: str) -> Figure:
-    """Outcome against prediction in bins of the prediction: calibrated forecasts lie on the diagonal."""
+    """Draw the outcome against the prediction in bins of the prediction. Calibrated forecasts lie on the diagonal.
+
+    Args:
+        panels: Bins by entrant, by title of the panel.
+        units: Units of each panel.
+        y_label: What the outcome is.
+    """
     figure, axes = new_figure(3.7 * len(panels), 3.5, columns=len(panels))
     for axis, unit, (title, curves) in zip(axes[0], units, panels.items(), strict=True):
         top = 0.0

@@ -1,4 +1,4 @@
-"""Tables of the report: where a forecast gains, and everyone side by side."""
+"""Write the tables of the report: where a forecast gains, and all entrants side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from ensemble_ml.verification.summary import short_name
 
 
 def where(scores: Scores) -> str:
-    """Tables of variables by levels, for each forecast and lead; the headline lead stands open."""
+    """Return tables of gains, variables by levels, for each forecast and lead.
+
+    The tables of the headline lead are open, the others are folded.
+
+    Args:
+        scores: The scores.
+    """
     parts = []
     for label in scores.forecasts:
         for lead in reversed(scores.leads):
@@ -40,7 +46,7 @@ def _gain_tables(scores: Scores, label: str, lead: int) -> list[str]:
 
 
 def _field_table(scores: Scores, differences: list[tuple[Interval, Interval]], lead: int, caption: str) -> str:
-    """Variables down, levels across; empty where nothing is finite."""
+    """Return a table with variables as rows and levels as columns; empty if no value is finite."""
     at = {
         column: differences[c][1]
         for c, column in enumerate(scores.columns)
@@ -61,13 +67,17 @@ def _field_table(scores: Scores, differences: list[tuple[Interval, Interval]], l
 
 
 def _mark(cell: Interval | None) -> str | None:
-    if cell is None or not cell.excludes(0) or abs(cell.value) < 0.05:  # which is shown as 0.0
+    if cell is None or not cell.excludes(0) or abs(cell.value) < 0.05:  # a smaller value is shown as 0.0
         return None
     return "b" if cell.value > 0 else "w"
 
 
 def entrants(scores: Scores) -> str:
-    """Everyone side by side: ratios to one reference, area-weighted and not, and the raw scores each way."""
+    """Return tables of all entrants: ratios to a reference, area-weighted and not, and raw scores in each way.
+
+    Args:
+        scores: The scores.
+    """
     lead, full, regression = scores.headline_lead, f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
     pairs = (("crps", full), ("rmse", full), ("spread_rmse", regression), ("held_out_rmse", regression))
     tables = "".join(_ranking(scores, metric, reference, lead) for metric, reference in pairs)
@@ -98,7 +108,7 @@ def _title(scores: Scores, entrant: str) -> str:
 
 
 def _raw_table(scores: Scores) -> str:
-    """Raw ensembles three ways, as ratios to the one that claims are made against."""
+    """Return a table of the raw ensembles' CRPS in each way, as ratios to the one that claims are made against."""
     columns, lines = scores.at_lead(scores.headline_lead), []
     ways = ("crps", "crps_normal", "crps_fair", "crps_members")
     base = scores.score("crps", f"raw_{scores.full}")
@@ -122,7 +132,7 @@ def _raw_table(scores: Scores) -> str:
 
 
 def _all_scores(scores: Scores, lead: int) -> str:
-    """Every score of every field at a lead, folded away."""
+    """Return a folded table of every score of every field at a lead."""
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
     heads = ["entrant", "field", *(METRICS[name].long_name for name in shown)]
     lines = []

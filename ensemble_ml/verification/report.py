@@ -1,4 +1,7 @@
-"""The HTML report: one file that needs no network and no script; its first screen says better or not, and how sure."""
+"""Compose the HTML report, a single file that needs no network and no script.
+
+Its first screen answers whether the forecast is better, and how sure that is. Details follow below.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,15 @@ def write_report(
     """Compose the page.
 
     Args:
-        content: what scores.json holds.
-        scores: the scores with their draws.
-        tables: histograms, and sums for maps and bins.
-        case: the most unusual test date, or None.
-        grid: where the maps lie.
+        content: The content of scores.json.
+        scores: The scores with their draws.
+        tables: Histograms, and sums for maps and bins.
+        case: The most unusual test date, or None.
+        grid: Grid of the maps.
         land: (Y, X) land fraction for coasts, or None.
+
+    Returns:
+        The text of an HTML page.
     """
     pictures = tables.pictures
     parts = [_top(content, scores)]
@@ -104,7 +110,7 @@ def _background(content: dict[str, Any]) -> str:
 
 
 def _dates(dates: list[str]) -> str:
-    """Return how many dates there are, the first and the last, and all of them where their series make a short text."""
+    """Return the number of dates, the first and the last, and all of them if their series make a short text."""
     if not dates:
         return "none"
     text = dates_text(dates)

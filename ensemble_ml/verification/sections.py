@@ -1,4 +1,4 @@
-"""Sections of the report beyond the scores: regions and seasons, calibration, ensemble size, the extreme case."""
+"""Write the sections of the report beyond the scores: strata, calibration, ensemble size and the extreme case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from ensemble_ml.verification.summary import short_name
 
 
 def strata(content: dict[str, Any], scores: Scores) -> str:
-    """Gain in regions, seasons and where the raw ensemble is unusual, at the headline lead."""
+    """Return a section on the gain in regions, seasons and unusual weather, at the headline lead.
+
+    Args:
+        content: The content of scores.json.
+        scores: The scores.
+    """
     rows = [row for row in content["strata"] if row["lead_hours"] == scores.headline_lead]
     parts = []
     for forecast in scores.forecasts:
@@ -52,7 +57,15 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
 
 
 def together(content: dict[str, Any], scores: Scores) -> str:
-    """Scores of members as vectors over variables and levels, at the headline lead; empty without members."""
+    """Return a section on the scores of members as vectors, at the headline lead.
+
+    Args:
+        content: The content of scores.json.
+        scores: The scores.
+
+    Returns:
+        HTML; empty if no forecast holds members.
+    """
     found = [row for row in content["vectors"] if row["lead_hours"] == scores.headline_lead]
     if not found:
         return ""
@@ -86,7 +99,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
 
 
 def _gain(ratio: float, low: float, high: float, blocks: int, barred: int) -> Interval:
-    """A ratio of scores as a gain in percent."""
+    """Convert a ratio of scores with its interval to a gain in percent."""
     return Interval(ratio, low, high, blocks, barred).map(lambda r: 100 * (1 - r))
 
 
@@ -97,7 +110,13 @@ def _mark(gain: Interval | None) -> str | None:
 
 
 def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -> str:
-    """PIT and rank histograms, flatness, reliability with counts, sharpness."""
+    """Return a section on calibration: PIT and rank histograms, flatness, reliability with counts, sharpness.
+
+    Args:
+        scores: The scores, whose draws are used.
+        found: The histograms and reliability tables.
+        headline: Positions of the columns to draw.
+    """
     parts = []
     for kind, entrants in (("pit", list(scores.forecasts)), ("rank", [f"raw_{scores.reduced}", f"raw_{scores.full}"])):
         panels = []
@@ -156,7 +175,7 @@ def _brier(curves: dict[str, dict]) -> str:
     lines = []
     for title, entrants in curves.items():
         for entrant, table_of in entrants.items():
-            if not table_of.weight.any():  # no truth of this field
+            if not table_of.weight.any():  # this field has no truth
                 continue
             p = table_of.parts()
             values = (p.score, p.reliability, p.resolution, p.uncertainty, p.within)
@@ -166,7 +185,16 @@ def _brier(curves: dict[str, dict]) -> str:
 
 
 def by_members(scores: Scores) -> str:
-    """Score against the number of members that forecasts, not baselines, were made from, where they differ."""
+    """Return a section on scores against the number of members that forecasts were made from.
+
+    Baselines are not shown.
+
+    Args:
+        scores: The scores.
+
+    Returns:
+        HTML; empty if all forecasts were made from the same number of members.
+    """
     sizes = {label: scores.given[label] for label in scores.forecasts if label in scores.given}
     if len(set(sizes.values())) < 2:
         return ""
@@ -185,7 +213,17 @@ def by_members(scores: Scores) -> str:
 
 
 def extreme(case: Case | None, scores: Scores, grid: Grid, land: np.ndarray | None) -> str:
-    """Raw, post-processed and truth side by side on the most unusual test date."""
+    """Return a section with the raw, the predicted and the true field of the most unusual test date, side by side.
+
+    Args:
+        case: The extreme case, or None.
+        scores: The scores.
+        grid: Grid of the maps.
+        land: (Y, X) land fraction for coasts, or None.
+
+    Returns:
+        HTML; empty without a case, or on a grid of one row or column.
+    """
     if case is None or min(grid.shape) < 2:
         return ""
     units = registered(case.variable).units

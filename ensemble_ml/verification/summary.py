@@ -1,4 +1,7 @@
-"""From scores to statements: the claims, sentences for the reader, and the tables of scores.json."""
+"""Turn scores into statements: claims, sentences for the reader, and the tables of scores.json.
+
+A sentence says "better" only where the interval supports it, and names the reason where it does not.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,25 @@ from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
 from ensemble_ml.wording import shortened
 
-_NAMED = 3  # fields, of those that leave a mean without an interval
-_SMALL_GAIN = 2.0  # percent: what a network must gain over statistics to be worth having
+_NAMED = 3  # number of fields that a sentence names
+_SMALL_GAIN = 2.0  # percent that a network must gain over statistics to be worth having
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement to be held or not. `better_below`: whether smaller values are better."""
+    """A statement about a forecast that holds or does not.
+
+    Attributes:
+        claim: The statement in words.
+        interval: The measured value.
+        unit: "ratio" or "%".
+        target: Value that must be reached.
+        better_below: True if smaller values are better.
+        forecast: Label of the forecast.
+        reference: The entrant that it is compared with.
+        advantage: Input that the forecast has and the reference lacks, in words. It bars the good side of the interval.
+        without_sp: The value without surface pressure; None where that is not among the fields, or is the only one.
+    """
 
     claim: str
     interval: Interval
@@ -27,12 +42,15 @@ class Claim:
     better_below: bool
     forecast: str
     reference: str
-    advantage: str = ""  # what the forecast goes by that the reference does not: the interval's good side is barred
+    advantage: str = ""
     without_sp: Interval | None = None
 
     def as_dict(self) -> dict:
-        """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval, of enough blocks,
-        excludes no gain, and the forecast has no advantage."""
+        """Return the entry of scores.json.
+
+        `holds` depends on the value alone. `certain` also needs an interval of enough blocks that excludes no gain, and
+        a forecast without an advantage.
+        """
         value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
         holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0
         certain = self.interval.below(neutral) if self.better_below else self.interval.above(neutral)
@@ -45,7 +63,11 @@ class Claim:
 
 
 def claims(scores: Scores) -> list[Claim]:
-    """What is claimed of each forecast at the headline lead; only what its fields and the truth allow."""
+    """Return the claims on each forecast at the headline lead, as far as its fields and the truth allow them.
+
+    Args:
+        scores: The scores.
+    """
     return [claim for label in scores.forecasts for claim in _claims_of(scores, label)]
 
 
@@ -79,11 +101,16 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
 
 
 def headline(scores: Scores, test_dates: int) -> list[str]:
-    """Sentences for the terminal and the top of the report: better or not, by how much, where, how sure."""
+    """Return sentences for the terminal and the top of the report: better or not, by how much, where, and how sure.
+
+    Args:
+        scores: The scores.
+        test_dates: Number of test dates.
+    """
     lines = []
     for label in scores.forecasts:
         who = f"{label}, {scores.headline_lead} h" if len(scores.forecasts) > 1 else f"At {scores.headline_lead} h"
-        # Post-processing first: it is what most readers came for.
+        # Claims on post-processing come first, because most readers look for them.
         found = sorted(_claims_of(scores, label), key=lambda claim: claim.unit != "%")
         lines += [f"{who}: {_sentence(claim, scores)}" for claim in found]
         where = _where(scores, label)
@@ -125,7 +152,7 @@ def _sentence(claim: Claim, scores: Scores) -> str:
 
 
 def _without_sp(claim: Claim) -> str:
-    """Return what is left of a claim without surface pressure, to stand behind the claim; nothing where it is all."""
+    """Return the end of a claim's sentence: its value without surface pressure, or nothing if it has none."""
     rest = claim.without_sp
     if rest is None:
         return ""
@@ -137,7 +164,11 @@ def _without_sp(claim: Claim) -> str:
 
 
 def known_in_few(scores: Scores) -> list[str]:
-    """Sentences on fields that lie in so few blocks that no mean which holds them is sure, where others lie in more."""
+    """Return sentences on fields that lie in so few blocks that no mean over them is sure, while others lie in more.
+
+    Args:
+        scores: The scores.
+    """
     found = []
     for metric, words in (("crps", "CRPS"), ("spread_rmse", "The spread")):
         blocks = scores.least_known(metric, scores.forecasts, range(len(scores.columns)))
@@ -153,7 +184,10 @@ def known_in_few(scores: Scores) -> list[str]:
 
 
 def _where(scores: Scores, label: str) -> str:
-    """In how many fields a forecast is better, against the best correction, or the spread regression without truth."""
+    """Return a sentence on the number of fields in which a forecast is better.
+
+    The reference is the best baseline, or the spread regression if the forecast has no CRPS.
+    """
     lead = scores.headline_lead
     best = scores.best_baseline(lead) if scores.score("crps", label) is not None else None
     metric, other = ("crps", best) if best else ("spread_rmse", f"spread_regression_{scores.reduced}")
@@ -180,7 +214,12 @@ def _where(scores: Scores, label: str) -> str:
 
 
 def certainty(blocks: int, dates: int) -> str:
-    """How much the intervals are worth."""
+    """Return a sentence on how much the intervals are worth.
+
+    Args:
+        blocks: Number of blocks of dates.
+        dates: Number of test dates.
+    """
     counted = f"{dates} test date{'s' * (dates != 1)} in {blocks} independent block{'s' * (blocks != 1)}"
     if blocks < 2:
         return f"{counted}: too few for any interval."
@@ -190,7 +229,11 @@ def certainty(blocks: int, dates: int) -> str:
 
 
 def describe(entrant: str) -> str:
-    """An entrant's name in words."""
+    """Return the name of an entrant in words.
+
+    Args:
+        entrant: Forecast, raw ensemble or baseline.
+    """
     kind, _, members = entrant.rpartition("_")
     words = {
         "raw": "the raw {} members",
@@ -212,12 +255,23 @@ def describe(entrant: str) -> str:
 
 
 def short_name(entrant: str) -> str:
-    """An entrant's name as it fits beside a figure."""
+    """Return the name of an entrant as it fits beside a number.
+
+    Args:
+        entrant: Forecast, raw ensemble or baseline. The label of a forecast is returned unchanged.
+    """
     return entrant.replace("_", " ") if describe(entrant) != entrant else entrant
 
 
 def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
-    """The `scores` of scores.json: one entry an entrant and column, a metric being null where it does not apply."""
+    """Return the `scores` of scores.json, one entry for each entrant and column.
+
+    An entry has only the metrics that are defined for it.
+
+    Args:
+        scores: The scores.
+        metrics: Names in `METRICS`.
+    """
     found = []
     for entrant in scores.entrants():
         per_metric = {name: score for name in metrics if (score := scores.score(name, entrant)) is not None}
@@ -236,7 +290,11 @@ def _figure(scores: Scores, metric: str, entrant: str, score: Score, column: int
 
 
 def summary_rows(scores: Scores) -> list[dict]:
-    """The `summary` of scores.json: each entrant's geometric mean ratio to each reference, lead by lead."""
+    """Return the `summary` of scores.json: the geometric mean ratio of each entrant to each reference, for every lead.
+
+    Args:
+        scores: The scores.
+    """
     m, n = scores.reduced, scores.full
     references = {
         "crps": (f"raw_{n}", f"raw_{m}"),
@@ -263,7 +321,11 @@ def summary_rows(scores: Scores) -> list[dict]:
 
 
 def comparison_rows(scores: Scores) -> list[dict]:
-    """The `comparisons` of scores.json: each forecast against its main references, field by field."""
+    """Return the `comparisons` of scores.json: each forecast against its main references in each field.
+
+    Args:
+        scores: The scores.
+    """
     m, n = scores.reduced, scores.full
     found = []
     for label in scores.forecasts:
