@@ -166,8 +166,11 @@ def reliability(
             p, o = xr.broadcast(p, o)
         except ValueError as error:
             raise UserError(f"{name}: its coordinates are not those of the event ({error})") from error
+        # With equal weights, the many small cells near the poles would count too much.
         on_grid = {"latitude", "longitude"} <= set(p.dims)
         weights = area_weights(p).broadcast_like(p) if on_grid else xr.ones_like(p, dtype=np.float64)
+        # Probabilities and events are broadcast and put in one order of axes, because their arrays are compared by
+        # position.
         shares, happened = (np.asarray(part.transpose(*p.dims).values, np.float64) for part in (p, o))
         check_probability(name, shares)
         curves[name] = Reliability.zeros(bins)

@@ -72,6 +72,7 @@ def area_weights(
     """
     lat, lon = data[latitude], data[longitude]
     check_all(latitude, lat.values, np.abs(lat.values) > 90 + TOLERANCE, "latitudes lie between -90 and 90 degrees")
+    # `canonical` sorts the axes, so the areas are written back to the order that the data has.
     grid, rows, columns = canonical(lat.values, lon.values)
     areas = np.zeros((len(lat), len(lon)))  # a meridian that occurs twice (0 and 360 degrees) counts once
     areas[rows[:, None], columns] = grid.area_weights()
@@ -101,6 +102,8 @@ def at_places_of(
         raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
     chosen, wanted = {}, {name: forecast[name] for name in (latitude, longitude)}
     for name, axis in wanted.items():
+        # A grid point matches if it lies within the rounding of coordinates. For longitude, the distance is counted
+        # around the globe.
         apart = axis.values[:, None] - data[name].values.astype(np.float64)
         apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)
         if (lacking := apart.min(1) > TOLERANCE).any():
@@ -149,6 +152,7 @@ def weighted_mean(
         return values
     w = xr.ones_like(values, dtype=np.float64)
     if weights is not None:
+        # Weights are aligned to the values and never the reverse: an inner join would drop points in silence.
         w = xr.align(values, weights, join="left", copy=False)[1].astype(np.float64).broadcast_like(values)
     if mask is not None:
         # Both are set to zero: a weight of zero alone would not remove a NaN from the sum.
@@ -283,6 +287,7 @@ def spread_skill(
     forecast, observed = aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
+    # The truth may have dimensions that the forecast lacks. Variance and error are then averaged over the same points.
     variance = variance.broadcast_like(error)
     # The root is taken after the means: the mean of roots would be another quantity (Fortin et al. 2014).
     ratio = (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
@@ -350,6 +355,7 @@ def pit_histogram(
 
     def where(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
         value = probability.pit(law, mu, sigma, y, uniform)
+        # `bin_of` puts NaN into the first bin. The NaN is restored, so that a missing value is not counted there.
         return np.where(np.isnan(value), np.nan, probability.bin_of(value, bins))
 
     uniform = _uniform(seed, location, scale, observed)
@@ -372,7 +378,9 @@ def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -
         ValueError: A probability is outside of 0 to 1 or in per cent, or an event is neither 0 nor 1.
     """
     check_no_per_cent("forecast", forecast.attrs.get("units"))
-    score = pointwise(probability.brier_score, bare(forecast), bare(event))  # an event may keep its variable's units
+    # An event that was made by comparing a variable may keep its units, which must not be compared with those of a
+    # probability.
+    score = pointwise(probability.brier_score, bare(forecast), bare(event))
     return weighted_mean(score, **reduction)
 
 
@@ -560,6 +568,8 @@ def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
     A generator that draws chunk by chunk would give results that depend on the chunks. Here each point counts its own
     position in the whole array, and the finaliser of splitmix64 (Steele, Lea and Flood 2014) mixes that number.
     """
+    # The position of a point is counted over all dimensions together. It is lazy where the arrays are, with their
+    # chunks.
     sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
     chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
     begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
@@ -579,6 +589,7 @@ def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
 
 def _ranks(x: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     shape = np.broadcast_shapes(x.shape[1:], y.shape)
+    # A comparison with NaN is false, so a missing member would count as lying above the truth. Such points become NaN.
     rank = members.rank_of_truth(x, np.broadcast_to(y, shape), np.broadcast_to(uniform, shape))
     return np.where(np.isnan(x).any(0) | np.isnan(y), np.nan, rank)
 

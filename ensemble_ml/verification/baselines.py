@@ -332,6 +332,9 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
         sums: Sums of `spread_terms` over the fit dates.
         weights: (Y, X) cell areas.
         target: "f" to predict the spread of all members, "h" for that of the held-out members.
+
+    Returns:
+        The regression of each level.
     """
     n = sums.count.sum(0)
     known = n >= FEWEST_SPREADS

@@ -83,6 +83,7 @@ class Interval:
         Args:
             function: A monotonic function of one number.
         """
+        # A falling function swaps the ends, and the barred side with them.
         first, last = function(self.low), function(self.high)
         low, high = sorted((first, last))
         return Interval(function(self.value), low, high, self.blocks, -self.barred if last < first else self.barred)
@@ -132,6 +133,8 @@ def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
         if not blocks or day - days[blocks[-1][0]] >= block_days:
             blocks.append([])
         blocks[-1].append(date)
+    # A short rest joins the block before it. As a block of its own it would be drawn as often as the others, and its
+    # few dates would weigh too much.
     if len(blocks) > 1:
         first, last = blocks[-1][0], blocks[-1][-1]
         if days[last] - days[first] + np.median(np.diff(days)) < block_days:
@@ -159,6 +162,7 @@ def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
     check_count("draws", draws, 1, "an interval is made of draws")
     n = int(blocks.max()) + 1
     chosen = np.random.default_rng(seed).integers(0, n, size=(draws, n))
+    # A draw is stored as counts of dates. The mean of a draw is then a product of matrices with the sums by date.
     counts = np.stack([(chosen == block).sum(1) for block in range(n)], axis=1)
     return counts[:, blocks].astype(np.float64)
 

@@ -55,6 +55,7 @@ class Calibration:
             y: (Z, Y, X) truth.
             mask: (Z, Y, X) bool, true at points that count.
         """
+        # Values within the jump of a censored distribution are drawn, or dry points would pile up in one bin.
         uniform = self._uniform(date, columns, y.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
             where = bin_of(pit(*law, y, uniform), BINS)
@@ -121,6 +122,7 @@ class Calibration:
     def _count(
         self, kind: str, entrant: str, date: int, columns: slice, where: np.ndarray, mask: np.ndarray, bins: int
     ) -> None:
+        # Bins are kept by date, because the bootstrap draws dates.
         empty = np.zeros((self.dates, self.columns, bins))
         table = self.histograms.setdefault((kind, entrant), empty)
         for z, column in enumerate(range(columns.start, columns.stop)):

@@ -83,6 +83,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     index = None if climate is None else extreme_forecast_index(climate, group, date, sample.members)
     if index is None:
         return None
+    # Raw ensembles are shown with the standard deviation that predicts the truth, so that all entrants are comparable.
     laws = {}
     for size in sorted({setting.full, setting.reduced}, reverse=True):
         mean, variance = ensemble_moments(sample.raw[:size, z])
@@ -119,9 +120,11 @@ def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[in
     |EFI| is averaged with its neighbours first, so that a single odd point is not chosen.
     """
     rows, columns = index.shape
+    # Longitude wraps where the points close the circle. All other edges reflect, so that edge points have neighbours.
     wide = np.pad(np.nan_to_num(np.abs(index)), ((0, 0), (1, 1)), mode="wrap" if wraps else "reflect")
     wide = np.pad(wide, ((1, 1), (0, 0)), mode="reflect")
     smooth = sum(wide[y : y + rows, 1:-1] for y in range(3)) + sum(wide[1:-1, x : x + columns] for x in range(3))
+    # The marked point needs an index and a truth of its own, whatever its neighbours have.
     there = np.where(np.isfinite(index) & (True if truth is None else np.isfinite(truth)), smooth, -1)
     y, x = np.unravel_index(int(there.argmax()), there.shape)
     return int(y), int(x)

@@ -74,6 +74,7 @@ def curves(scores: Scores) -> str:
             known = [(lead, point) for lead, point in points if point is not None]
             if known:
                 curves[short_name(entrant)] = known
+        # A panel of baselines alone would answer no question about the forecasts.
         if any(short_name(label) in curves for label in scores.forecasts):
             panels[title] = curves
     if not panels:
@@ -134,6 +135,7 @@ def _gain_maps(
             with np.errstate(divide="ignore", invalid="ignore"):
                 percent = 100 * (1 - ours / theirs)
             first, second = pictures.block_means(column, key), pictures.block_means(column, reference)
+            # Dots mark significant differences, but no gain of a forecast that had more input than its reference.
             dots = np.zeros(percent.shape, bool)
             if first is not None and second is not None:
                 dots = significant(p_values(first - second))

@@ -144,6 +144,7 @@ def evaluate(
     """
     output = Path(config.output)
     _check(config, output)
+    # Intermediate results are dropped only when both files are written, or when another process has written them.
     found = score(config, source, unverified, ground)
     try:
         _write(output, config.overwrite, found)
@@ -170,10 +171,14 @@ def score(
         unverified: Sentences on what the truth cannot verify, by variable.
         ground: Height of the ground in model and truth; None where it is not known.
 
+    Returns:
+        The result, from which `evaluate` writes its files.
+
     Raises:
         UserError: For the reasons that `evaluate` states, but for those about the report.
     """
     check_members(source, config.members_in)
+    # Heights are checked before forecasts are opened, because a wrong grid of theirs makes all later work useless.
     if ground is not None:
         ground.check(source.layout.grid)
     forecasts = open_forecasts(as_list(config.forecast) + as_list(config.baselines or []))
@@ -184,6 +189,7 @@ def score(
         plan.notes[:0] = [text for name, text in (unverified or {}).items() if name in scored]
         if plan.truth and ground is not None:
             area = source.layout.grid.area_weights()
+            # A correction for height that makes raw members worse would make the comparison too easy for forecasts.
             ground = settled(source, ground, plan.groups, plan.fit.tolist(), area)
         if plan.truth and (of_heights := heights.note(ground, {*scored})):
             plan.notes.append(of_heights)
@@ -203,6 +209,7 @@ def score(
         for forecast in forecasts:
             forecast.close()
     names = [f"{name}_{size}" for size in (setting.reduced, setting.full) for name in CORRECTIONS]
+    # This must come before any score is computed: it fills in the statistics of baselines that have two distributions.
     families = settle_families(state, plan.columns, [*names, CLIMATOLOGY])
     scores = Scores(
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
@@ -296,11 +303,13 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
         known.append((group, Known.of(setting, fit)))
         kept.save(_name(group), (part_of(tables, group.columns), known[-1][1]))
         left = columns - group.columns.stop
+        # After the first field the time for the others can be estimated, which helps a user decide to wait or to stop.
         if len(known) == done + 1 and left:
             seconds = time.monotonic() - started
             text = "%s at %d h scored in %s; the other %d fields take about %s"
             about = duration(seconds * left / len(group.levels))
             log.info(text, group.variable, group.lead_hours, duration(seconds), left, about)
+    # Vectors need all fields of a lead at once, so they are scored after the groups, from what was kept of their fits.
     some = [(group, one) for group, one in known if one is not None]
     for lead in sorted({group.lead_hours for group in plan.groups}):
         if (found := kept.load(f"members_{lead}")) is None:
@@ -338,6 +347,7 @@ def _content(
     numbers = [int(number) for number in layout.realization]
     omitted = left_out(scores)
     notes = plan.notes + unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
+    # Two kinds of points are left out, and a reader must not mix them up: missing values, and limits without a meaning.
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
         ("scores leave points out that miss a value", [one for one in omitted if one["statistic"] not in limits]),

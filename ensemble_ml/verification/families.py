@@ -394,7 +394,7 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     points, weights = np.polynomial.legendre.leggauss(_NODES)
     found = np.zeros(np.broadcast_shapes(location.shape, scale.shape, y.shape))
     # The integrand jumps at y. Each interval between quantiles is cut there, because a quadrature across the jump would
-    # not converge.
+    # converge slowly.
     for first, last in itertools.pairwise([np.asarray(threshold, np.float64), *edges]):
         for start, end, step in (
             (np.minimum(first, at), np.minimum(last, at), 0.0),

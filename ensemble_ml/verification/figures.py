@@ -22,6 +22,9 @@ def histograms(panels: Sequence[tuple[str, Sequence[Interval]]]) -> Figure:
 
     Args:
         panels: Title and share of each bin, for each histogram.
+
+    Returns:
+        The figure.
     """
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -47,6 +50,9 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
 
     Args:
         panels: Reliability tables by entrant, by title of the panel.
+
+    Returns:
+        The figure.
     """
     figure, axes = new_figure(3.9 * len(panels), 4.6, 2, len(panels), heights=(1, 2.6))
     for (top, axis), (title, curves) in zip(axes.T, panels.items(), strict=True):
@@ -74,6 +80,9 @@ def by_members(panels: Mapping[str, Sequence[tuple[int, Interval]]]) -> Figure:
 
     Args:
         panels: Number of members and ratio of each forecast, by title of the panel.
+
+    Returns:
+        The figure.
     """
     figure, axes = new_figure(4.4 * len(panels), 3.2, 1, len(panels))
     for axis, (title, points) in zip(axes[0], panels.items(), strict=True):
@@ -101,11 +110,15 @@ def extreme_case(case: Case, grid: Grid, land: np.ndarray | None, units: str) ->
         grid: Grid of the maps.
         land: (Y, X) land fraction for coasts, or None.
         units: Units of the variable.
+
+    Returns:
+        The figure.
     """
     names, truth = list(case.laws), case.truth
     rows, columns = 2 + (truth is not None), len(names) + 1
     figure, axes = new_figure(3.1 * columns, 1.9 * rows + 0.3, rows, columns)
     means = [case.laws[name][0] for name in names] + ([truth] if truth is not None else [])
+    # All maps of a row share one colour scale, or they could not be compared by eye.
     low, high = np.nanpercentile(np.stack(means), [1, 99])
     top = float(np.nanpercentile(np.stack([case.laws[name][1] for name in names]), 99)) or 1.0
     place = case.place

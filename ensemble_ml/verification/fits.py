@@ -47,6 +47,9 @@ def fit_group(setting: Setting, group: Group) -> Fit:
     Args:
         setting: The setting that all groups share.
         group: One variable and lead.
+
+    Returns:
+        The baselines; None or missing where the fit dates do not suffice.
     """
     shape = (len(group.levels), *setting.weights.shape[1:])
     sizes = sorted({setting.reduced, setting.full})

@@ -297,6 +297,7 @@ class ForecastFile:
         Raises:
             UserError: Values lie below zero by more than that.
         """
+        # A zero that is packed into integers comes back as anything within half a step of them.
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
         if below := int((values < -near).sum()):
@@ -319,6 +320,8 @@ class ForecastFile:
         except UserError as error:
             raise self._wanting(f"{name}: {error}") from error
         family = told.get("distribution_family", Family.NORMAL.value)
+        # Bounds and shifts of the other families are fixed numbers in the registry's units, so their parameters cannot
+        # be converted.
         if found != (1.0, 0.0) and family != Family.NORMAL.value:
             raise self._wanting(f"{name}: parameters of a {family} law in {units}; give them in {known.units}")
         return found
@@ -333,6 +336,9 @@ def open_file(path: Path) -> ForecastFile:
 
     Args:
         path: A NetCDF file.
+
+    Returns:
+        The open file, which the caller closes.
 
     Raises:
         UserError: The file is not readable.

@@ -203,6 +203,9 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     Args:
         folders: Paths of folders or of single files.
 
+    Returns:
+        The sets in the order of the folders.
+
     Raises:
         UserError: No folder is given, a folder is missing or holds no forecast, a file is damaged, or a folder is given
             twice.
@@ -211,6 +214,7 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
     sets = [_open_folder(Path(folder)) for folder in folders]
     labels = [one.label for one in sets]
+    # The path replaces a label that would be ambiguous. The absolute path is taken if the path itself is reserved.
     for one in sets:
         if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
             one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
@@ -235,6 +239,7 @@ def _open_folder(folder: Path) -> ForecastSet:
     made_of: dict[np.datetime64, tuple[str, ...]] = {}
     checkpoints: set[str] = set()
     untold = 0
+    # Each file is opened, read and closed again, so that thousands of files do not exhaust the file handles.
     axes: dict[str, np.ndarray] = {}
     known: dict[str, set[np.datetime64]] = {name: set() for name in _SEEN}  # of all checkpoints
     leads: dict[Path, list[int]] = {}
@@ -249,6 +254,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             for name, dates in known.items():
                 dates |= set(file.dates(name))
             leads[path], held[path] = file.lead_hours, file.names
+        # All files must have the same axes in space, or points of different places would be averaged.
         axes = axes or found
         for name in axes | found:
             if name not in axes or name not in found or not _alike(axes[name], found[name]):
@@ -295,6 +301,8 @@ def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
     """
     names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
     uneven = frozenset(name for name in names - common if name.endswith("_member"))
+    # Members are dropped if some files lack them. Any other part that some files lack is an error, because its scores
+    # would be over other dates.
     for path, some in held.items():
         if lacking := sorted(names - uneven - some, key=_place):
             raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")

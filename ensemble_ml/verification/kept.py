@@ -77,6 +77,7 @@ class Kept:
         """
         path = self.folder / f"{name}.npz"
         try:
+            # Without pickle, a file in the output folder cannot run code.
             with np.load(path, allow_pickle=False) as file:
                 return _unpacked(json.loads(file["arr_0"].tobytes()), file)
         except FileNotFoundError:
@@ -153,8 +154,10 @@ def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
     # Where the report goes changes no sum.
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "overwrite")}
     paths = [(one.label, path) for one in setting.forecasts for path in one.files.values()]
+    # Size and time of change stand for the content of forecasts, which would take long to read.
     stamps = [(label, str(path), path.stat().st_size, path.stat().st_mtime_ns) for label, path in paths]
     dates = [times[which].astype("int64").tolist() for which in (plan.test, plan.fit)]
+    # Code and the NumPy version are part of the hash, because sums of two versions must not be mixed in one report.
     given: list[Any] = [__version__, np.__version__, _CODE, settings, source.path, source.fingerprint(), stamps, dates]
     given += [[asdict(column) for column in plan.columns], plan.reduced, plan.truth]
     arrays = [setting.weights] + ([] if setting.heights is None else [setting.heights.rise, setting.heights.forecast])

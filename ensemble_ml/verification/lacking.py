@@ -36,6 +36,7 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
         key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
         if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
             found.append(f"{key.entrant} is left out where {why}: {lacking}.")
+    # Raw members need no fit. A field on which they are scored and corrections are not had too few dates for a fit.
     raw, corrected = (
         Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
     )

@@ -160,6 +160,7 @@ def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None
         UserError: `uniform` is outside of [0, 1).
     """
     check_uniform(uniform)
+    # A loop over members needs no array of the size of the ensemble.
     below = np.zeros(np.shape(y), np.int64)
     for member in members:
         below += member < y
@@ -193,6 +194,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
     m = len(members)
     _check_members(m, fair)
     norm = lambda a: np.sqrt((a * a).sum(0))  # noqa: E731
+    # One member or pair at a time: all pairs at once would need M times the memory of the ensemble.
     error = sum(norm(np.asarray(member, np.float64) - y) for member in members) / m
     pairs = np.zeros(np.broadcast_shapes(np.shape(members)[2:], np.shape(y)[1:]))
     for i in range(m):

@@ -64,6 +64,7 @@ class Bins:
             weights: (Y, X) weights.
             mask: (Y, X) bool, true at points that count.
         """
+        # Both axes are binned by the prediction: binning by the outcome would make calibrated forecasts look wrong.
         where = np.digitize(predicted[mask], self.edges)
         for table, values in (
             (self.weight, weights[mask]),
@@ -78,6 +79,7 @@ class Bins:
         With power 2 the means are root mean squares. Bins with less than 0.5 % of the weight are left out.
         """
         share = self.weight / max(self.weight.sum(), 1e-300)
+        # Means of nearly empty bins are noise.
         kept = share >= 0.005
         typical = lambda table: (table[kept] / self.weight[kept]) ** (1 / self.power)  # noqa: E731
         return typical(self.predicted), typical(self.actual), share[kept]
@@ -173,6 +175,7 @@ class Pictures:
             index: (Z, Y, X) extreme forecast index.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
+            # A date without any index is left out, rather than counted as zero.
             known = np.isfinite(index[z])
             if known.any():
                 mean = np.average(np.abs(index[z][known]), weights=self.area[known])

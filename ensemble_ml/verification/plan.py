@@ -66,6 +66,8 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     """
     layout, notes = source.layout, list[str]()
     for forecast in forecasts:
+        # Scores compare point by point. Interpolation within the evaluation would smooth one side and change its
+        # scores.
         if not forecast.grid.same_as(layout.grid):
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
@@ -83,6 +85,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     notes += [] if truth else ["There is no truth: spread alone is scored."]
     fit = _fit_dates(config, source, forecasts, notes)
     groups, columns = _groups(source, forecasts, notes)
+    # Dates are chosen after the fields, because a date counts only if it has values of a field that is scored.
     test, dropped = _test_dates(source, forecasts, fit, truth, _scored(source, groups))
     notes += _hour_notes(layout.init_time[fit], layout.init_time[test])
     if truth and not as_list(config.baselines or []):
@@ -124,6 +127,7 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
     if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
         few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
         notes.append(f"{forecast.label} gives {few}.")
+    # Without training dates nobody can tell whether the forecast has seen the test dates. It is scored, with a warning.
     if forecast.untold_dates:
         some = len(forecast.training_dates) > 0
         who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
@@ -145,6 +149,8 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     One note warns of fit dates of several hours, which are fitted together. Another warns of test dates at an hour that
     no fit date has.
     """
+    # The errors of a model follow the sun. Baselines that are fitted at another hour, or at all hours together, are too
+    # weak, and a gain on them says little.
     starts = hour_of_day(test)
     known = set(hour_of_day(fit).tolist())
     strange = ~np.isin(starts, sorted(known))
@@ -177,6 +183,7 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     for name in (name for name in source.layout.names if name in forecast.variables):
         theirs = forecast.intervals(name)
         for lead, pair in zip(leads, ours.get(name, [None] * len(leads)), strict=True):
+            # A sum up to lead 0 has no hours, so a missing statement does not matter there.
             if (pair is None) != (lead not in theirs) and lead:
                 unstated[source.path if pair is None else forecast.label].append(f"{name} {lead} h")
             if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
@@ -204,6 +211,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
     times = source.layout.init_time
     if config.fit is not None:
         return select_dates(times, config.fit, "fit")
+    # Baselines get the same dates as the forecasts were trained on. More or fewer would make the comparison unfair.
     trained = next((f for f in forecasts if len(f.training_dates)), None)
     if trained is None:
         raise UserError(f"{forecasts[0].path}: records no training_dates; say with fit=[...] what to fit baselines on")
@@ -222,6 +230,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
     """Return the training dates at hours at which forecasts start, or all of them if too few are left."""
+    # Fewer than FEWEST_DATES dates cannot support a correction, and a baseline of mixed hours is better than none.
     hours = np.unique(hour_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
     alike = trained[np.isin(hour_of_day(trained), hours)]
     if len(alike) < FEWEST_DATES or len(alike) == len(trained):
@@ -244,6 +253,7 @@ def _test_dates(
     """
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
+    # A date that any forecast has seen is dropped for all, so that all scores are over the same dates.
     trained = {start for forecast in forecasts for start in forecast.training_dates}
     chosen = {start for forecast in forecasts for start in forecast.validation_dates}
     earlier = {start for forecast in forecasts for start in forecast.earlier_dates}
@@ -283,6 +293,7 @@ def _why_not(
     there = source.present(Part.FORECAST, int(found[0]))
     if not any(part.any() for part in there):
         return "without members"
+    # A score uses the points where every member has a value, so one missing member makes a field useless.
     if not any((part.all(0) & wanted).any() for part, wanted in zip(there, scored, strict=True)):
         return "with some members missing of every field that is scored"
     verified = source.present(Part.TRUTH, int(found[0])) if truth else ()
@@ -301,6 +312,7 @@ def _groups(
     """
     layout = source.layout
     leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
+    # A field that one forecast lacks is not scored for any: means over different fields could not be compared.
     names = [name for name in layout.names if all(name in f.variables for f in forecasts)]
     groups: list[Group] = []
     columns: list[Column] = []
@@ -350,6 +362,7 @@ def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
 
 def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: list[ForecastSet]) -> list[str]:
     """Return sentences on the members that forecasts were made from, where these weaken a comparison."""
+    # The raw reduced ensemble is the first members. A forecast from other or more members is scored, but noted.
     held = [str(number) for number in source.layout.realization]
     reduced, ours = held[:size], forecasts[: len(as_list(config.forecast))]
     notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]

@@ -88,6 +88,9 @@ def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
     Args:
         entries: Name and gain of each line.
         unit: Unit of the gains.
+
+    Returns:
+        The figure.
     """
     figure, axes = new_figure(7.2, 0.5 + 0.32 * len(entries))
     axis: Axes = axes[0, 0]
@@ -112,6 +115,9 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
 
     Args:
         panels: Lead in hours and value of each point, by curve, by title of the panel.
+
+    Returns:
+        The figure.
     """
     figure, axes = new_figure(4.9 * len(panels), 3.3, columns=len(panels))
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
@@ -143,6 +149,9 @@ def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, la
         maps: Title, gain (Y, X) and mask (Y, X) of each map.
         grid: Grid of the maps.
         land: (Y, X) land fraction for coasts, or None.
+
+    Returns:
+        The figure.
     """
     sizes = np.concatenate([np.abs(values[np.isfinite(values)]) for _, values, _ in maps])
     limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
@@ -167,6 +176,9 @@ def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.nda
         grid: Grid of the maps.
         land: (Y, X) land fraction for coasts, or None.
         units: Units of the spread.
+
+    Returns:
+        The figure.
     """
     top = float(np.nanpercentile(np.concatenate([values.ravel() for _, values in maps]), 99.5)) or 1.0
     figure, axes = _map_axes(len(maps), grid)
@@ -220,6 +232,9 @@ def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_lab
         panels: Bins by entrant, by title of the panel.
         units: Units of each panel.
         y_label: What the outcome is.
+
+    Returns:
+        The figure.
     """
     figure, axes = new_figure(3.7 * len(panels), 3.5, columns=len(panels))
     for axis, unit, (title, curves) in zip(axes[0], units, panels.items(), strict=True):

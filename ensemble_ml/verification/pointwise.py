@@ -68,6 +68,9 @@ def bare(score: xr.DataArray) -> xr.DataArray:
 
     Args:
         score: An array.
+
+    Returns:
+        The array without attributes; coordinates keep theirs.
     """
     return score.drop_attrs(deep=False)
 
@@ -106,8 +109,7 @@ def pointwise(
     def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
         if core:
             # apply_ufunc puts the core dimension last and may omit leading dimensions that only other arrays have.
-            # Scores
-            # take the members first and need all arrays at full rank.
+            # Scores take the members first and need all arrays at full rank.
             first = core_first(first, max(first.ndim - 1, *(array.ndim for array in rest)))
             shape = np.broadcast_shapes(first.shape[1:], *(array.shape for array in rest))
             rest = tuple(np.broadcast_to(array, shape) for array in rest)
@@ -127,6 +129,9 @@ def core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
         values: An array whose core axes are last.
         others: Number of axes besides the core axes.
         core: Number of core axes.
+
+    Returns:
+        The array with the core axes first, followed by `others` axes.
     """
     padded = values.reshape((1,) * (others + core - values.ndim) + values.shape)
     return np.moveaxis(padded, range(-core, 0), range(core))

@@ -43,6 +43,7 @@ def pit(
     """
     check_uniform(uniform)
     at = np.clip(y, *family.bounds)
+    # The two differ only where the distribution has a point mass.
     below, above = cdf(family, location, scale, at, left=True), cdf(family, location, scale, at)
     return below + (0.5 if uniform is None else uniform) * (above - below)
 
@@ -194,6 +195,8 @@ class Reliability:
         w = np.broadcast_to(weights, mask.shape)[mask]
         check_event("event", o)
         check_weights(w, weights)
+        # Beside p and the event, sums of p^2 and p times the event are kept, without which the exact score would be
+        # lost.
         where = bin_of(p, len(self.weight))
         terms = (w, np.ones_like(w), w * p, w * o, w * p * p, w * p * o)
         for table, values in zip(self._tables(), terms, strict=True):
@@ -220,6 +223,8 @@ class Reliability:
         kept = self.weight > 0
         w, total = self.weight[kept], self.weight.sum()
         p, o = self.forecast[kept] / w, self.event[kept] / w
+        # The score comes from the sums of squares and is exact. Its parts see only the mean of each bin, and `within`
+        # is the rest.
         base = self.event.sum() / total
         score = (self.square.sum() - 2 * self.both.sum() + self.event.sum()) / total
         variance = (self.square[kept] / w - p * p) - 2 * (self.both[kept] / w - p * o)

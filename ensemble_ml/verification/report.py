@@ -51,6 +51,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"
+    # The first line says what the forecast was made from, because a gain on fewer members means something else.
     sizes = sorted({scores.given[label] for label in scores.forecasts if label in scores.given})
     beside = "" if sizes == [scores.reduced] else f", beside a raw ensemble of {scores.reduced}"
     stated = f"{', '.join(map(str, sizes))} of {scores.full} members" if sizes else "members that are not stated"
@@ -90,6 +91,7 @@ def _background(content: dict[str, Any]) -> str:
     found = content["definitions"].items()
     words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found)
     dates = content["dates"]
+    # Dropped dates are grouped by reason: a list of hundreds of dates with the same reason would hide the others.
     reasons: dict[str, list[str]] = {}
     for one in dates["dropped"]:
         reasons.setdefault(one["reason"], []).append(one["date"])
@@ -101,6 +103,7 @@ def _background(content: dict[str, Any]) -> str:
     )
     settings = table(["setting", "value"], [[escape(str(k)), escape(str(v))] for k, v in content["settings"].items()])
     left_out = content["left_out"]
+    # The page shows 200 entries at most. scores.json holds all of them.
     lines = [[escape(str(v)) for v in entry.values()] for entry in left_out[:200]]
     masks = table(list(left_out[0]), lines) if left_out else "<p>No point was left out.</p>"
     return (

@@ -88,6 +88,7 @@ class Setting:
 
         A forecast that does not state its members counts as one of these.
         """
+        # A forecast that has seen held-out members cannot be scored on them, and one that does not say might have.
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
         return frozenset(one.label for one in self.forecasts if held & one.seen or one.silent)
 
@@ -143,13 +144,18 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
         setting: The setting that all groups share.
         group: One variable and lead.
         date: Position of the init time in the source.
+
+    Returns:
+        The data, with masks of where they are complete.
     """
     members = read_group(setting.source, Part.FORECAST, date, group)
+    # A spread of fewer members would be another quantity, so a point counts only if every member has a value.
     whole, given = np.isfinite(members).all(0), setting.given(date)
     if not setting.truth:
         return Sample(members, members, None, whole, np.zeros_like(whole), given)
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
     raw, verified = on_truths_ground(setting.source, setting.heights, group, date, members), whole & np.isfinite(truth)
+    # Pressure needs the temperature of the same member, which may be missing where the pressure is not.
     if raw is not members:
         verified &= np.isfinite(raw).all(0)
     return Sample(members, raw, truth, whole, verified, given)
@@ -195,6 +201,7 @@ def settled(
     Returns:
         The same heights with the variables to correct, and the ratio of the RMSE with and without correction.
     """
+    # Two sums of squared errors for each variable: without and with the correction.
     squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
     for group in (group for group in groups if group.variable in squares):
         for date in dates:
@@ -236,6 +243,9 @@ def read_group(
         date: Position of the init time in the source.
         group: One variable and lead.
         members: Numbers of the members to read; None reads all.
+
+    Returns:
+        (M, Z, Y, X) float64 in the units of the source.
     """
     return np.asarray(source.read(part, date, replace(group.selection, realization=members)).one(), np.float64)
 
@@ -275,6 +285,8 @@ def held_out_error(
     held = held_out_spread(members, reduced)
     if held is None or any(place >= reduced for place in given):
         return None
+    # The full ensemble shares members with the input, and the held-out members do not. A forecast of the full spread is
+    # therefore converted to what it implies for the rest, before it is compared.
     return (spread_of_the_rest(predicted, members[list(given)], len(members)) if given else predicted) - held
 
 
@@ -308,6 +320,7 @@ def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> N
     Raises:
         UserError: A variable cannot be read, has unknown units, or is a scale or spread below zero.
     """
+    # One date stands for all: files of one folder come from one program.
     start, names = setting.source.layout.init_time[date], {group.variable for group in groups}
     whole = [one for one in setting.forecasts if setting.truth and all(map(one.has_members, names))]
     for group in groups:

@@ -111,6 +111,9 @@ class Scores:
             metric: Name in `METRICS`.
             entrant: Label of a forecast.
             other: The entrant that it is compared with.
+
+        Returns:
+            The input in words, or "".
         """
         if entrant in self.forecasts and entrant not in self.given:
             return f"made from {self.made_from(entrant)}"
@@ -189,6 +192,7 @@ class Scores:
         of = {one: score.value for one in entrants if (score := self.score(metric, one)) is not None}
         there = [int(c) for c in columns if of and all(np.isfinite(value[c]) for value in of.values())]
         known = {c: min(self._blocks_of(metric, one, c) for one in of) for c in there}
+        # If all columns lie in equally few blocks, the dates are at fault and not a column, so nothing is returned.
         most = max(known.values(), default=0)
         return {c: blocks for c, blocks in known.items() if blocks < min(most, FEWEST_BLOCKS)}
 
@@ -252,8 +256,11 @@ class Scores:
         if first is None or second is None:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
+            # The first row holds the value and the others the draws, so that one geometric mean covers the same columns
+            # in all.
             ratios = np.vstack([first.value / second.value, first.draws / second.draws])
         mean = geometric_mean(ratios, columns)
+        # Only columns that entered the mean may bound the number of blocks that it rests on.
         shared = columns[np.isfinite(ratios[0, columns])]
         if not np.isfinite(mean[0]):
             return None
@@ -300,6 +307,7 @@ class Scores:
             blocks = min(self.blocks_of(metric, one, [c]) for one in (entrant, other))
             less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c], blocks)
             percent = self.interval(gain[c], gains[:, c], blocks)
+            # A gain is positive where the difference is negative, so its barred side is the opposite one.
             found.append((replace(less, barred=barred), replace(percent, barred=-barred)))
         return found
 
@@ -322,6 +330,8 @@ class Scores:
             return None
         values = np.stack([score.value for score in scores.values()])
         columns = self.at_lead(lead)
+        # All baselines are compared over the fields that each of them has. Otherwise one that lacks a difficult field
+        # would win.
         for row in values:
             columns = comparable(row, columns)
         if not len(columns):

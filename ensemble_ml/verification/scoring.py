@@ -60,6 +60,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
     """
     state, pictures, climate = tables.state, tables.pictures, model_climate(setting)
     for position, date in enumerate(dates):
+        # Everything about one date is computed while it is in memory, so each field is read once here.
         sample = read_sample(setting, group, int(date))
         index = None if climate is None else extreme_forecast_index(climate, group, int(date), sample.members)
         strata = {} if index is None else _strata(index, setting.weights[0])
@@ -136,6 +137,8 @@ def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, membe
 
 def _strata(index: np.ndarray, area: np.ndarray) -> Strata:
     """Return the weights of the two extreme strata, as `AggregationState.record` takes them."""
+    # The first field of each pair multiplies the values, the second counts as their weight. For EECRPS the weight is
+    # the area and not |EFI|, since it is the mean of |EFI| CRPS.
     known = np.isfinite(index)
     size = np.abs(np.where(known, index, 0.0))
     unusual = area * (size > _EXTREME_ABOVE)

@@ -31,6 +31,7 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
     for forecast in scores.forecasts:
         mine = [row for row in rows if row["forecast"] == forecast]
         heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in mine))
+        # scores.json holds no barred side, so it is worked out again for the marks of the table.
         barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
         lines, marks = [], []
         for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in mine):
@@ -89,6 +90,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     caption = (
         f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate"
     )
+    # Scores of vectors may be over fewer fields and points than all others, and the caption has to say so.
     for paired in [row["paired"] for row in found if row["metric"] == "variogram"][:1]:
         caption += f"; variogram over {len(paired)} of them"
     if found[0]["left_out_area"]:
@@ -238,7 +240,8 @@ def extreme(case: Case | None, scores: Scores, grid: Grid, land: np.ndarray | No
         error = sigmas = ""
         if case.truth_at_place is not None:
             error = f"{case.truth_at_place - mean:+.3g}"
-            sigmas = f"{(case.truth_at_place - mean) / deviation:+.2f}" if deviation > 0 else ""  # all may be dry
+            # All members may be dry, and an error cannot be counted in deviations of zero.
+            sigmas = f"{(case.truth_at_place - mean) / deviation:+.2f}" if deviation > 0 else ""
         lines.append([escape(short_name(name)), f"{mean:.5g}", f"{deviation:.3g}", error, sigmas])
     if case.truth_at_place is not None:
         lines.append(["truth", f"{case.truth_at_place:.5g}", "", "", ""])

@@ -72,9 +72,11 @@ def stratum_ratio(
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
         return None, np.zeros(len(dates), bool)
+    # A stratum such as an extreme may have points on some dates only. The interval must rest on the blocks of these.
     weight = state.weight[Key(forecast, rule.needs[0])][:, state.weightings.index(weighting), scores.at_lead(lead)]
     known = (weight > 0) & (dates > 0)[:, None]
     there = known.sum(1) > 0
+    # Dates outside of the stratum count zero times, in the value (first row) as in the draws.
     draws = np.vstack([dates, scores.counts * dates])
     first, second = (rule(state, entrant, weighting=weighting, draws=draws) for entrant in (forecast, reference))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -94,6 +96,7 @@ def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
         calibration: The histograms.
     """
     found = []
+    # PIT histograms of forecasts that count as baselines are left out.
     keys = [key for key in calibration.histograms if key[1] in scores.forecasts or key[0] == "rank"]
     for kind, entrant in keys:
         value = calibration.share(kind, entrant)

@@ -144,15 +144,26 @@ class _Buffers:
         self.rank = np.empty(_BLOCK, np.uint16)
 
     def add(self, x: np.ndarray, y: np.ndarray, w: np.ndarray, rng: np.random.Generator, total: EnsembleSums) -> None:
-        """Add the scores of a block of points to `total`."""
+        """Add the scores of a block of points to `total`.
+
+        Args:
+            x: (M, n) members, where n is at most `_BLOCK`.
+            y: (n,) truth.
+            w: (n,) float64 weights.
+            rng: Generator that breaks ties.
+            total: Sums, which are changed in place.
+        """
         m, n = x.shape
         distance, spare, absolute = self.distance[:, :n], self.spare[:n], self.absolute[:n]
-        # All arithmetic goes into buffers: new arrays for each block would push the block out of the processor's cache.
+        # Most results go into buffers that are used again, so that they stay in the processor's cache from block to
+        # block.
         below, rank = self.below[:n], self.rank[:n]
         np.subtract(x, y, out=distance)
         mean = distance.sum(0)
         mean /= m
         total.points += n
+        # The mean of the distances is finite only if all members and the truth are. Points without a value get zero
+        # distance and zero weight, because a NaN would spread to the sums even with zero weight.
         good = np.isfinite(mean)
         if not good.all():
             total.left_out += int(n - good.sum())

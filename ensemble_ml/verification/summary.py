@@ -124,6 +124,7 @@ def headline(scores: Scores, test_dates: int) -> list[str]:
 def _sentence(claim: Claim, scores: Scores) -> str:
     of_crps = claim.unit == "%"
     percent = claim.interval if of_crps else claim.interval.map(lambda r: 100 * (1 - r))
+    # A negative gain is worded as "higher ... worse", because a negative percentage of "lower" is hard to read.
     if percent.value < 0:
         percent = percent.map(lambda p: -p)
         direction, verdict = "higher", "worse"
@@ -132,6 +133,7 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     best = "the best statistical baseline, " if of_crps and not claim.reference.startswith("raw") else ""
     what, than = "CRPS" if of_crps else "spread RMSE", best + describe(claim.reference)
     text = f"{what} {percent.value:.1f} % {direction} than {than}"
+    # More input explains a better score, but not a worse one.
     advantage = claim.advantage if verdict == "better" else ""
     metric, columns = "crps" if of_crps else "spread_rmse", scores.at_lead(scores.headline_lead)
     blocks = scores.least_known(metric, (claim.forecast, claim.reference), columns)
@@ -140,6 +142,7 @@ def _sentence(claim: Claim, scores: Scores) -> str:
         why = f": {least} at {scores.headline_lead} h" if least else ""
         sure = f": not sure, {advantage}" if advantage else ""
         return f"{text} (no interval{why}){sure}{_without_sp(claim)}."
+    # The sentence shows one digit, so a smaller difference reads as 0.0 % and must not be called better or worse.
     if percent.value < 0.05:
         verdict = "no difference"
     sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
@@ -197,6 +200,7 @@ def _where(scores: Scores, label: str) -> str:
         return ""
     better = sum(less.below(0) for less, _ in found.values())
     worse = sum(less.above(0) for less, _ in found.values())
+    # The smallest and the largest gain are named, so that a mean over fields cannot hide a field that lost.
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
     advantage = scores.advantage(metric, label, other)
@@ -249,6 +253,8 @@ def describe(entrant: str) -> str:
         "local_blend": "per-grid-point bias-and-inflation with a fitted share of s^2, {} members",
         "blend": "shrunk bias-and-inflation with a fitted share of s^2, {} members",
     }
+    # A forecast goes by its folder's name, which is returned as it is. `open_forecasts` keeps names of baselines from
+    # being used as labels.
     if kind in words and members.isdigit():
         return words[kind].format(members)
     return "climatology of the fit dates" if entrant == "climatology" else entrant
@@ -275,6 +281,7 @@ def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
     found = []
     for entrant in scores.entrants():
         per_metric = {name: score for name in metrics if (score := scores.score(name, entrant)) is not None}
+        # An entrant without any score of a field has no entry, rather than one full of nulls.
         for c, column in enumerate(scores.columns):
             entry: dict = {"entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable}
             entry["level"] = column.level

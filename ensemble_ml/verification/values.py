@@ -80,6 +80,7 @@ def spread_values(
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
+    # The spread regression is made from the reduced ensemble, so it implies a spread of the rest like a forecast does.
     known = {f"spread_regression_{m}": list(range(m)), **sample.given}
     found = {}
     for name, predicted in entrants.items():
@@ -156,6 +157,7 @@ def _baseline(
     below the square of its scale.
     """
     found: dict[Statistic, np.ndarray] = {}
+    # Which distribution is better depends on the field and the lead, so both are scored and a baseline gets the better.
     laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
     for place, law in enumerate(laws):
         location = location_of_mean(law, mean, scale)

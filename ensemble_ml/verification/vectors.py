@@ -134,6 +134,7 @@ def score_vectors(
     found.without_scale, found.covered = tuple(names[i] for i in np.flatnonzero(~kept)), np.zeros(len(dates))
     for position, date in enumerate(dates.tolist()):
         given, truth, whole = _date(setting, mine, labels, date, kept)
+        # One mask for all entrants and fields: a vector with a missing component has no score.
         weight = np.where(whole, setting.weights[0], 0.0)
         found.covered[position] = weight.sum() / setting.weights[0].sum()
         for entrant, members in given.items():
@@ -148,6 +149,7 @@ def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Se
     The values have no meaning where `whole` is false.
     """
     made = np.empty((len(METRICS) - (len(pairs) < 2), *whole.shape))
+    # Scores need float64 and arrays of pairs. Taking some rows at a time bounds their memory on fine grids.
     step = max(1, _VALUES // members[..., 0, :].size)
     for first in range(0, len(whole), step):
         rows = slice(first, first + step)
@@ -202,6 +204,7 @@ def _date(
             whole &= np.isfinite(values[:, there]).all((0, 1))
         truth[place] = np.asarray(sample.truth)[there] / scale
         whole &= np.isfinite(truth[place]).all(0)
+    # The reduced ensemble is the first members of the full one, so it needs no memory of its own.
     raw = members[f"raw_{n}"]
     return {f"raw_{size}": raw[:size] for size in sorted({m, n})} | members, truth, whole
 
@@ -240,6 +243,7 @@ def _mean(values: np.ndarray, covered: np.ndarray, counts: np.ndarray) -> np.nda
 
     Dates are weighted by the area that they have values of.
     """
+    # A date with few complete points must not weigh as much as a whole one.
     draws = np.vstack([np.ones(len(values)), counts]) * covered
     there = np.isfinite(values)
     with np.errstate(invalid="ignore", divide="ignore"):
