@@ -378,8 +378,7 @@ def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -
         ValueError: A probability is outside of 0 to 1 or in per cent, or an event is neither 0 nor 1.
     """
     check_no_per_cent("forecast", forecast.attrs.get("units"))
-    # An event that was made by comparing a variable may keep its units, which must not be compared with those of a
-    # probability.
+    # An event that was made by comparing a variable may keep its units, which do not apply to a probability.
     score = pointwise(probability.brier_score, bare(forecast), bare(event))
     return weighted_mean(score, **reduction)
 
@@ -550,6 +549,7 @@ def _check_mask(values: np.ndarray) -> None:
 
 
 def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims) -> list[Hashable]:
+    """Return the dimensions to average over."""
     if reduce_dims is not None and preserve_dims is not None:
         raise ValueError("reduce_dims and preserve_dims exclude each other; give one")
     given = reduce_dims if reduce_dims is not None else preserve_dims
@@ -568,8 +568,7 @@ def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
     A generator that draws chunk by chunk would give results that depend on the chunks. Here each point counts its own
     position in the whole array, and the finaliser of splitmix64 (Steele, Lea and Flood 2014) mixes that number.
     """
-    # The position of a point is counted over all dimensions together. It is lazy where the arrays are, with their
-    # chunks.
+    # Positions are counted over all dimensions together. They are lazy where the arrays are, with the same chunks.
     sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
     chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
     begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)

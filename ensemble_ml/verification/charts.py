@@ -183,6 +183,7 @@ def _binned(
     text: str,
     y_label: str,
 ) -> str:
+    """Return a chart of outcome against prediction, with a panel for each headline column that has bins."""
     panels, units = {}, []
     for column in pictures.headline:
         entrants = dict.fromkeys((*scores.forecasts, *others))

@@ -9,7 +9,7 @@ Families are those of `ensemble_ml.fields.Family`. Location and scale are in the
 of the CRPS use
 
     z     (y - location) / scale
-    l     -location / scale, which is zero in standard units
+    l     -location / scale, the position of zero in standard units
     phi   the standard normal density
     Phi   the standard normal distribution function
 

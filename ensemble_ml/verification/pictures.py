@@ -225,6 +225,7 @@ class Pictures:
         return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
     def _maps(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray) -> None:
+        """Add the scores of one date to the mean map of a column, and its errors to the bins."""
         if not values:
             return
         self.counts[column] = self.counts.get(column, 0) + mask
@@ -240,6 +241,7 @@ class Pictures:
     def _spread(
         self, column: int, z: int, date: int, sample: Sample, said: dict[str, Predicted], mask: np.ndarray
     ) -> None:
+        """Add the spread of one date to the bins of a column, and keep it as the snapshot."""
         members = sample.members[:, z]
         if len(members) < 2:
             return
@@ -256,6 +258,7 @@ class Pictures:
         self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,
         power: int,
     ) -> None:  # fmt: skip
+        """Add a field to the bins of an entrant, which are made when the entrant is first seen."""
         if (column, entrant) not in table:
             # One set of bins for all entrants of a field, or their curves could not be compared.
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)

@@ -189,6 +189,7 @@ def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.nda
 
 
 def _map_axes(count: int, grid: Grid) -> tuple[Figure, np.ndarray]:
+    """Return a figure and axes for a number of maps, shaped like the grid."""
     columns = count if count <= 3 else 2
     rows = -(-count // columns)
     high, wide = np.ptp(grid.latitude), max(np.ptp(grid.longitude), 1e-6)

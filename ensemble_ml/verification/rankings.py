@@ -35,6 +35,7 @@ def where(scores: Scores) -> str:
 
 
 def _gain_tables(scores: Scores, label: str, lead: int) -> list[str]:
+    """Return the tables of gains of a forecast at a lead, one for each reference."""
     best = scores.best_baseline(lead)
     wanted = [("crps", best, f"CRPS vs {short_name(best)}, the best baseline")] if best else []
     wanted.append(("crps", f"raw_{scores.full}", f"CRPS vs raw {scores.full}"))
@@ -86,6 +87,7 @@ def entrants(scores: Scores) -> str:
 
 
 def _ranking(scores: Scores, metric: str, reference: str, lead: int) -> str:
+    """Return a table of all entrants by their ratio to a reference, the best first."""
     columns, found = scores.at_lead(lead), []
     for entrant in scores.entrants():
         ratio = scores.ratio(metric, entrant, reference, columns)

@@ -48,6 +48,7 @@ def write_report(
 
 
 def _top(content: dict[str, Any], scores: Scores) -> str:
+    """Return the first screen: the answer in sentences, the gains as a chart, the claims and the notes."""
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"
@@ -72,6 +73,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
 
 
 def _claims(content: dict[str, Any]) -> str:
+    """Return a folded table of the claims, with what was measured, whether they hold and how sure that is."""
     if not content["claims"]:
         return ""
     lines = []
@@ -88,6 +90,7 @@ def _claims(content: dict[str, Any]) -> str:
 
 
 def _background(content: dict[str, Any]) -> str:
+    """Return the definitions, and the folded lists of dates, points left out and settings."""
     found = content["definitions"].items()
     words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found)
     dates = content["dates"]

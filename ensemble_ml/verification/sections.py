@@ -158,6 +158,7 @@ def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -
 
 
 def _flatness(scores: Scores, found: Calibration) -> str:
+    """Return a folded table of the flatness of the PIT in each field."""
     lines = []
     for entrant in scores.forecasts:
         share = found.share("pit", entrant)
@@ -174,6 +175,7 @@ def _flatness(scores: Scores, found: Calibration) -> str:
 
 
 def _brier(curves: dict[str, dict]) -> str:
+    """Return a folded table of the Brier score and its parts."""
     lines = []
     for title, entrants in curves.items():
         for entrant, table_of in entrants.items():

@@ -25,8 +25,8 @@ from ensemble_ml.verification.members import crps_members
 class Statistic(Enum):
     """A quantity that is averaged over points and dates.
 
-    Squares have squared units of the variable, log scores have nats, Brier scores have none. All others have the units
-    of the variable.
+    Squares and variances are in squared units of the variable, log scores in nats, and Brier scores have no units. All
+    others are in the units of the variable.
     """
 
     # CRPS of the forecast distribution. For a raw ensemble this is N(m, (1 + 1/M) s^2), the one that claims are made

@@ -72,6 +72,7 @@ def claims(scores: Scores) -> list[Claim]:
 
 
 def _claims_of(scores: Scores, label: str) -> list[Claim]:
+    """Return the claims on one forecast at the headline lead."""
     m, n, lead = scores.reduced, scores.full, scores.headline_lead
     columns, rest = scores.at_lead(lead), scores.without_sp(lead)
     who = f"{label}: " if len(scores.forecasts) > 1 else ""
@@ -122,6 +123,7 @@ def headline(scores: Scores, test_dates: int) -> list[str]:
 
 
 def _sentence(claim: Claim, scores: Scores) -> str:
+    """Return a claim as a sentence, with its interval, and with the reason where it is not sure."""
     of_crps = claim.unit == "%"
     percent = claim.interval if of_crps else claim.interval.map(lambda r: 100 * (1 - r))
     # A negative gain is worded as "higher ... worse", because a negative percentage of "lower" is hard to read.
