@@ -43,7 +43,10 @@ def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
 
 
 def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[np.ndarray]:
-    """Sort members in ascending order at each point. A NaN at a point spreads to all its members.
+    """Sort members in ascending order at each point.
+
+    A NaN at a point spreads to all its members in the network, and comes last where np.sort is used. Either way
+    `pair_sum` gives NaN there.
 
     Args:
         members: (M, ...) float, which is overwritten.

@@ -177,7 +177,7 @@ def _date(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Read the members (M, V, Y, X) of every entrant and the truth (V, Y, X), each divided by its scale.
 
-    Only the fields that `kept` marks are read. Also return where all of them are complete, (Y, X) bool.
+    Only the fields that `kept` marks are returned. Also return where all of them are complete, (Y, X) bool.
     """
     m, n = setting.reduced, setting.full
     shape, whole = setting.weights.shape[1:], np.ones(setting.weights.shape[1:], bool)
