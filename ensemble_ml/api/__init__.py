@@ -1,4 +1,5 @@
-"""What Python programs use: `open`, `prepare`, `load`, `calibrate`, `verify` of the package; see docs/python.md.
+"""The functions that Python programs use: `open`, `prepare`, `load`, `calibrate` and `verify` of the package.
 
-The tasks of the command line are made of the same functions: both open inputs by `inputs`, and give the same bits.
+docs/python.md shows how they work together. The tasks of the command line are made of the same functions. Both open
+their inputs through `inputs`, so both give the same results bit for bit.
 """

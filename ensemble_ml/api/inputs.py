@@ -1,4 +1,8 @@
-"""How inputs are opened, for the command line and for Python alike: archives and stores by paths, or open Datasets."""
+"""Open the inputs of a task: archives and stores given by paths, or Datasets that are already open.
+
+The command line and the functions of `ensemble_ml.api` both open their inputs here, so that they read the same data.
+Modules that import torch are imported inside the functions that need them, because torch takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,32 @@ def index_in_place(*, look: bool = True) -> FileIndex:
     """Return the index of archives that are read in place.
 
     Args:
-        look: whether fields that are there and all NaN, as xarray writes absent ones, are looked for, so that they
-            count as absent here, too.
+        look: whether the index searches for fields that are present but all NaN. xarray writes absent fields in that
+            way, so this search makes them count as absent here, too.
     """
     return FileIndex(user_index().folder, look=look)
 
 
 def holds_dataset(paths: Any) -> bool:
-    """Return whether any of some inputs is an open Dataset. To look for fields of its that are all NaN would compute
-    all of them, before anything is asked for."""
+    """Return whether one or more of the inputs is an open Dataset.
+
+    The search for fields that are all NaN would compute every field of a lazy Dataset before anything is asked for.
+    Callers therefore leave it out for Datasets.
+
+    Args:
+        paths: a path, a Dataset, or a list of either.
+    """
     return any(is_dataset(path) for path in as_list(paths))
 
 
 def open_input(config: PredictConfig) -> Pair:
-    """Open what `config.input` names, as the checkpoint of `config` needs it.
+    """Open `config.input` with all that the checkpoint of `config` needs.
+
+    Args:
+        config: the settings of `ensemble-ml predict`.
+
+    Returns:
+        The opened source, brought to the checkpoint's grid if `config.regrid` is on.
 
     Raises:
         UserError: the checkpoint or the input cannot be read.
@@ -63,6 +79,12 @@ def open_input(config: PredictConfig) -> Pair:
 def open_verified(config: EvaluateConfig) -> Pair:
     """Open the ensemble and the truth of `config`.
 
+    Args:
+        config: the settings of `ensemble-ml evaluate`.
+
+    Returns:
+        Both together, brought to the grid of the first forecast if `config.regrid` is on.
+
     Raises:
         UserError: one of them cannot be read, or they do not fit each other.
     """
@@ -81,7 +103,14 @@ def open_verified(config: EvaluateConfig) -> Pair:
 
 
 def open_ground(config: EvaluateConfig, both: Pair) -> Heights | None:
-    """Open the orographies of forecast model and truth that `config` names; return None where it names none.
+    """Open the orographies of forecast model and truth that `config` names.
+
+    Args:
+        config: the settings of `ensemble-ml evaluate`.
+        both: the ensemble and the truth, whose grid the orographies have to fit.
+
+    Returns:
+        The two orographies, or None if `config` names none.
 
     Raises:
         UserError: a file holds no orography, or one of another grid.
@@ -94,16 +123,18 @@ def open_ground(config: EvaluateConfig, both: Pair) -> Heights | None:
 
 
 def is_store_path(paths: Any) -> bool:
-    """Return whether `paths` is that of one tensor store."""
+    """Return whether `paths` is the path of one tensor store."""
     return isinstance(paths, str | os.PathLike) and is_store(Path(paths))
 
 
 class Reopened:
-    """A source that another process opens for itself: all that is sent there is how.
+    """A source that each process opens for itself.
+
+    Workers of Dask receive only the opener and its argument, because an open file cannot be sent to another process.
 
     Args:
-        opener: a function of a module, which opens the source.
-        config: what it is called with.
+        opener: a function of a module, which opens the source. It is sent by its name.
+        config: the argument of the opener.
     """
 
     def __init__(self, opener: Callable[[Any], Any], config: Any):
@@ -111,18 +142,20 @@ class Reopened:
 
     @property
     def source(self) -> Any:
-        """The source itself, opened at the first use."""
+        """Return the source itself, which is opened at the first use."""
         if self._source is None:
             self._source = self._opener(self._config)
         return self._source
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # else copies, which have nothing yet, would look for ever
+        # copy and pickle ask for special methods before the attributes of the copy exist. Without this check such a
+        # question would open the source, which asks for `_source`, and so on without end.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.source, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs."""
+        """Return the opener and its argument, which are all that another process needs."""
         return {"_opener": self._opener, "_config": self._config, "_source": None}
 
     def __deepcopy__(self, _: Any) -> Reopened:
@@ -130,13 +163,16 @@ class Reopened:
 
 
 def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any], refused: Mapping[str, str]) -> C:
-    """Return the settings of a task, some of which a user gives by their names.
+    """Make the settings of a task from keyword arguments that a user gave.
 
     Args:
         cls: the schema of the task.
-        given: what the user says; choices may be given by their names.
-        ours: settings that stand for other arguments.
-        refused: those that have no meaning here, and what to do in their place.
+        given: the user's settings by their names. A choice may be given as the text of its value.
+        ours: settings that the caller derives from its other arguments. The user may not give these.
+        refused: settings that have no meaning here, each with a text that says what to do instead.
+
+    Returns:
+        An instance of `cls`; settings that nobody gives keep their defaults.
 
     Raises:
         UserError: there is no such setting, or a value is not allowed.
@@ -154,7 +190,7 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
 
 
 def _chosen(name: str, value: Any, default: Any) -> Any:
-    """Return the choice that a word names, and a list for a tuple."""
+    """Convert a value to the type of its setting: a text to the choice that it names, and a tuple to a list."""
     if isinstance(default, Enum) and not isinstance(value, Enum):
         try:
             return type(default)(value)

@@ -1,4 +1,4 @@
-"""A trained model in Python: from an ensemble as a Dataset to its forecast as a Dataset."""
+"""A trained model in Python. It turns a Dataset of an ensemble into a Dataset of its forecast."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class Model:
 
     Attributes:
         path: the folder of its checkpoint.
-        meta: what the checkpoint says of itself.
-        spec: what the model takes and predicts: variables, levels (hPa), leads (h), grid.
+        meta: the content of checkpoint.json: settings, dates, versions and checksum of the checkpoint.
+        spec: the inputs and outputs of the model: variables, levels (hPa), leads (h) and grid.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: Any = None):
         checkpoint = load_checkpoint(find_checkpoint(Path(path)))
         self.path, self.meta, self.spec = checkpoint.path, checkpoint.meta, checkpoint.spec
-        self._keep = keep  # a temporary folder, which is removed with the model
+        # A TemporaryDirectory is deleted when nothing refers to it any more, so it has to live as long as the model.
+        self._keep = keep
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -45,26 +46,27 @@ class Model:
     ) -> xr.Dataset:
         """Predict the distribution of the truth, and the spread of the full ensemble, from some of its members.
 
-        Nothing is computed before Dask asks for it: start by start (several together on a small grid), so that the
-        forecasts of any number of dates can be written by `to_zarr`. Each batch is predicted anew for each `compute`,
-        so ask for all that you need in one, or write it. Values are bit for bit those of `ensemble-ml predict`.
+        The result is lazy: nothing is computed before Dask asks for it. Dask computes it in batches of start dates, one
+        date each on a large grid and several on a small one. So `to_zarr` can write the forecasts of any number of
+        dates. Each call of `compute` predicts its batches anew, so ask for all that you need in one call, or write the
+        result to a file. The values are bit for bit those of `ensemble-ml predict`.
 
         Args:
             ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path; on the model's grid.
-            members: how many first members to use, or a list of member numbers; None takes all.
-            device: where to compute, "cpu" or "cuda"; None takes a GPU where there is one.
-            **settings: others of `ensemble-ml predict` by their names: `dates`, `quantiles`, `thresholds`,
+            members: the number of first members to use, or a list of member numbers; None takes all.
+            device: the device to compute on, "cpu" or "cuda"; None takes a GPU if there is one.
+            **settings: other settings of `ensemble-ml predict` by their names: `dates`, `quantiles`, `thresholds`,
                 `members_out`, `region`, `points`, `regrid`, `static`, `precision`, `threads` ...
 
         Returns:
-            A Dataset as the command's files opened as one, with the dimensions forecast_reference_time,
-            forecast_period, level, latitude, longitude: for each variable `t_mean` and `t_stddev` (moments),
+            A Dataset equal to the command's files opened as one, with the dimensions forecast_reference_time,
+            forecast_period, level, latitude, longitude. For each variable it holds `t_mean` and `t_stddev` (moments),
             `t_location` and `t_scale` (parameters of the distribution), `t_quantile`, and `t_ensemble_spread`, float32
-            in SI units; on request `t_prob_above` and `t_member`.
+            in SI units; on request also `t_prob_above` and `t_member`.
 
         Raises:
-            UserError: the ensemble lacks what the model takes, or is on another grid; a setting is not known; when it
-                is computed, a value is NaN or infinite.
+            UserError: the ensemble lacks an input of the model, or is on another grid; a setting is not known. When the
+                result is computed: a value is NaN or infinite.
 
         Example:
             >>> import ensemble_ml as eml
@@ -84,7 +86,14 @@ class Model:
         return forecast_dataset(job, starts, device)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write the model to a folder, with a model card, as `ensemble-ml export` does; `load` takes it.
+        """Write the model and a model card to a folder, as `ensemble-ml export` does. `load` reads such a folder.
+
+        Args:
+            folder: the folder to make.
+            overwrite: whether an existing export may be replaced.
+
+        Returns:
+            The path of the folder.
 
         Raises:
             UserError: the folder exists and `overwrite` is off.
@@ -97,8 +106,8 @@ def load(path: str | os.PathLike[str]) -> Model:
     """Load a trained model.
 
     Args:
-        path: a run (its best checkpoint is taken), the folder of a checkpoint such as runs/first/checkpoints/best, or
-            an exported model.
+        path: the folder of a run (its best checkpoint is loaded), the folder of a checkpoint such as
+            runs/first/checkpoints/best, or an exported model.
 
     Returns:
         The model.

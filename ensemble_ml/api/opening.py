@@ -1,4 +1,9 @@
-"""Archives and tensor stores as lazy Datasets, and the way back from a Dataset to what it was opened from."""
+"""Open archives and tensor stores as lazy Datasets, and find out what such a Dataset was opened from.
+
+`prepare`, `predict` and `verify` read an archive best by its paths: packed integers of GRIB are kept, and each process
+opens the files for itself. A Dataset of `open` therefore remembers its paths in the encoding of its variables.
+`resolve` returns these paths if nothing was changed since.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,13 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, TensorStore
 from ensemble_ml.store.xarray_engine import source_dataset
 
-_ORIGIN = "ensemble_ml"  # key of a variable's encoding, which no file format writes
+_ORIGIN = "ensemble_ml"  # key of a variable's encoding; no file format writes it
 _CHUNKS = {"init_time": 1, "lead_time": 1}
 
 
 @dataclass
 class _Opening:
-    """What `open` was asked for."""
+    """The arguments of a call of `open`."""
 
     paths: Any
     static: str | None
@@ -33,18 +38,21 @@ class _Opening:
     units: Mapping[str, str]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a task that reads the same."""
+        """Return the settings with which a task reads the same data."""
         return {"static": self.static, "control": self.control, "names": self.names, "units": self.units}
 
 
 @dataclass(frozen=True, eq=False)
 class _Origin:
-    """Where a variable of a Dataset comes from, and what it was when it was opened."""
+    """The origin of a variable of a Dataset, and its state when it was opened.
+
+    A comparison with the present state shows whether the variable was changed.
+    """
 
     opening: _Opening
     source: Reopened
-    names: frozenset[str]  # of all variables that were opened together
-    array: str  # name of the Dask array, which says what is computed
+    names: frozenset[str]  # names of all variables that were opened together
+    array: str  # name of the Dask array, which changes with what it computes
     attributes: str
 
     def __deepcopy__(self, _: Any) -> _Origin:
@@ -61,25 +69,27 @@ def open(  # the package's name for it
 ) -> xr.Dataset:
     """Open an archive or a tensor store as a lazy Dataset of CF-named variables.
 
-    Nothing but headers is read; values are read when Dask computes them. The Dataset remembers where it comes from:
-    `prepare`, `Model.predict`, `calibrate` and `verify` read an unchanged one as the commands read its paths.
+    This reads only headers; Dask reads the values when it computes them. The Dataset remembers where it comes from, and
+    `prepare`, `Model.predict`, `calibrate` and `verify` read an unchanged Dataset exactly as the commands read its
+    paths.
 
     Args:
-        paths: an archive (GRIB, NetCDF, Zarr) as a file, a folder, a glob or a list of them, or a tensor store; or a
-            Dataset in names of others, which is brought to ours.
+        paths: an archive (GRIB, NetCDF, Zarr) as a file, a folder, a glob or a list of them, or a tensor store. It may
+            also be a Dataset with other names, which are converted to the names used here.
         static: a file with orography and land mask, or None.
         control: "apart" or "include": whether an unperturbed member of an archive counts as a member.
-        names: how the archive calls variables, by our names, e.g. {"t2m": "temperature_2m"}.
-        units: units of variables that NetCDF or Zarr does not state, by our names, e.g. {"tp": "mm"}.
+        names: the names of variables in the archive, by the names used here, e.g. {"t2m": "temperature_2m"}.
+        units: units of variables that NetCDF or Zarr does not state, by the names used here, e.g. {"tp": "mm"}.
 
     Returns:
         A Dataset with the dimensions init_time, realization, lead_time (timedelta64), level (hPa), latitude (degrees,
-        from north to south) and longitude (degrees east, 0 to 360): float32 in SI units under short names (t, z, t2m
-        ...), NaN where a field is absent. A control stands under `t_control`; of tensor stores the truth and the
-        members' mean and spread under `t_truth`, `t_mean` and `t_spread`; static fields under `orog` and `lsm`.
+        from north to south) and longitude (degrees east, 0 to 360). Values are float32 in SI units under short names
+        (t, z, t2m ...), NaN where a field is absent. A control is named `t_control`. The truth and the members' mean
+        and spread of a tensor store are named `t_truth`, `t_mean` and `t_spread`; static fields are named `orog` and
+        `lsm`.
 
     Raises:
-        UserError: a file is missing or damaged, or holds nothing that is known.
+        UserError: a file is missing or damaged, or holds no known variable.
 
     Example:
         >>> import ensemble_ml as eml
@@ -104,14 +114,17 @@ def _control(word: str) -> Control:
 
 
 def _whole(paths: Any) -> Any:
-    """Return paths that mean the same in another folder and process; globs and Datasets as they are."""
+    """Make paths absolute, so that they mean the same in another folder and process.
+
+    Globs and Datasets stay as they are.
+    """
     given = [path if is_dataset(path) else os.fspath(path) for path in as_list(paths)]
     whole = [os.path.abspath(path) if not is_dataset(path) and os.path.exists(path) else path for path in given]
     return whole[0] if len(whole) == 1 else whole
 
 
 def _open(opening: _Opening) -> Any:
-    """Open a source with what its files have; derived variables (wind speed) are made where a model takes them."""
+    """Open a source with the variables that its files hold. A model derives others (wind speed) where it needs them."""
     index = index_in_place(look=not holds_dataset(opening.paths))
     how: dict[str, Any] = {"index": index, "overrides": Overrides(opening.names, opening.units)}
     opener = open_source if is_store_path(opening.paths) else open_archive
@@ -119,7 +132,7 @@ def _open(opening: _Opening) -> Any:
 
 
 def _lazy(source: Reopened) -> xr.Dataset:
-    """Return all that is stored of a source, in chunks of a start date and a lead."""
+    """Return everything that a source stores, in chunks of one start date and one lead."""
     stored = isinstance(source.source.forecast, TensorStore)
     parts = [part for part in Part if source.has(part) and (stored or part in (Part.FORECAST, Part.CONTROL))]
     data = source_dataset(source, parts)  # type: ignore[arg-type]
@@ -138,8 +151,14 @@ def _remembered(data: xr.Dataset, opening: _Opening, source: Reopened) -> xr.Dat
 def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
     """Return the paths that a Dataset of `open` was opened from, and the settings that it was opened with.
 
-    A Dataset that was changed in any way, or comes from elsewhere, stays what it is, less what `open` shows beside the
-    forecast; and so do paths.
+    A Dataset that was changed in any way, or that comes from elsewhere, is returned itself, without the variables that
+    `open` shows beside the forecast (truth, control, mean, spread). Paths are returned as they are.
+
+    Args:
+        data: a Dataset, a path, or a list of either.
+
+    Returns:
+        The paths or the Dataset, and the settings by their names (empty if they are not known).
     """
     if isinstance(data, list | tuple):
         return [resolve(one)[0] for one in data], {}
@@ -147,7 +166,8 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
         return data, {}
     beside = [name for name in data.data_vars if _base(str(name)) in data.data_vars]
     changed = data.drop_vars(beside) if beside else data
-    origins = [_origin(array) for array in data.data_vars.values() if array.ndim > 2]  # static fields are no Dask
+    # Static fields have two dimensions and are no Dask arrays, so they carry no origin.
+    origins = [_origin(array) for array in data.data_vars.values() if array.ndim > 2]
     first = origins[0] if origins else None
     if first is None or any(one is None or one.opening is not first.opening for one in origins):
         return changed, {}
@@ -157,8 +177,15 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
-    """Return what `resolve` gives of an ensemble and its truth. Where no truth is given, a changed Dataset of a tensor
-    store brings its own; an unchanged one needs not, for its store does."""
+    """Return the results of `resolve` for an ensemble and for its truth.
+
+    If no truth is given, a changed Dataset of a tensor store brings its own, in the variables that end in `_truth`. For
+    an unchanged Dataset the store itself is read, which holds the truth.
+
+    Args:
+        ensemble: a Dataset, a path, or a list of either.
+        truth: the same for the truth, or None.
+    """
     paths, settings = resolve(ensemble)
     if truth is None and is_dataset(paths):
         own = {name: str(name).removesuffix("_truth") for name in ensemble.data_vars if _base(str(name), "truth")}
@@ -168,13 +195,24 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
 
 
 def _base(name: str, *parts: str) -> str:
-    """Return the variable of whose truth, control, mean or spread `open` speaks by such a name; empty where of none."""
+    """Return the variable that a name such as `t_truth` belongs to.
+
+    Args:
+        name: name of a variable of a Dataset by `open`.
+        *parts: endings to accept; without any, those of truth, control, mean and spread.
+
+    Returns:
+        The part before the ending, or an empty text if the name has no such ending.
+    """
     base, _, last = name.rpartition("_")
     return base if last in (parts or [part.value for part in Part if part is not Part.FORECAST]) else ""
 
 
 def _origin(array: xr.DataArray) -> _Origin | None:
-    """Return the origin of an unchanged variable. The name of a Dask array says what it computes."""
+    """Return the origin of a variable, or None if it was changed.
+
+    The name of a Dask array identifies what it computes, so an equal name means equal values.
+    """
     found: _Origin | None = array.variable.encoding.get(_ORIGIN)
     if found is None or array.chunks is None:
         return None
@@ -182,6 +220,7 @@ def _origin(array: xr.DataArray) -> _Origin | None:
 
 
 def _same_axes(data: xr.Dataset, source: Reopened) -> bool:
+    """Return whether the coordinates of a Dataset are still those of its source."""
     lay = source.layout
     axes = {
         "init_time": lay.init_time,

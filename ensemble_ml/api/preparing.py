@@ -1,4 +1,4 @@
-"""Tensor stores from Python: `prepare`, and what statistics alone make of one, `calibrate`."""
+"""Make tensor stores in Python (`prepare`), and fit the statistical stages of a model to one (`calibrate`)."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from ensemble_ml.store import TensorStore, open_store
 if TYPE_CHECKING:
     from ensemble_ml.api.model import Model
 
-_SIZES = (1, 2, 3, 5, 8, 10)  # members that corrections are fitted to, as far as some are left over
-_VALIDATION = 5  # of so many start dates, the last are for validation
-_FEWEST = 4  # validation dates, below which no widths are fitted
+_SIZES = (1, 2, 3, 5, 8, 10)  # sizes of reduced ensembles to fit corrections to, if they are smaller than the full one
+_VALIDATION = 5  # one of so many start dates is for validation: the last ones
+_FEWEST = 4  # validation dates; with fewer, no calibration factors are fitted
 
 
 def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **settings: Any) -> Path:
-    """Turn an ensemble and its truth into a tensor store, which training reads.
+    """Convert an ensemble and its truth to a tensor store, which training reads.
 
-    The store is that of `ensemble-ml prepare`, bit for bit: packed integers of GRIB are kept where `open` has opened
-    the archives and nothing was changed. Other Datasets are computed start by start, by the Dask scheduler that is
-    active, and packed into 16 bits. Interrupted, the same call goes on where it was.
+    The store is that of `ensemble-ml prepare`, bit for bit. Packed integers of GRIB are kept if `open` has opened the
+    archives and nothing was changed. Other Datasets are computed date by date with the active Dask scheduler, and
+    packed into 16 bits. After an interruption, the same call continues where it stopped.
 
     Args:
-        ensemble: a Dataset of `open`, any Dataset of an ensemble (a list of them where variables lie in several), or a
+        ensemble: a Dataset of `open`, any Dataset of an ensemble (a list of them if variables lie in several), or a
             path.
-        truth: the same for the truth, at its own valid times; None where there is none.
+        truth: the same for the truth, at its own valid times; None if there is none.
         output: the folder to make, ending in .zarr.
-        **settings: others of `ensemble-ml prepare` by their names: `static`, `variables`, `levels` (hPa), `leads` (h),
-            `dates`, `region`, `coarsen`, `regrid`, `packing`, `gaps`, `workers`, `overwrite`, `names`, `units` ...
+        **settings: other settings of `ensemble-ml prepare` by their names: `static`, `variables`, `levels` (hPa),
+            `leads` (h), `dates`, `region`, `coarsen`, `regrid`, `packing`, `gaps`, `workers`, `overwrite`, `names`,
+            `units` ...
 
     Returns:
         The path of the store.
@@ -70,26 +71,26 @@ def calibrate(
     output: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Model:
-    """Fit the statistical stages of a model alone: bias, inflation and a linear correction, and their calibration.
+    """Fit only the statistical stages of a model: bias, inflation, a linear correction, and their calibration.
 
-    This is `ensemble-ml train steps=0`: what the training of the whole model begins with. It needs no GPU.
+    This is `ensemble-ml train steps=0`. The training of the whole model begins with the same fits. They need no GPU.
 
     Args:
-        ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is prepared first, into a
+        ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is first prepared into a
             temporary store; a tensor store is read as it is.
         truth: the same for the truth; None takes that of a tensor store.
-        train: start dates to fit on, as years, ISO dates or ranges; None takes all that are not for validation.
-        validation: start dates that choose penalties and widths; None takes the last fifth of all.
-        networks: whether two small networks of single points are fitted, too, which takes minutes.
+        train: start dates to fit on, as years, ISO dates or ranges; None takes all dates that are not for validation.
+        validation: start dates that choose penalties and calibration factors; None takes the last fifth of all dates.
+        networks: whether to fit two small networks of single points, too, which takes minutes.
         output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
-        **settings: others of `ensemble-ml prepare` by their names, for an archive: `static`, `variables`, `levels`,
-            `leads`, `gaps` ...
+        **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,
+            `levels`, `leads`, `gaps` ...
 
     Returns:
         The model; `Model.save` keeps it.
 
     Raises:
-        UserError: ensemble and truth do not fit each other, or start dates are too few.
+        UserError: ensemble and truth do not fit each other, or there are too few start dates.
 
     Example:
         >>> import ensemble_ml as eml
@@ -98,7 +99,8 @@ def calibrate(
         >>> model.meta["step"]
         0
     """
-    from ensemble_ml.api.model import Model  # torch takes seconds to import, and prepare needs none
+    # torch takes seconds to import, and `prepare` does not need it.
+    from ensemble_ml.api.model import Model
     from ensemble_ml.training import train as run_training
 
     kept = None if output is None else Path(output)
@@ -116,7 +118,8 @@ def calibrate(
 def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -> TensorStore:
     paths, _ = resolve(ensemble)
     if is_store_path(paths):
-        if truth is not None or settings:  # which nobody would read
+        # A store was made with its truth and settings, so anything given here would be ignored without a word.
+        if truth is not None or settings:
             given = "truth" if truth is not None else min(settings)
             raise UserError(f"{given}: {paths} is a tensor store, which has what it was prepared with; leave it out")
         return open_store(paths)
@@ -126,7 +129,7 @@ def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -
 def _fits(
     store: TensorStore, root: Path, train: list[str] | None, validation: list[str] | None, networks: bool
 ) -> TrainConfig:
-    """Return the settings of a run that ends with its fits."""
+    """Return the settings of a run that ends after its fits."""
     if train is None or validation is None:
         train, validation = _split(store, train, validation)
     members = len(store.layout.realization)
@@ -138,7 +141,8 @@ def _fits(
         validation_members=min(5, max(1, members - 1)),
     )
     usual = ModelConfig()
-    model = ModelConfig(  # the smallest U-Net: its last layer is zero as long as nothing trains it
+    # The U-Net is as small as it can be. Its last layer is zero until it is trained, so it does not change the result.
+    model = ModelConfig(
         hidden=4,
         max_hidden=4,
         depth=0,
@@ -156,7 +160,11 @@ def _fits(
 
 
 def _split(store: TensorStore, train: list[str] | None, validation: list[str] | None) -> tuple[list[str], list[str]]:
-    """Return start dates to fit on and for validation, where one or both are not said: those that the other leaves."""
+    """Choose the start dates to fit on and those for validation.
+
+    If one of the two is given, the other gets all remaining dates. If neither is given, the last fifth is for
+    validation.
+    """
     from ensemble_ml.store.source import select_dates
 
     times = store.layout.init_time

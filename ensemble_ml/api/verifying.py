@@ -1,4 +1,4 @@
-"""Scores of forecasts in Python: those of `ensemble-ml evaluate`, with their intervals and their report."""
+"""Score forecasts in Python: the scores of `ensemble-ml evaluate`, with their confidence intervals and their report."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _METRICS_OF = ("value", "low", "high")
 
 
 class Scores:
-    """Scores of forecasts, as `verify` returns them.
+    """The scores of forecasts, as `verify` returns them.
 
     Attributes:
-        content: all that scores.json holds (`ensemble_ml.verification.evaluate` lists it).
+        content: the content of scores.json (`ensemble_ml.verification.evaluate` lists its keys).
     """
 
     def __init__(self, found: Evaluation):
@@ -41,16 +41,16 @@ class Scores:
 
     @property
     def headline(self) -> list[str]:
-        """Sentences that say whether the forecasts are better, by how much, and how sure that is."""
+        """Return sentences that say whether the forecasts are better, by how much, and how sure that is."""
         return list(self.content["headline"])
 
     def to_xarray(self) -> xr.Dataset:
         """Return the scores as a Dataset.
 
         Returns:
-            For each metric a float64 array (entrant, lead_time, field), with its confidence interval as METRIC_low and
-            METRIC_high, in the units of the variable; NaN where a score is not defined. A field is a variable and its
-            level in hPa, as t850, or a surface variable, as t2m.
+            For each metric a float64 array (entrant, lead_time, field) in the units of the variable, with its
+            confidence interval as METRIC_low and METRIC_high; NaN where a score is not defined. A field is a variable
+            and its level in hPa, as t850, or a surface variable, as t2m.
         """
         rows = self.content["scores"]
         names = [f"{row['variable']}{'' if row['level'] is None else row['level']}" for row in rows]
@@ -76,7 +76,14 @@ class Scores:
         return xr.Dataset({k: (dims, v) for k, v in found.items()}, {**axes, "lead_time": hours})
 
     def report(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write the report, one HTML file that needs no network, and return its path.
+        """Write the report, one HTML file that needs no network.
+
+        Args:
+            path: the file to write.
+            overwrite: whether an existing file may be replaced.
+
+        Returns:
+            The path of the file.
 
         Raises:
             UserError: the file exists and `overwrite` is off, or it cannot be written.
@@ -84,7 +91,14 @@ class Scores:
         return _written(Path(path), self._found.page(), overwrite)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write scores.json and report.html, as the command does, and return the folder.
+        """Write scores.json and report.html to a folder, as the command does.
+
+        Args:
+            folder: the folder to write to; it is made if it does not exist.
+            overwrite: whether existing files may be replaced.
+
+        Returns:
+            The path of the folder.
 
         Raises:
             UserError: a file exists and `overwrite` is off, or it cannot be written.
@@ -107,18 +121,18 @@ def _written(path: Path, text: str, overwrite: bool) -> Path:
 def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | None = None, **settings: Any) -> Scores:
     """Score forecasts beside the raw ensemble and statistical baselines, with confidence intervals.
 
-    A lazy forecast is computed once, date by date, into a temporary folder. Scores are bit for bit those of
+    A lazy forecast is computed once, batch by batch, into a temporary folder. The scores are bit for bit those of
     `ensemble-ml evaluate`.
 
     Args:
-        forecast: a Dataset of `Model.predict`, a folder of forecasts, or several of either by the names that they are
-            to have: {"ours": forecast, "theirs": "folder"}.
+        forecast: a Dataset of `Model.predict`, a folder of forecasts, or several of either by the names under which
+            they are scored: {"ours": forecast, "theirs": "folder"}.
         ensemble: the full ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path.
-        truth: the same for the truth; None takes that of the ensemble's tensor store, and scores the spread alone
-            where it has none.
-        members: number of first members of the raw ensemble that forecasts are compared with; None takes as many as
-            they were made from.
-        **settings: others of `ensemble-ml evaluate` by their names: `baselines` (paths), `fit`, `regions`,
+        truth: the same for the truth; None takes that of the ensemble's tensor store. If there is none, only the spread
+            is scored.
+        members: the number of first members that make up the raw reduced ensemble beside the forecasts; None takes as
+            many as the forecasts were made from.
+        **settings: other settings of `ensemble-ml evaluate` by their names: `baselines` (paths), `fit`, `regions`,
             `climate_days`, `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
 
     Returns:
@@ -148,6 +162,7 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
         opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
         both = open_verified(config)
+        # The scores name their inputs as text. An open Dataset cannot be written to scores.json.
         config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
         return Scores(score(config, both, both.unverified(), open_ground(config, both)))
 
@@ -157,7 +172,7 @@ def _shown(paths: Any) -> list[str]:
 
 
 def _folders(forecast: Any, folder: Path) -> list[str]:
-    """Return folders of forecasts; Datasets are written below `folder`, under their names."""
+    """Return folders of forecasts. Datasets are written below `folder`, under their names."""
     if is_dataset(forecast):
         return [_saved(forecast, folder / "forecast")]
     if not isinstance(forecast, Mapping):
@@ -172,7 +187,10 @@ def _folders(forecast: Any, folder: Path) -> list[str]:
 
 
 def _linked(there: Path, folder: Path) -> str:
-    """Return a folder with links to the forecasts of another: evaluate knows a folder by its name."""
+    """Make a folder of links to the forecasts of another folder.
+
+    `evaluate` names the scores of forecasts by their folder, so a folder with the wanted name has to exist.
+    """
     files = sorted(there.glob("*.nc")) if there.is_dir() else [there]
     folder.mkdir(parents=True)
     for path in files:
@@ -181,7 +199,10 @@ def _linked(there: Path, folder: Path) -> str:
 
 
 def _saved(forecast: xr.Dataset, folder: Path) -> str:
-    """Write a file for each start date, as evaluate reads them; so many at a time as are computed together."""
+    """Write one file for each start date, as `evaluate` reads them.
+
+    Dates are computed chunk by chunk: those of one chunk are predicted together anyway.
+    """
     if _START not in forecast.dims:
         held = ", ".join(map(str, forecast.dims))
         raise UserError(f"forecast: has no dimension {_START} (it has {held}); give what predict returns, or a folder")
