@@ -1,7 +1,7 @@
 """Open the inputs of a task: archives and stores given by paths, or Datasets that are already open.
 
 The command line and the functions of `ensemble_ml.api` both open their inputs here, so that they read the same data.
-Modules that import torch are imported inside the functions that need them, because torch takes seconds to import.
+Some modules are imported inside functions, because the import of torch, which inference needs, takes seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inference: checkpoints and reduced ensembles in, CF NetCDF forecasts out."""
+"""Inference: read a checkpoint and a reduced ensemble, and write the forecast as CF NetCDF files."""
 
 from ensemble_ml.inference.contents import Header, Kind, Output
 from ensemble_ml.inference.export import export

@@ -1,7 +1,7 @@
-"""The model card of an exported checkpoint: what it was trained on, what it scored, and where its limits are.
+"""Write the model card of a checkpoint: its training data, its scores and its limits.
 
-Follows the headings of Mitchell et al. (2019), doi:10.1145/3287560.3287596. Every figure is read from the checkpoint or
-from scores.json; what is not known is said to be so.
+The headings follow Mitchell et al. (2019), doi:10.1145/3287560.3287596. Every number comes from the checkpoint or from
+scores.json. If something is not known, the card says so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
 
-_LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # whose names in settings are none
+_LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
 
 
 def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Markdown text.
+    """Return the model card of a checkpoint as Markdown text.
 
     Args:
-        spec: of the model.
-        meta: of the checkpoint.
-        scores: content of scores.json, or None where the model has not been evaluated; what it says of forecasts by
-            others is left out.
+        spec: the inputs and outputs of the model.
+        meta: the content of checkpoint.json.
+        scores: the content of scores.json, or None if the model has not been evaluated. Scores of forecasts that other
+            checkpoints made are left out.
     """
     config = meta["config"]
     scores = None if scores is None else _of_checkpoint(scores, meta["sha256"])
@@ -38,14 +38,19 @@ def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, An
 
 
 def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
-    """What scores.json says of forecasts that one checkpoint made."""
+    """Return the content of scores.json, reduced to the forecasts that one checkpoint made.
+
+    Claims and strata name their forecast. Notes and headlines are plain sentences, which begin with the label of the
+    forecast that they are about, so their first words decide.
+    """
     every = [one["label"] for one in scores["forecasts"] if not one.get("baseline")]
     mine = {one["label"] for one in scores["forecasts"] if sha256 in one.get("checkpoints", ())}
     found = dict(scores)
     found["claims"] = [claim for claim in scores["claims"] if claim.get("forecast") in mine]
     found["strata"] = [row for row in scores.get("strata", ()) if row["forecast"] in mine]
-    others = tuple(f"{label}, " for label in every if label not in mine)  # sentences begin with whom they are about
-    labels = [one["label"] for one in scores["forecasts"] if one["label"] not in mine]  # baselines, too
+    others = tuple(f"{label}, " for label in every if label not in mine)
+    # Notes are also written about baselines, which are not in `every`.
+    labels = [one["label"] for one in scores["forecasts"] if one["label"] not in mine]
     theirs = tuple(f"{label}{rest}" for label in labels for rest in (": ", " was ", " does not state ", " gives "))
     found["notes"] = [line for line in scores["notes"] if not line.startswith(theirs)]
     found["headline"] = [line for line in scores["headline"] if not line.startswith(others)]
@@ -53,6 +58,7 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
 
 
 def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    """Return the table of what the model predicts, from which inputs, and how it was trained."""
     every = meta.get("full_members")
     predicts = [f"the full ensemble's spread{f', of {every} members' if every else ''}"] * spec.config.spread
     predicts += ["the distribution of the truth"] * spec.config.postprocess
@@ -73,21 +79,23 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _shown(meta: Mapping[str, Any]) -> str:
-    """How many members training showed; what others give is extrapolation."""
+    """Return the numbers of members in training, in words. Forecasts from other numbers are an extrapolation."""
     sizes = _sizes(meta)
     return f"; trained with {_listed(sizes)}" if sizes else ""
 
 
 def _sizes(meta: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of members that training drew, in ascending order."""
     return sorted(meta.get("config", {}).get("data", {}).get("members") or ())
 
 
 def _of(meta: Mapping[str, Any]) -> str:
-    """Whose weights were calibrated, where they are not the checkpoint's own."""
+    """Return which weights were calibrated, in words, or an empty text if they are the checkpoint's own."""
     step = meta.get("validated_step", meta["step"])
     if not meta.get("widths") or step == meta["step"]:
         return ""
-    if step is None:  # no validation date has changed what the run began with
+    # No validation has changed the factors that the run began with.
+    if step is None:
         return " (of the run that this one began from)"
     return f" (of the weights of step {step}; these are of step {meta['step']})"
 
@@ -98,6 +106,7 @@ def _channels(spec: ModelSpec) -> str:
 
 
 def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    """Return in words how the scale was calibrated: for how many fields, by which factors, for how many members."""
     widths, members = meta.get("widths"), meta["config"]["data"]["validation_members"]
     if not spec.config.postprocess:
         return "none: it predicts the spread alone"
@@ -114,11 +123,12 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:
-    """The widths that validation dates gave; of the other fields they are one."""
+    """Return the calibration factors that validation dates gave. All other fields have a factor of exactly one."""
     return [one for row in widths or () for one in row if one != 1.0]
 
 
 def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    """Return the section on the training data: the store, the lead times and a table of the variables."""
     rows = []
     for name in (*spec.variables, *spec.surface):
         known = registered(name)
@@ -134,14 +144,19 @@ def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _over(meta: Mapping[str, Any], name: str) -> str:
-    """Hours over which the values of a variable are sums, means or extremes, where the archive said it."""
+    """Return the hours over which a variable is a sum, a mean or an extreme.
+
+    The text is empty if the archive did not state them.
+    """
     intervals = meta.get("lead_bounds", {}).get(name) or ()
     return _listed(f"{first} to {last} h" for first, last in filter(None, intervals))
 
 
 def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
+    """Return the section on the dates of training, validation and test, and on dates that two of them share."""
     rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
-    earlier = meta.get("earlier_dates", {})  # of the runs that this one's weights come from
+    # The weights may have been initialised from another run, whose dates they have seen as well.
+    earlier = meta.get("earlier_dates", {})
     rows += [(f"{part} of earlier runs", *_span(dates)) for part, dates in earlier.items()]
     if scores is not None:
         rows.append(("test", *_span(scores["dates"]["test"])))
@@ -163,6 +178,7 @@ def _span(dates: list[str]) -> tuple[str, str, str]:
 
 
 def _scores(scores: Mapping[str, Any] | None) -> str:
+    """Return the section on scores: the headline and the table of claims."""
     if scores is None:
         return (
             "## Scores\n\nNot evaluated: no scores.json was given. Run `ensemble-ml evaluate`, then export again with "
@@ -183,6 +199,7 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
 
 
 def _certain(claim: Mapping[str, Any]) -> str:
+    """Return whether a claim is certain, and the reason if it is not."""
     if claim.get("certain"):
         return "yes"
     why = claim.get("advantage") or ("" if claim.get("enough_blocks", True) else "few blocks")
@@ -196,6 +213,7 @@ def _interval(claim: Mapping[str, Any]) -> str:
 
 
 def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
+    """Return the section on limits: general ones, the notes of the evaluation, and where the model is worse."""
     lines = [
         "Only the grid, variables, levels and lead times above; anything else is refused by name.",
         f"Trained on {len(meta['training_dates'])} start dates; seasons and regimes that they lack are extrapolation.",
@@ -214,8 +232,10 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
 
 
 def _worse(scores: Mapping[str, Any]) -> list[str]:
-    """Where a forecast is surely worse than what it is compared with: which forecast, and in what part of the world, of
-    the year, or of the weather."""
+    """Return a line for each case in which a forecast is significantly worse than what it is compared with.
+
+    A line names the forecast and the part of the world, of the year or of the weather.
+    """
     rows = scores.get("strata", ())
     about = {row["forecast"] for row in rows}
     sizes = {one["label"]: len(one.get("members_in", ())) for one in scores["forecasts"] if one["label"] in about}
@@ -223,7 +243,9 @@ def _worse(scores: Mapping[str, Any]) -> list[str]:
     for row in rows:
         if row["metric"] == "crps" and row.get("worse"):
             size = sizes[row["forecast"]]
-            alone = size and list(sizes.values()).count(size) == 1  # else members do not tell which forecast it is
+            # If two forecasts were made from equally many members, this number does not identify one, so the label is
+            # written.
+            alone = size and list(sizes.values()).count(size) == 1
             who = f"From {size} member{'s' * (size != 1)}" if alone else row["forecast"]
             where = f"{row['stratum']}, {row['lead_hours']} h"
             lines.append(f"{who}, {where}: worse than {row['reference']}, CRPS x {row['ratio']:.3f}.")
@@ -231,6 +253,7 @@ def _worse(scores: Mapping[str, Any]) -> list[str]:
 
 
 def _ranges(meta: Mapping[str, Any]) -> str:
+    """Return the table of the smallest and largest input values in training."""
     rows = []
     for name, found in (meta.get("input_range") or {}).items():
         by_level = found.items() if isinstance(found, Mapping) else [("surface", found)]
@@ -241,6 +264,7 @@ def _ranges(meta: Mapping[str, Any]) -> str:
 
 
 def _use(meta: Mapping[str, Any]) -> str:
+    """Return the section that shows the command for a forecast, with a number of members that training has seen."""
     sizes = _sizes(meta)
     members = 5 if 5 in sizes or not sizes else sizes[len(sizes) // 2]
     command = f"ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in={members} output=forecast"

@@ -1,7 +1,7 @@
-"""What a forecast file holds, and how CF-1.11 names it.
+"""The data variables and dimensions of a forecast, and their attributes under CF-1.11.
 
-Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member,
-K quantile or threshold.
+Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member, K
+quantile or threshold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.select import Places
 from ensemble_ml.wording import SHORT_TEXT, dates_of, dates_text
 
-# Metres above ground, which the standard names do not tell
+# Heights in metres above ground. The standard names do not state them.
 HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
 
 TIME_AXES = ("forecast_reference_time", "forecast_period")  # the start, of length one, and the leads
@@ -26,7 +26,7 @@ _MAXIMUM = "fg10"
 
 
 class Kind(Enum):
-    """What a data variable tells about a field; its value ends the variable's name: `t_mean`."""
+    """The kind of a data variable. Its value is the ending of the variable's name, as in `t_mean`."""
 
     MEAN = "mean"
     STDDEV = "stddev"
@@ -62,14 +62,21 @@ _PARAMETRISED = {
     ),
 }
 _PARAMETERS = (Kind.LOCATION, Kind.SCALE)
-# Of a sum's law, but no sums themselves: CF cell_methods would have them summed over time.
+# Parameters and probabilities belong to the distribution of a sum, but are no sums themselves. With `time: sum` in
+# cell_methods, software that follows CF would take them for values summed over time.
 _OF_THE_LAW = (*_PARAMETERS, Kind.PROBABILITY)
 _DIFFERENCES = (Kind.STDDEV, Kind.SCALE, Kind.SPREAD)
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One data variable: `values` (T, [Z,] Y, X) or (T, [Z,] P), behind K or M where its kind has such an axis."""
+    """A data variable of a forecast.
+
+    Attributes:
+        name: short name of the field, such as t2m.
+        kind: the kind of values, which may add an axis K or M in front.
+        values: ([K | M,] T, [Z,] Y, X) or ([K | M,] T, [Z,] P), in SI units; a probability is a fraction.
+    """
 
     name: str
     kind: Kind
@@ -77,9 +84,16 @@ class Output:
 
 
 class Dates:
-    """Start dates with a part in training (datetime64[ns], sorted), and their short text for an attribute.
+    """Start dates that had a part in training, sorted, and a short text of them for an attribute.
 
-    The text is empty where the dates are too irregular for a short one, or where there are none.
+    The text is empty if there are no dates, or if they are too irregular for a short text.
+
+    Args:
+        dates: ISO dates, in any order.
+
+    Attributes:
+        values: datetime64[ns], ascending.
+        text: the short text, or empty.
     """
 
     def __init__(self, dates: Iterable[str]):
@@ -90,12 +104,20 @@ class Dates:
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Coordinates and global attributes of a file.
+    """The coordinates and global attributes of a file.
 
-    `init_time`: the start, or those of several forecasts that stand together; `leads` hours; `levels` hPa; `members`
-    numbers of the members written (empty for none); `thresholds` in the units of their variable; `lead_bounds` of a
-    variable over intervals: first and last hour for each of `leads`, or None; `families` of variables that differ from
-    the registry's; `dates`: start dates with a part in training, by name.
+    Attributes:
+        init_time: the start date, or those of several forecasts in one Dataset.
+        leads: lead times in hours.
+        levels: pressure levels in hPa; empty if only surface variables are predicted.
+        places: the grid points that the forecast holds.
+        quantiles: levels of the quantiles, between 0 and 1.
+        thresholds: thresholds of each variable, in its units.
+        members: numbers of the members written; empty if none are.
+        lead_bounds: for a variable over intervals, the first and last hour for each of `leads`, or None for a moment.
+        families: distribution of each variable, if it is not that of the registry.
+        attributes: global attributes of the file.
+        dates: start dates that had a part in training, by the name of the attribute.
     """
 
     init_time: np.datetime64 | np.ndarray
@@ -112,20 +134,31 @@ class Header:
 
     @property
     def shared_bounds(self) -> tuple[tuple[int, int], ...] | None:
-        """(first, last) hour of each lead, where all variables over intervals share theirs; one time axis has one."""
+        """Return the (first, last) hour of each lead, or None if variables over intervals do not share them.
+
+        The file has one time axis, and this axis can have only one set of bounds.
+        """
         found = {self._bounds(name) for name in self.lead_bounds}
         return found.pop() if len(found) == 1 else None
 
     def interval(self, name: str) -> tuple[str, str]:
-        """How a value of `name` stands over time: "sum", "maximum" or "point"; and the leads, unless time_bnds tell.
+        """Return how a value of `name` relates to time, and over which leads.
 
-        Empty words where nothing is known, and at moments where time has no bounds.
+        Args:
+            name: short name of a variable.
+
+        Returns:
+            The method, "sum", "maximum" or "point", or an empty text if nothing is known or if the time axis has no
+            bounds. Then the intervals in words, or an empty text if time_bnds states them.
         """
         methods = {"sum": registered(name).accumulated, "maximum": name == _MAXIMUM}
         method = next((word for word, fits in methods.items() if fits), "")
-        if name not in self.lead_bounds:  # a sum or maximum is then over we do not know what
+        # A sum or maximum without bounds is over an unknown interval, so no method is stated. Without a method, a
+        # variable is a moment, which has to be said only if the time axis has bounds.
+        if name not in self.lead_bounds:
             return "point" if self.shared_bounds and not method else "", ""
-        if not method or self.shared_bounds:  # without: a mean or an extreme, nobody knows
+        # A variable with bounds but no method is a mean or an extreme; the file does not know which.
+        if not method or self.shared_bounds:
             return method, ""
         return method, ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
 
@@ -135,13 +168,19 @@ class Header:
 
 
 def attributes(header: Header, output: Output) -> dict[str, str]:
-    """CF attributes of a data variable, its auxiliary coordinates among them."""
+    """Return the CF attributes of a data variable, with the names of its auxiliary coordinates.
+
+    Args:
+        header: the header of the file.
+        output: the data variable.
+    """
     known, kind = registered(output.name), output.kind
     found = {"long_name": _LONG_NAMES[kind].format(known.long_name), "units": known.units}
     if kind is Kind.PROBABILITY:
         found["units"] = "1"
     elif kind not in _PARAMETERS:
-        # A parameter is no physical quantity: the location of a censored law may lie below zero.
+        # A parameter is no physical quantity and gets no standard name: the location of a censored distribution may lie
+        # below zero.
         found["standard_name"] = known.standard_name
     if known.temperature and kind is not Kind.PROBABILITY:
         found["units_metadata"] = f"temperature: {'difference' if kind in _DIFFERENCES else 'on_scale'}"
@@ -169,7 +208,15 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
 
 
 def dimensions(header: Header, output: Output) -> tuple[str, ...]:
-    """Return the names of the axes of a data variable: what CF has no letter for stands to the left of the times."""
+    """Return the names of the axes of a data variable.
+
+    CF recommends the order T, Z, Y, X, and that all other axes (quantile, threshold, member) stand to the left of
+    these.
+
+    Args:
+        header: the header of the file.
+        output: the data variable.
+    """
     extra = {
         Kind.QUANTILE: ("quantile",),
         Kind.PROBABILITY: (f"threshold_{output.name}",),
@@ -180,5 +227,5 @@ def dimensions(header: Header, output: Output) -> tuple[str, ...]:
 
 
 def height_name(name: str) -> str:
-    """The scalar coordinate that tells the height of a near-surface variable."""
+    """Return the name of the scalar coordinate that holds the height of a near-surface variable."""
     return f"height_{HEIGHTS[name]}m"

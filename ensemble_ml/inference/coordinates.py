@@ -1,6 +1,6 @@
-"""The coordinates and global attributes of a forecast, as CF-1.11 has them, for files and for Datasets in memory.
+"""Make the coordinates and global attributes of a forecast under CF-1.11, for files and for Datasets in memory.
 
-Values are encoded as they lie in a file: times are seconds since 1970, leads are hours.
+Values are encoded as in a file: times are seconds since 1970, leads are hours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CLOCK = {"units": "seconds since 1970-01-01 00:00:00", "calendar": "proleptic_g
 
 @dataclass(frozen=True, eq=False)
 class Coordinate:
-    """A coordinate variable: `values` have one axis for each of `dims`."""
+    """A coordinate variable. Its `values` have one axis for each of `dims`."""
 
     name: str
     dims: tuple[str, ...]
@@ -29,17 +29,22 @@ class Coordinate:
 
 
 def global_attributes(header: Header) -> dict[str, str]:
-    """Return the global attributes of a forecast, those of dates as far as they make a short text."""
+    """Return the global attributes of a forecast. Training dates are among them if they make a short text."""
     short = {name: dates.text for name, dates in header.dates.items()}
     about = {"Conventions": "CF-1.11", **header.attributes, **short}
     return {key: value for key, value in about.items() if value}
 
 
 def coordinates(header: Header) -> Iterator[Coordinate]:
-    """Yield the coordinates of a forecast in the order of a file."""
+    """Yield the coordinates of a forecast in the order of a file.
+
+    Args:
+        header: the header of the file.
+    """
     for name, dates in header.dates.items():
         if len(dates.values) and not dates.text:
-            # A coordinate of its own: a data variable would be repeated for each start where files are concatenated.
+            # Training dates without a short text become a coordinate of their own. A data variable would be repeated
+            # for each start when files are concatenated.
             seconds = dates.values.astype("datetime64[s]").astype(np.int64)
             yield Coordinate(name, (name,), seconds, {"long_name": name.replace("_", " "), **_CLOCK})
     yield from _times(header)
@@ -67,7 +72,7 @@ def coordinates(header: Header) -> Iterator[Coordinate]:
 
 
 def height_of(name: str) -> Coordinate | None:
-    """Return the scalar coordinate that tells the height of a near-surface variable; None for others."""
+    """Return the scalar coordinate that holds the height of a near-surface variable, or None for other variables."""
     if name not in HEIGHTS:
         return None
     about = {"standard_name": "height", "long_name": "height above ground", "units": "m", "positive": "up"}
@@ -75,17 +80,17 @@ def height_of(name: str) -> Coordinate | None:
 
 
 def _times(header: Header) -> Iterator[Coordinate]:
-    """Yield the starts, of which a file has one, and the lead times.
+    """Yield the start dates, the lead times and the valid times.
 
-    Files of several starts concatenate along the start. Valid times belong to both axes: as an axis of their own they
-    would overlap between files, and whoever opens many files as one would get the union of all valid times, most of it
-    empty.
+    A file has one start date, and files of several starts concatenate along this axis. Valid times have both axes,
+    start and lead. As an axis of their own they would overlap between files. Whoever opens many files as one would then
+    get the union of all valid times, most of it empty.
     """
     starts = np.atleast_1d(np.asarray(header.init_time)).astype("datetime64[s]").astype(np.int64)
     leads = np.asarray(header.leads, np.int64)
     reference = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **_CLOCK}
     yield Coordinate(TIME_AXES[0], TIME_AXES[:1], starts, {**reference, "axis": "T"})
-    # Without the attribute `dtype` xarray takes the hours for plain integers.
+    # Without the attribute `dtype`, xarray reads the hours as plain integers.
     period = {"standard_name": "forecast_period", "long_name": "lead time", "units": "hours"}
     yield Coordinate(TIME_AXES[1], TIME_AXES[1:], leads, {**period, "dtype": "timedelta64[ns]"})
     time = {"standard_name": "time", "long_name": "valid time", **_CLOCK}
@@ -99,6 +104,7 @@ def _times(header: Header) -> Iterator[Coordinate]:
 
 
 def _space(places: Places) -> Iterator[Coordinate]:
+    """Yield latitudes and longitudes: of the grid, or of points with the places that were requested."""
     latitude = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
     longitude = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
     if places.asked is None:
@@ -108,6 +114,7 @@ def _space(places: Places) -> Iterator[Coordinate]:
     yield Coordinate("latitude", ("point",), places.latitude, latitude)
     yield Coordinate("longitude", ("point",), places.longitude, longitude)
     for position, name in enumerate(("latitude", "longitude")):
-        # Plain degrees: a second variable in degrees_north would be taken for a second latitude.
+        # The units are plain degrees, because software would take a second variable in degrees_north for a second
+        # latitude.
         about = {"long_name": f"{name} that was asked for", "units": "degrees"}
         yield Coordinate(f"requested_{name}", ("point",), places.asked[:, position], about)

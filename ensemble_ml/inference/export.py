@@ -1,4 +1,7 @@
-"""Make of a checkpoint a folder to hand on: weights, description, model card; nothing that only training needs."""
+"""Export a checkpoint as a folder to hand on, with its weights, its description and a model card.
+
+The folder leaves out everything that only training needs, such as the state of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,25 @@ log = logging.getLogger(__name__)
 
 
 def export(config: ExportConfig) -> Path:
-    """Write `config.output`/{model.safetensors, checkpoint.json, MODEL_CARD.md}; the folder appears when it is whole.
+    """Write model.safetensors, checkpoint.json and MODEL_CARD.md to the folder `config.output`.
+
+    The folder appears under its name only when it is complete.
+
+    Args:
+        config: the checkpoint, the output and, if the model was evaluated, the scores.
+
+    Returns:
+        The path of the folder.
 
     Raises:
-        UserError: the checkpoint is absent or damaged, the output exists (with other files than an export's, if it may
-            be replaced), or the scores cannot be read or are of other checkpoints.
+        UserError: the checkpoint is absent or damaged; the output exists and `overwrite` is off, or it holds other
+            files than those of an export; the scores cannot be read, or are those of other checkpoints.
     """
     output = Path(config.output).absolute()
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")
     folder = output.is_dir() and not output.is_symlink()
     require("output", output, folder or not os.path.lexists(output), "is a file or a link; give a folder")
+    # An export replaces the whole folder. So a folder with other files is refused, because they would be lost.
     others = sorted({path.name for path in output.iterdir()} - {MODEL, META, CARD}) if folder else []
     if others:
         raise UserError(f"output={output}: holds {others[0]}, which no export writes; overwrite=true leaves it alone")
@@ -53,7 +65,8 @@ def export(config: ExportConfig) -> Path:
         for path in (*partial.iterdir(), partial):
             sync(path)
         if output.exists():
-            exchange(partial, output)  # the old one is removed under the new one's name
+            # The two folders swap their names. The old export then has the partial name, and `finally` removes it.
+            exchange(partial, output)
         else:
             os.rename(partial, output)
     finally:
@@ -63,6 +76,7 @@ def export(config: ExportConfig) -> Path:
 
 
 def _scores(path: str | None) -> dict | None:
+    """Read scores.json and check that it has all the keys that the model card reads."""
     if path is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Reads the members of a start date, reduces them to what the model takes, and holds them against the training range.
+"""Read the members of start dates, reduce them to the inputs of the model, and compare them with the training range.
 
-Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
-X longitude.
+Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X
+longitude.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ from ensemble_ml.store.source import Fields, Source
 
 log = logging.getLogger(__name__)
 
-_MARGIN = 0.1  # of the training range: so far beyond it a value is no matter for a warning
+_MARGIN = 0.1  # of the width of the training range: values closer to the range give no warning
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date, read: `members` (M, T_in, ...), their `mean` and `spread` (T_in, ...), remarks for the file.
+    """The data of one start date.
 
-    `members` are none, M = 0, where nothing asks for them: they are most of what a date takes in memory.
-    `extremes`: smallest and largest value of each field, as far as a range is known to hold them against.
+    Attributes:
+        start: the start date and its members.
+        members: (M, T_in, ...) raw members. They take most of the memory of a date, so M is 0 if nothing needs them.
+        mean: (T_in, ...) mean of the members.
+        spread: (T_in, ...) standard deviation of the members.
+        remarks: sentences for the file, about values beyond the training range.
+        extremes: smallest and largest value of each field, (V Z + S,) each; None if no training range is known.
     """
 
     start: Start
@@ -47,10 +52,14 @@ class Sample:
 
 
 class Samples:
-    """Reads samples, and warns once a variable of inputs beyond the training range that `meta` states.
+    """A reader of samples, which warns once for each variable with values beyond the training range.
 
-    `window`: the part of the grid that is read, as of `Reader`. `members`: whether the output asks for the members; the
-    model may do so, too.
+    Args:
+        source: the reduced ensemble.
+        spec: the inputs and outputs of the model.
+        meta: the content of checkpoint.json, which may state the training range of the inputs.
+        window: the rows and columns of the grid to read, as in `Reader`; None reads the whole grid.
+        members: whether the output needs the members. The model may need them, too.
     """
 
     def __init__(
@@ -69,9 +78,12 @@ class Samples:
     def read(self, start: Start) -> Sample:
         """Read one start date.
 
+        Args:
+            start: the start date and its members.
+
         Raises:
-            UserError: a value is NaN or infinite where the model knows of no mask; its variable, level, lead and date
-                are named.
+            UserError: a value is NaN or infinite and the model has no mask there. The message names the variable,
+                level, lead and date.
         """
         members = self.reader.forecast(start.date, start.positions)
         reduced = [self.reader.reduce(values) for values in (members.pressure, members.surface)]
@@ -79,12 +91,20 @@ class Samples:
         extremes = None
         if self._limits is not None:
             extremes = _by_field(members, np.fmin.reduce), _by_field(members, np.fmax.reduce)
+        # Members are dropped here, after the mean and spread were made of them: M = 0 keeps all other axes.
         if not self._keep:
             members = Fields(*(np.empty((0, *v.shape[1:]), v.dtype) for v in (members.pressure, members.surface)))
         return Sample(start, members, mean, spread, extremes=extremes)
 
     def check_together(self, sample: Sample, spatial: Communicator) -> None:
-        """Refuse a masked field of which no rank of the group has a value; each saw that its own part may be land.
+        """Refuse a masked field that has no value on any rank of the group.
+
+        One rank alone cannot decide this, because its part of the grid may be all land, where sea surface temperature
+        has no value.
+
+        Args:
+            sample: this rank's part of a start date.
+            spatial: the ranks that share the date.
 
         Raises:
             UserError: on all ranks alike.
@@ -97,7 +117,7 @@ class Samples:
                 self.reader.refuse(known.numpy() > 0, names, start.date, np.array(start.positions))
 
     def judged(self, sample: Sample) -> Sample:
-        """The sample with remarks on what lies beyond the training range, which are logged once a variable."""
+        """Return the sample with remarks on values beyond the training range. Log each variable only once."""
         beyond = {} if sample.extremes is None else self._beyond(*sample.extremes)
         for name, text in beyond.items():
             if name not in self._warned:
@@ -106,7 +126,7 @@ class Samples:
         return replace(sample, remarks=tuple(beyond.values()))
 
     def _beyond(self, low: np.ndarray, high: np.ndarray) -> dict[str, str]:
-        """For each variable beyond the training range at any level: where it is farthest, in words."""
+        """Describe, for each variable beyond the training range at any level, the level where it is farthest beyond."""
         assert self._limits is not None
         limits = self._limits
         width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
@@ -121,7 +141,16 @@ class Samples:
 
 
 def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
-    """Samples, whose numbers of members may differ, as one batch."""
+    """Collect samples into one batch. Their numbers of members may differ.
+
+    Args:
+        samples: the start dates of the batch.
+        spec: the inputs and outputs of the model.
+
+    Returns:
+        The inputs of the model, with the axis B in front. Members are included only if the model takes them, and absent
+        ones are filled up to the largest number.
+    """
 
     def stack(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(arrays))
@@ -146,10 +175,14 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
 
 
 def replace_static(model: AnyModel, source: Source) -> None:
-    """Give `model` the static fields of `source` in place of the checkpoint's.
+    """Replace the static fields of the checkpoint in `model` by those of `source`.
+
+    Args:
+        model: the loaded model, which is changed.
+        source: a source with static fields (orography, land mask).
 
     Raises:
-        UserError: the source lacks one that the model takes.
+        UserError: the source lacks a static field that the model takes.
     """
     spec, there = model.spec, source.static()
     absent = [name for name in spec.static if name not in there]
@@ -162,24 +195,29 @@ def replace_static(model: AnyModel, source: Source) -> None:
 
 
 def _fields(spec: ModelSpec) -> list[tuple[str, int | None]]:
+    """Return the (variable, level) of each field in the model's order; the level of a surface variable is None."""
     upper: list[tuple[str, int | None]] = [(name, level) for name in spec.variables for level in spec.levels]
     return upper + [(name, None) for name in spec.surface]
 
 
 def _limits(spec: ModelSpec, ranges: Mapping[str, Any]) -> np.ndarray:
-    """(V Z + S, 2) from {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}."""
+    """Return the training range of each field, (V Z + S, 2).
+
+    The checkpoint has it as {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}.
+    """
     pairs = [ranges[name] if level is None else ranges[name][str(level)] for name, level in _fields(spec)]
     return np.asarray(pairs, np.float64)
 
 
 def _by_field(members: Fields, reduce: Any) -> np.ndarray:
-    """(V Z + S,) one number a field, over members, leads and places that have a value."""
+    """Reduce members, leads and grid points to one number for each field, (V Z + S,). NaN is ignored."""
     upper = reduce(members.pressure, axis=(0, 1, 4, 5)) if members.pressure.size else np.zeros(0)
     flat = reduce(members.surface, axis=(0, 1, 3, 4)) if members.surface.size else np.zeros(0)
     return np.concatenate([upper.ravel(), flat.ravel()]).astype(np.float64)
 
 
 def _describe(name: str, level: int | None, value: float, limits: np.ndarray) -> str:
+    """Return in words how far a value lies beyond the training range."""
     units, where = field(name).units, "" if level is None else f" at {level} hPa"
     above = value > limits[1]
     distance, side = (value - limits[1], "above") if above else (limits[0] - value, "below")

@@ -1,4 +1,4 @@
-"""What `ensemble-ml inspect` says of a trained model: its model card, and how it did on the validation dates."""
+"""Describe a trained model for `ensemble-ml inspect`: its model card and its scores on the validation dates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ _COPIED = ("step", "steps", "full_members", "lead_bounds", "data_fingerprint", "
 
 
 def describe_checkpoint(path: str) -> dict[str, Any]:
-    """Return what the checkpoint of a run, or one of its checkpoints, is, as plain values that JSON can hold.
+    """Return the description of a checkpoint as plain values that JSON can hold.
 
-    `card` is the text of its model card: that of an export, which may hold scores, is taken as it stands.
+    The key `card` holds the text of the model card. If the folder is an export, its card is taken as it stands, because
+    it may hold scores.
+
+    Args:
+        path: a checkpoint, or a run.
 
     Raises:
         UserError: there is no checkpoint, or it is damaged.
@@ -46,12 +50,16 @@ def describe_checkpoint(path: str) -> dict[str, Any]:
 
 
 def _span(dates: list[str]) -> dict[str, Any]:
-    """Return how many dates there are, and the first and the last."""
+    """Return the number of dates, the first and the last one."""
     return {"count": len(dates), "first": min(dates, default=None), "last": max(dates, default=None)}
 
 
 def checkpoint_text(found: dict[str, Any]) -> str:
-    """Return the model card, under the checkpoint's path and its scores on the validation dates."""
+    """Return the description as text: the path, the scores on the validation dates, then the model card.
+
+    Args:
+        found: the result of `describe_checkpoint`.
+    """
     scores = ", ".join(f"{name} {value:.4g}" for name, value in found["validation"].items() if value is not None)
     dates = found["validation_dates"]
     validation = f"on {dates['count']} validation dates: {scores}" if scores else "no validation dates were scored"
@@ -59,6 +67,6 @@ def checkpoint_text(found: dict[str, Any]) -> str:
 
 
 def holds_checkpoint(path: str) -> bool:
-    """Whether `path` is a checkpoint, a run, or the folder of a run's checkpoints."""
+    """Return whether `path` is a checkpoint, a run, or the folder of a run's checkpoints."""
     places = (Path(path), Path(path, "last"), Path(path, "best"))
     return Path(path, "checkpoints").is_dir() or any((place / META).is_file() for place in places)

@@ -1,4 +1,4 @@
-"""What the forecasts of all start dates have in common, and what the head of each says."""
+"""Plan the forecasts of all start dates, and write the header of each."""
 
 from __future__ import annotations
 
@@ -25,12 +25,22 @@ from ensemble_ml.store.source import Source, bounds_at
 
 log = logging.getLogger(__name__)
 
-_NAMED = 10  # values of a setting in a forecast's history
+_NAMED = 10  # longest list of a setting that a forecast's history shows in full
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What all start dates have in common."""
+    """A job of forecasts: everything that all start dates have in common.
+
+    Attributes:
+        config: the settings of `ensemble-ml predict`.
+        source: the reduced ensemble.
+        meta: the content of checkpoint.json.
+        spec: the inputs and outputs of the model.
+        wanted: the quantiles, thresholds and members to write.
+        places: the grid points to write.
+        same: attributes by which a later run recognises files of the same job (`targets.identity`).
+    """
 
     config: PredictConfig
     source: Source
@@ -42,7 +52,7 @@ class Job:
 
     @cached_property
     def dates(self) -> dict[str, Dates]:
-        """Start dates that the weights have seen, by the names that they have in a file."""
+        """Return the start dates that the weights have seen, by the names of the attributes of a file."""
         earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
         own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
         return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
@@ -51,17 +61,20 @@ class Job:
 def plan_job(
     config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, told: bool = True
 ) -> tuple[Job, list[Start]]:
-    """Check all that can be checked before anything is computed, and return what is to be made of which start dates.
+    """Check everything that can be checked before anything is computed, and choose the start dates.
 
     Args:
-        config: what is asked for; `input` is only quoted, `source` is what is read.
-        source: what forecasts are made from.
-        spec: of the model.
-        meta: of its checkpoint.
+        config: the settings of `ensemble-ml predict`; `input` is only quoted, `source` is what is read.
+        source: the reduced ensemble, on the model's grid.
+        spec: the inputs and outputs of the model.
+        meta: the content of checkpoint.json.
         told: whether warnings are logged.
 
+    Returns:
+        The job, and the start dates with their members.
+
     Raises:
-        UserError: the source does not fit the model, or something asked for is not there.
+        UserError: the source does not fit the model, or something that the settings name is not there.
     """
     check_source(source, spec, meta.get("lead_bounds"))
     places, wanted = select(spec.grid, config.region, config.points), wanted_outputs(config, spec)
@@ -76,7 +89,7 @@ def plan_job(
 
 
 def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
-    """Warn where forecasts come from fewer members than any that corrections were fitted to."""
+    """Warn if a forecast has fewer members than the smallest reduced ensemble that corrections were fitted to."""
     sizes = meta["config"].get("data", {}).get("members", [])
     fewest = min((len(start.positions) for start in starts), default=0)
     if starts and sizes and fewest < min(sizes):
@@ -87,7 +100,13 @@ def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
 
 
 def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
-    """Return the coordinates and attributes of the forecast of one start date."""
+    """Return the coordinates and attributes of the forecast of one start date.
+
+    Args:
+        job: the job.
+        start: the start date and its members.
+        remarks: sentences about the inputs, for the attribute `comment`.
+    """
     spec = job.spec
     layout = job.source.layout
     numbers = tuple(layout.realization[position] for position in start.positions)
@@ -107,8 +126,12 @@ def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
 
 
 def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
-    """Return the coordinates and attributes of the forecasts of several start dates together, made from as many
-    members each."""
+    """Return the coordinates and attributes of several start dates together, all made from equally many members.
+
+    Args:
+        job: the job.
+        starts: the start dates, in ascending order.
+    """
     first = header(job, starts[0])
     about = {"title": f"{_what(job)}s", **_origin(job), **job.same, "data_fingerprint": job.source.fingerprint()}
     about |= {name: first.attributes[name] for name in ("training_data_fingerprint", "ensemble_ml_version")}
@@ -134,7 +157,7 @@ def _what(job: Job) -> str:
 
 
 def _origin(job: Job) -> dict[str, str]:
-    """Return from what a forecast was made, and how."""
+    """Return the attributes `source` and `history`: what the forecast was made from, and by which command."""
     config, now = job.config, datetime.now(UTC)
     return {
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {job.meta['step']}), from {job.source.path}",
@@ -143,16 +166,17 @@ def _origin(job: Job) -> dict[str, str]:
 
 
 def _asked(config: PredictConfig) -> str:
-    """The settings that say what is in the files, where they are not the usual ones."""
+    """Return the settings that decide what is in the files, in words, if they differ from the defaults."""
     usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
     names = (part.name for part in fields(config) if part.name not in elsewhere)
     every = {name: getattr(config, name) for name in names}
-    given = {k: v for k, v in every.items() if is_dataset(v) or v != getattr(usual, k)}  # Datasets compare by points
+    # Two Datasets compare point by point, so a Dataset is kept without a comparison.
+    given = {k: v for k, v in every.items() if is_dataset(v) or v != getattr(usual, k)}
     return " ".join(f"{name}={_shown(value)}" for name, value in given.items())
 
 
 def _shown(value: Any) -> Any:
-    """Return a setting as a file's history shows it: of a long list the first and the last value, and how many."""
+    """Return a setting as a file's history shows it. A long list becomes its first and last value, and their number."""
     if isinstance(value, list) and len(value) > _NAMED:
         return f"[{value[0]}, ..., {value[-1]}] ({len(value)} in all)"
     return value.value if isinstance(value, Enum) else shown_input(value) if is_dataset(value) else value
