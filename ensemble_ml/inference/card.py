@@ -153,7 +153,7 @@ def _over(meta: Mapping[str, Any], name: str) -> str:
 
 
 def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the section on the dates of training, validation and test, and on dates that two of them share."""
+    """Return the section on the dates of training, validation and test, and on test dates that training has seen."""
     rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
     # The weights may have been initialised from another run, whose dates they have seen as well.
     earlier = meta.get("earlier_dates", {})

@@ -1,7 +1,8 @@
-"""Forecasts as one lazy Dataset: the same fields as `predict` writes to files, made as they are asked for.
+"""Make forecasts as one lazy Dataset, with the same fields as the files of `predict`.
 
-A task of the Dask graph predicts one batch of start dates, which are those of `predict`, so that its convolutions round
-alike; one task a variable makes of it what a forecast holds. Axes are those of `contents`.
+One task of the Dask graph predicts one batch of start dates. The batches are those of `predict`, because a convolution
+rounds differently in a batch of another size. One further task for each variable turns the prediction into the fields
+of a forecast. Axes are those of `contents`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.store.source import Fields
 from ensemble_ml.training.checkpoint import load_model
 
-# Batches are predicted one after the other, whatever the number of Dask's threads: torch shares out each over the
-# cores, and two of them would take twice the memory.
+# Only one batch is predicted at a time, however many threads Dask has. torch already divides each batch among all
+# cores, and two batches at once would take twice the memory.
 _alone = threading.Lock()
 
 Batch = tuple[Prediction, list[Sample]]
 
 
 class Forecaster:
-    """What makes the forecasts of a job, in any process: the model is loaded where it is first asked for.
+    """A maker of the forecasts of a job, in any process. It loads the model when the first batch is asked for.
 
     Args:
-        job: what is made.
-        device: where the model computes; None takes a GPU where there is one.
-        threads: of torch, on a CPU.
+        job: the job.
+        device: the device of the model; None takes a GPU if there is one.
+        threads: number of torch's threads on a CPU.
     """
 
     def __init__(self, job: Job, device: str | None, threads: int):
@@ -51,17 +52,24 @@ class Forecaster:
         self._made: tuple[AnyModel, torch.device, Samples] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs; it loads the model for itself."""
+        """Return what another process needs, without the model, which that process loads for itself."""
         return self.__dict__ | {"_made": None}
 
     def batch(self, starts: Sequence[Start]) -> Batch:
         """Predict a batch of start dates.
 
+        Args:
+            starts: the start dates and their members.
+
+        Returns:
+            The prediction on the CPU, and the samples, reduced to what `variable` needs of them.
+
         Raises:
-            UserError: an input cannot be read, or is NaN or infinite where the model knows of no mask.
+            UserError: an input cannot be read, or is NaN or infinite and the model has no mask there.
         """
-        # The lock is held while the inputs are read, too, or those of many batches would wait in memory. What is read
-        # may be lazy itself: in this thread, for a scheduler that waits for this task may have no other.
+        # The lock is held while the inputs are read, too. Otherwise the inputs of many batches would wait in memory.
+        # The source may be a lazy Dataset itself. It is computed in this thread, because Dask may have no other thread
+        # that could run its tasks while this task waits.
         with _alone, dask.config.set(scheduler="synchronous"), torch_threads(self._threads), torch.inference_mode():
             model, device, samples = self._ready()
             group = [samples.read(start) for start in starts]
@@ -69,14 +77,26 @@ class Forecaster:
             return prediction, [self._kept(samples.judged(sample)) for sample in group]
 
     def _kept(self, sample: Sample) -> Sample:
-        """Return what `outputs` needs of a sample, for it waits in memory until all variables are made."""
+        """Return the sample without the fields that `outputs` does not need.
+
+        It stays in memory until all variables of its batch are made.
+        """
         if self.job.wanted.members or self.job.spec.masked:
             return sample
         nothing = Fields(np.empty(0, np.float32), np.empty(0, np.float32))
         return replace(sample, members=nothing, mean=nothing, spread=nothing)
 
     def variable(self, batch: Batch, name: str) -> dict[str, np.ndarray]:
-        """Return the fields of one variable by their kind, each with an axis of start dates in its place."""
+        """Make the fields of one variable from the prediction of a batch.
+
+        Args:
+            batch: the result of `batch`.
+            name: short name of the variable.
+
+        Returns:
+            float32 fields by the value of their kind. Each has an axis of start dates at the place that `contents`
+            gives it.
+        """
         prediction, samples = batch
         job, made = self.job, dict[str, list[np.ndarray]]()
         with torch_threads(self._threads), torch.inference_mode():
@@ -101,13 +121,14 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
     """Return the forecasts of a job as a lazy Dataset, with the variables and coordinates of its files opened as one.
 
     Args:
-        job: what is made of what.
+        job: the job.
         starts: the start dates, in ascending order.
-        device: where the model computes, e.g. "cpu" or "cuda"; None takes a GPU where there is one.
+        device: the device of the model, e.g. "cpu" or "cuda"; None takes a GPU if there is one.
 
     Raises:
-        UserError: start dates have other members than others; or there is no such device.
+        UserError: start dates differ in their members, or there is no such device.
     """
+    # The Dataset has one attribute `members_in` and one axis of members for all start dates.
     if len({start.positions for start in starts}) > 1:
         few = next(start for start in starts if start.missing)
         where = f"{str(few.init_time)[:16]}: {few.missing}"
@@ -132,7 +153,7 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
 
 
 def _checked(device: str | None) -> str | None:
-    """Refuse a device that is not there."""
+    """Return the device unchanged, or raise a UserError if it cannot be used."""
     if device is not None:
         try:
             torch.empty(0, device=device)
@@ -143,17 +164,17 @@ def _checked(device: str | None) -> str | None:
 
 
 def _stacked(values: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """Return fields with an axis of start dates; one alone, which is large then, is not copied."""
+    """Stack fields along a new axis of start dates. A single field, which may be large, is not copied."""
     return np.expand_dims(values[0], axis) if len(values) == 1 else np.stack(values, axis)
 
 
 def _time_axis(kind: Kind) -> int:
-    """Return where the axis of start dates stands."""
+    """Return the position of the axis of start dates: behind an axis of quantiles, thresholds or members."""
     return int(kind in (Kind.QUANTILE, Kind.PROBABILITY, Kind.MEMBER))
 
 
 def _shape(job: Job, head: Header, one: Output) -> tuple[int, ...]:
-    """Return the shape of a field of one start date."""
+    """Return the shape of a field of one start date, without the axis of start dates."""
     extra = {
         Kind.QUANTILE: (len(head.quantiles),),
         Kind.PROBABILITY: (len(head.thresholds.get(one.name, ())),),
@@ -164,7 +185,7 @@ def _shape(job: Job, head: Header, one: Output) -> tuple[int, ...]:
 
 
 def _joined(parts: Sequence[Any], sizes: Sequence[int], kind: Kind, shape: tuple[int, ...]) -> da.Array:
-    """Return the fields of all batches as one lazy array."""
+    """Join the fields of all batches to one lazy array."""
     axis = _time_axis(kind)
     blocks = [
         da.from_delayed(part[kind.value], (*shape[:axis], size, *shape[axis:]), np.float32)

@@ -1,4 +1,7 @@
-"""Writes one start date's forecast as a CF-1.11 NetCDF file that appears under its name only when it is whole."""
+"""Write the forecast of one start date as a CF-1.11 NetCDF file.
+
+The file is written under a temporary name, and gets its own name only when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ from ensemble_ml.inference.contents import TIME_AXES, Header, Output, attributes
 from ensemble_ml.inference.coordinates import Coordinate, coordinates, global_attributes, height_of
 from ensemble_ml.training.checkpoint import sync
 
-# HDF5 serves one thread at a time, and a thread may be reading an archive through xarray: xarray's own lock keeps
-# the two apart.
+# HDF5 serves only one thread at a time, and another thread may be reading an archive through xarray. xarray's own lock
+# keeps the two apart.
 _LOCK = NETCDF4_PYTHON_LOCK
-_CHUNK = 1 << 20  # bytes: small grids go whole into a chunk, large ones field by field
+_CHUNK = 1 << 20  # bytes: a small grid goes into one chunk with its levels and leads, a large one by itself
 
 
 def file_name(init_time: np.datetime64) -> str:
-    """forecast_YYYYMMDDHH.nc, with minutes where there are any."""
+    """Return forecast_YYYYMMDDHH.nc for an init time, with minutes appended if they are not zero."""
     start = init_time.astype("datetime64[m]").item()
     return f"forecast_{start:%Y%m%d%H}{f'{start:%M}' if start.minute else ''}.nc"
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
-    """Global attributes of a file; none where it is no NetCDF."""
+    """Return the global attributes of a file. The dict is empty if the file is no NetCDF."""
     with _LOCK:
         try:
             with netCDF4.Dataset(path) as data:
@@ -40,11 +43,19 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, replace: bool = True) -> Path:
-    """Write `outputs`, taken one by one, to `path`, where the file appears in one step at the end; what stands there is
-    replaced, or left where `replace` is off.
+    """Write the fields of one start date to `path`. The file appears there in one step, at the end.
+
+    Args:
+        path: the file to write.
+        header: coordinates and global attributes.
+        outputs: the data variables. They are taken one by one, so only one has to be in memory.
+        replace: whether an existing file is replaced; if not, it is left as it is.
+
+    Returns:
+        `path`.
 
     Raises:
-        UserError: the file cannot be written, or another process has made it meanwhile.
+        UserError: the file cannot be written, or `replace` is off and another process has made it meanwhile.
     """
     with _access(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +65,8 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
         with _access(path):
             data = netCDF4.Dataset(partial, "w", format="NETCDF4")
             _coordinates(data, header)
-        for output in outputs:  # computed while the lock is free
+        # The lock is free while the next output is computed, so that the thread that reads ahead can go on.
+        for output in outputs:
             with _access(path):
                 _data_variable(data, header, output)
         with _access(path):
@@ -64,7 +76,8 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
             give_name(partial, path, replace=replace)
             sync(path.parent)
     finally:
-        with _LOCK, suppress(OSError, RuntimeError):  # a full disk refuses the close, too
+        # If the disk is full, closing the file fails as well. The first error is the one to report.
+        with _LOCK, suppress(OSError, RuntimeError):
             if data is not None and data.isopen():
                 data.close()
         partial.unlink(missing_ok=True)
@@ -73,7 +86,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
 
 @contextmanager
 def _access(path: Path) -> Iterator[None]:
-    """Hold the lock, and tell the user of what goes wrong with the file; netCDF4 raises RuntimeError on a full disk."""
+    """Hold the lock, and turn errors of the file into UserErrors. netCDF4 raises RuntimeError if the disk is full."""
     with _LOCK:
         try:
             yield
@@ -90,11 +103,15 @@ def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
 
 
 def _create(data: netCDF4.Dataset, one: Coordinate) -> None:
-    """Write a coordinate, and dimensions that are not there yet; starts are unlimited, as `ncrcat` wants them."""
+    """Write a coordinate, and make those of its dimensions that do not exist yet.
+
+    The axis of start dates is unlimited, because `ncrcat` concatenates files only along an unlimited axis.
+    """
     for dim, length in zip(one.dims, np.shape(one.values), strict=True):
         if dim not in data.dimensions:
             data.createDimension(dim, None if dim == TIME_AXES[0] else length)
-    chunks = np.shape(one.values) or None  # the library's own along an unlimited axis are kilobytes for a number
+    # Along an unlimited axis the library's own chunks would take kilobytes for a single number.
+    chunks = np.shape(one.values) or None
     made = data.createVariable(one.name, np.asarray(one.values).dtype, one.dims, chunksizes=chunks)
     made.setncatts(dict(one.attributes))
     made[...] = one.values
@@ -121,7 +138,7 @@ def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> Non
 
 
 def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole trailing axes while a chunk stays small, at least one horizontal field."""
+    """Return the shape of a chunk: one horizontal field, and further whole axes while they fit into `_CHUNK`."""
     chunks, size = [1] * len(shape), 4
     for axis in reversed(range(len(shape))):
         if axis < len(shape) - 2 and size * shape[axis] > _CHUNK:

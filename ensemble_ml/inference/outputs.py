@@ -1,4 +1,4 @@
-"""From the parameters that a model predicts to the fields that a forecast holds.
+"""Turn the parameters that a model predicts into the fields that a forecast holds.
 
 Axes: B date in a batch, M member, K quantile or threshold, T lead, Z level, Y latitude, X longitude.
 """
@@ -29,7 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What to write: quantiles ascending, thresholds by variable ascending in its units, and whether members."""
+    """The optional contents of a forecast.
+
+    Attributes:
+        quantiles: levels between 0 and 1, ascending.
+        thresholds: thresholds of each variable in its units, ascending.
+        members: whether remapped members are written.
+    """
 
     quantiles: tuple[float, ...] = ()
     thresholds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -37,11 +43,18 @@ class Wanted:
 
 
 def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
-    """Check what the configuration asks for against what the model predicts.
+    """Check the outputs that the configuration asks for against those that the model predicts.
+
+    Args:
+        config: the settings of `ensemble-ml predict`.
+        spec: the inputs and outputs of the model.
+
+    Returns:
+        The optional contents of each forecast; none if the model predicts spread alone.
 
     Raises:
-        UserError: a threshold of a variable that is not predicted, or one that no or every forecast exceeds; or a
-            distribution asked of a model without one.
+        UserError: a threshold is for a variable that is not predicted, or no forecast or every forecast exceeds it; or
+            the settings ask for a distribution and the model has none.
     """
     thresholds = {str(name): tuple(sorted(set(map(float, values)))) for name, values in config.thresholds.items()}
     names = (*spec.variables, *spec.surface)
@@ -55,12 +68,16 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
         if thresholds or config.members_out:
             asked = "thresholds" if thresholds else "members_out"
             raise UserError(f"{asked}: the checkpoint has no postprocess head and predicts spread alone; leave it out")
-        return Wanted()  # quantiles have a default, so they are left out without a word
+        # Quantiles have a default, so their presence does not mean that the user asked for them.
+        return Wanted()
     return Wanted(tuple(sorted(set(config.quantiles))), thresholds, config.members_out)
 
 
 def _check_within_bounds(name: str, values: Sequence[float]) -> None:
-    """Refuse thresholds that a variable with bounds cannot but exceed, or never can: cloud cover of 50, not 0.5."""
+    """Refuse thresholds that every value of a bounded variable exceeds, or that none can.
+
+    A common mistake is a cloud cover of 50 in place of 0.5.
+    """
     known = registered(name)
     lower, upper = known.family.bounds
     for value in values:
@@ -73,9 +90,12 @@ def _check_within_bounds(name: str, values: Sequence[float]) -> None:
 
 
 def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
-    """Warn, once, of thresholds beyond all values that the checkpoint was trained on: they may be in other units.
+    """Warn once about thresholds beyond all values in training, which may be in other units.
 
-    `ranges`: {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}, SI units.
+    Args:
+        wanted: the contents of the forecast.
+        ranges: training range of each variable, {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]},
+            in SI units.
     """
     said = []
     for name, values in wanted.thresholds.items():
@@ -90,7 +110,7 @@ def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
 
 
 def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:
-    """Return what `outputs` gives of a variable, in that order."""
+    """Return the kinds of fields that `outputs` makes of a variable, in the same order."""
     kinds = []
     if spec.config.postprocess:
         kinds = [Kind.MEAN, Kind.STDDEV, Kind.LOCATION, Kind.SCALE]
@@ -108,11 +128,22 @@ def outputs(
     places: Places,
     only: str | None = None,
 ) -> Iterator[Output]:
-    """The data variables of date `at` of a batch, made one at a time, cut to `places`; those of one variable `only`, or
-    of all.
+    """Yield the data variables of one date of a batch, one at a time, cut to `places`.
 
-    Everything is computed on the whole grid and cut afterwards: a vectorised function may round its last few elements
-    otherwise, and a region must equal the same part of a whole field bit for bit.
+    Everything is computed on the whole grid and cut afterwards. A vectorised function may round the last few elements
+    of an array differently, and a region has to equal the same part of the whole field bit for bit.
+
+    Args:
+        spec: the inputs and outputs of the model.
+        prediction: the predicted parameters of the batch, on the CPU.
+        at: position of the date in the batch.
+        sample: the members of the date, with their mean and spread.
+        wanted: the optional contents.
+        places: the grid points to write.
+        only: name of the one variable to make, or None for all.
+
+    Raises:
+        UserError: a prediction is not finite.
     """
     for suffix, names in (("p", spec.variables), ("s", spec.surface)):
         for position, name in enumerate(names):
@@ -124,18 +155,26 @@ def outputs(
 
 
 def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
-    """The order in which equal members of a start date are ranked: a permutation of their positions, (M,) int64.
+    """Return the order in which equal members of a start date are ranked, so that one of them gets the higher value.
 
-    It hangs on the minute of the start alone, and is drawn: to count on with the start would come back to the same
-    member, for 24 hours are 0 modulo 2, 3, 4, 6, 8 and 12.
+    The order depends only on the minute of the start date, and is drawn at random. A rule that simply counts on with
+    the start would favour the same member again and again: 24 hours are 0 modulo 2, 3, 4, 6, 8 and 12.
+
+    Args:
+        init_time: the start date.
+        count: number of members M.
+
+    Returns:
+        A permutation of the members' positions, (M,) int64.
     """
     minute = int(init_time.astype("datetime64[m]").astype(np.int64))
-    # Raw words sorted, because NumPy promises these for ever, but not its permutations.
+    # The order is made by sorting raw random words. NumPy promises to keep these in all versions, but not its
+    # permutations.
     return np.argsort(np.random.Philox(key=minute % 2**64).random_raw(count), kind="stable")
 
 
 class _Variable:
-    """One variable of one date: parameters (T, [Z,] Y, X) and raw members (M, T, [Z,] Y, X)."""
+    """A variable of one date: its parameters (T, [Z,] Y, X) and raw members (M, T, [Z,] Y, X)."""
 
     def __init__(self, spec: ModelSpec, prediction: Prediction, suffix: str, at: int, position: int, sample: Sample):
         def pick(name: str) -> Tensor | None:
@@ -148,13 +187,13 @@ class _Variable:
         self._masked = bool(spec.masked)
 
     def _raw(self, fields: Fields) -> Tensor:
-        """This variable of the members given, of their mean or their spread, at the predicted leads."""
+        """Return this variable of the given members, or of their mean or spread, at the predicted leads."""
         values, axis = (fields.pressure, -4) if self._suffix == "p" else (fields.surface, -3)
         # Taking the variable leaves the lead on the axis where the variable was.
         return torch.from_numpy(values.take(self._position, axis).take(self._leads, axis))
 
     def masked_fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
-        """As `fields`, with NaN where none of the members given has a value.
+        """Yield the results of `fields`, with NaN where none of the members has a value.
 
         Raises:
             UserError: the model predicts something that is not finite elsewhere.
@@ -169,7 +208,7 @@ class _Variable:
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 
     def fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
-        """What is asked for of this variable, in the order of the file."""
+        """Yield the fields of this variable that the forecast holds, in the order of the file."""
         if self.location is not None and self.scale is not None:
             yield from self._distribution(self.location, self.scale, wanted.quantiles, wanted.thresholds.get(name, ()))
             if wanted.members:
@@ -184,6 +223,7 @@ class _Variable:
     def _distribution(
         self, location: Tensor, scale: Tensor, quantiles: Sequence[float], thresholds: Sequence[float]
     ) -> Iterator[tuple[Kind, Tensor]]:
+        """Yield moments, parameters, quantiles and probabilities of the predicted distribution."""
         mean, deviation = moments(self.family, location, scale)
         yield Kind.MEAN, mean
         yield Kind.STDDEV, deviation
@@ -192,7 +232,7 @@ class _Variable:
         if quantiles:
             yield Kind.QUANTILE, torch.stack([quantile(self.family, location, scale, level) for level in quantiles])
         if thresholds:
-            # In double precision, or small probabilities would be lost in 1 - P.
+            # In single precision, 1 - P would lose small probabilities.
             wide = location.double(), scale.double()
             below = [cdf(self.family, *wide, torch.tensor(value, dtype=torch.float64)) for value in thresholds]
             yield Kind.PROBABILITY, 1 - torch.stack(below)

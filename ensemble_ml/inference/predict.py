@@ -1,8 +1,9 @@
-"""Forecasts of many start dates: read ahead in one thread, predicted in this one, written in a third.
+"""Make the forecasts of many start dates.
 
-Over several ranks, spatial groups take turns at the start dates; each rank of a group reads and predicts its part of
-the grid, and the group's first one writes. Whatever can be refused is refused before the first computation; each file
-appears under its name only when it is whole.
+One thread reads ahead, the main thread predicts, and a third thread writes. With several ranks, the spatial groups take
+turns at the start dates. Each rank of a group reads and predicts its part of the grid, and the first rank of the group
+writes. Everything that can be refused is refused before the first computation. Each file appears under its name only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -47,31 +48,36 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 8  # start dates
-_BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
-_READ_AHEAD = 2  # batches; one where a batch is a single date, which is large then
+# Grid values of the mean fields of a batch. A larger batch takes more memory and is not faster.
+_BATCH_VALUES = 4_000_000
+# Batches that are read ahead. It is one if a batch is a single date, which is large then.
+_READ_AHEAD = 2
 _NAMED = 10  # start dates in a message
 
 
 @dataclass(frozen=True, eq=False)
 class _Job(Job):
-    """A job of several ranks: this one's part in it, and of the grid."""
+    """A job of several ranks, with this rank's place among them and its part of the grid."""
 
     session: Session
     shard: Shard
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
-    """Write one NetCDF forecast a start date of `source` and return their paths, in the order of the dates.
+    """Write one NetCDF forecast for each start date of `source`.
 
     Args:
         config: `checkpoint`, `members_in`, `dates` and what to write; `input` is only quoted, `source` is what is read.
         source: a tensor store or an archive with the reduced ensemble, on the checkpoint's grid.
 
+    Returns:
+        The paths of the forecasts, in the order of the dates.
+
     Raises:
-        UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
-            exists already, or with `resume` alone one that would be made otherwise now. At the end, of start dates that
-            cannot be read, as where an input is NaN or infinite: the others have their forecasts (unless ranks share
-            each date, when the first of these ends the run).
+        UserError: the checkpoint is damaged; the source does not fit it; something that the settings name is not there;
+            a forecast exists already, or `resume` is on without `overwrite` and a forecast was made in another way. At
+            the end of the run, also if the input of some start dates cannot be read, or is NaN or infinite; all other
+            dates then have their forecasts. If ranks share each date, the first such date ends the run.
     """
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     with start(config.parallel) as session:
@@ -86,13 +92,15 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     job = _Job(**vars(planned), session=session, shard=shard)
     paths = targets(config, starts)
     made = _made(job, starts, paths) if config.resume else set()
-    session.mesh.world.barrier()  # nobody writes before all have looked
+    # No rank may write before all ranks have checked which files exist.
+    session.mesh.world.barrier()
     if config.static is not None:
         replace_static(model, source)
     ranks = sharing_cores(session.mesh.world, session.device)
     with torch_threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
         put_on_device(model, meta, config.precision, session.device)
-        check_same_model(list(model.state_dict().values()), session.mesh.world)  # `best` may move while ranks read it
+        # The link `best` may be moved to another checkpoint while ranks are reading it.
+        check_same_model(list(model.state_dict().values()), session.mesh.world)
         if isinstance(model, EnsembleModel):
             partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
         wanted_paths = [None if path in made else path for path in paths]
@@ -101,8 +109,11 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
 
 
 def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path]:
-    """Those of `paths` that are there, as the first rank of the group sees it, which writes them: ranks that share
-    samples have to leave out the same."""
+    """Return the paths whose forecasts exist already, as the first rank of the group sees them.
+
+    That rank writes the files. Ranks that share samples have to leave out the same dates, or they would wait for each
+    other without end.
+    """
     spatial = job.session.mesh.spatial
     known = job.same, job.source, job.config.overwrite
     made = made_already(starts, paths, *known) if spatial.rank == 0 else set()
@@ -112,6 +123,7 @@ def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard:
+    """Return this rank's part of the grid, after checks that a forecast can use the ranks in this way."""
     topology, given = session.topology, session.config
     if given.planned and any(degree not in ("auto", 1) for degree in (given.lat, given.lon)):
         raise UserError(
@@ -126,12 +138,12 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
 
 
 def _own(items: list[T], session: Session) -> list[T]:
-    """Those of the start dates that fall to this rank's group."""
+    """Return the start dates of this rank's group. The groups take turns at the dates."""
     return items[session.topology.place.data :: session.topology.data]
 
 
 def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start, Path | None]]) -> None:
-    """Make the forecasts of start dates with a path."""
+    """Make the forecasts of the start dates that have a path."""
     spatial = job.session.mesh.spatial
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
     samples = Samples(job.source, job.spec, job.meta, window, job.wanted.members)
@@ -148,7 +160,8 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
             group = [samples.judged(s) for s in (_whole_sample(job, sample) for sample in group) if s is not None]
             if whole is None:
                 continue
-            # One batch is written while the next is computed, so that no more than two are in memory.
+            # One batch is written while the next is computed. `done` first waits for the batch before, so that no more
+            # than two are in memory.
             done(writing)
             writing = [
                 writer.submit(_write, job, whole, at, sample, path)
@@ -158,21 +171,25 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
         done(writing)
     if unread:
         dates, (why, *_) = list(unread), unread.values()
-        if len(dates) == count:  # no matter of a date
+        # If all dates failed, the reason does not lie in single dates, so these are not listed.
+        if len(dates) == count:
             raise UserError(why)
         more = f" and {len(dates) - _NAMED} more" if len(dates) > _NAMED else ""
         raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, for the input cannot be read: {why}")
 
 
 def _whole(job: _Job, part: Prediction) -> Prediction | None:
-    """The prediction on the whole grid, on the group's first rank; None on the others."""
+    """Gather the prediction on the whole grid. Only the first rank of the group gets it; the others get None."""
     spatial = job.session.mesh.spatial
     found = {k: None if v is None else gather(v, job.shard, spatial) for k, v in vars(part).items()}
     return Prediction(**found) if spatial.rank == 0 else None
 
 
 def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
-    """What the file needs of a sample: its extremes over the group, its members where they are written, its masks."""
+    """Gather what the file needs of a sample, on the first rank of the group; the others get None.
+
+    These are the extremes over the group, the members if they are written, and the mean if it marks masked points.
+    """
     spatial = job.session.mesh.spatial
     if spatial.size == 1:
         return sample
@@ -198,9 +215,17 @@ def _whole_fields(job: _Job, fields: Fields) -> Fields:
 def _groups(
     samples: Samples, own: list[tuple[Start, Path | None]], unread: dict[str, str] | None
 ) -> Iterator[tuple[list[Sample], list[Path | None]]]:
-    """Batches with something to write; they are those of a run that makes all, since a convolution of fewer rounds
-    otherwise. So another date of the batch stands for one that cannot be read, which is put into `unread` with the
-    reason; None raises it."""
+    """Yield batches in which at least one date has a forecast to write.
+
+    The batches are the same as in a run that makes all forecasts, because a convolution rounds differently in a batch
+    of another size. So a date that has a file already is computed again with its batch, and another date of the batch
+    takes the place of one that cannot be read.
+
+    Args:
+        samples: the reader.
+        own: the start dates of this group, each with its path, or with None if nothing is to be written.
+        unread: filled with the dates that cannot be read and the reasons; None raises the first error.
+    """
     size = batch_size(samples.spec)
     for first in range(0, len(own), size):
         starts, paths = map(list, zip(*own[first : first + size], strict=True))
@@ -223,7 +248,16 @@ def _groups(
 
 
 def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
-    """Return what the model predicts of a batch of start dates, on the host."""
+    """Predict a batch of start dates.
+
+    Args:
+        model: the model, on `device`.
+        group: the samples of the batch.
+        device: the device to compute on.
+
+    Returns:
+        The predicted parameters, on the CPU.
+    """
     dtype = torch.float64 if model.speed.precision is Precision.float64 else torch.float32
     found = model(collate(group, model.spec).to(device=device, dtype=dtype))
     return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
@@ -236,7 +270,17 @@ def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Pat
 
 
 def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, device: torch.device) -> None:
-    """Put `model` on a device, in the precision that is asked for or that the checkpoint was trained in."""
+    """Move `model` to a device, in the precision that the user asks for or that the checkpoint was trained in.
+
+    Args:
+        model: the model, which is changed.
+        meta: the content of checkpoint.json, which states the precision of training.
+        wanted: the precision; `auto` takes that of training if the device has it, and float32 otherwise.
+        device: the device.
+
+    Raises:
+        UserError: the device does not have this precision.
+    """
     trained = Speed.from_json(meta["precision"])
     if wanted is Precision.auto:
         able = {speed.precision for speed in candidates(device, Precision.auto)} | {Precision.float64}
@@ -244,7 +288,8 @@ def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, d
         if speed is not trained:
             log.info("precision: %s has no %s as in training; float32 is used", device.type, trained.precision.value)
     else:
-        candidates(device, wanted)  # refuses what the device cannot do
+        # This raises a UserError if the device does not have the precision.
+        candidates(device, wanted)
         speed = Speed(wanted, trained.channels_last)
     model.to(device)
     if speed.precision is not Precision.float64:
@@ -253,14 +298,14 @@ def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, d
 
 
 def batch_size(spec: ModelSpec) -> int:
-    """Return how many start dates are predicted at once."""
+    """Return the number of start dates that are predicted at once."""
     planes = len(spec.leads_in) * spec.fields
     return max(1, min(_LARGEST_BATCH, _BATCH_VALUES // (planes * len(spec.latitude) * len(spec.longitude))))
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads; 0 leaves their number as it is."""
+    """Set the number of torch's threads inside a `with` block; 0 leaves it unchanged."""
     before = torch.get_num_threads()
     if count > 0:
         torch.set_num_threads(count)
@@ -272,8 +317,11 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _one_writer() -> Iterator[ThreadPoolExecutor]:
-    """A thread for writing. Left by an error, it writes what is computed; by an interrupt, it ends the file at hand,
-    whole, and begins no other."""
+    """Provide one thread for writing.
+
+    If an error ends the block, the thread still writes everything that has been computed. If an interrupt ends it, the
+    thread completes the file at hand and starts no other.
+    """
     writer = ThreadPoolExecutor(1, thread_name_prefix="write")
     try:
         yield writer
@@ -286,7 +334,10 @@ def _one_writer() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A function that waits for files and counts them: a bar on a terminal, some twenty plain lines elsewhere."""
+    """Provide a function that waits for files and shows how many are written.
+
+    It shows a bar on a terminal, and about twenty plain lines elsewhere.
+    """
     bar = tqdm(total=total, unit="date", desc="predict", disable=not sys.stderr.isatty())
     with logging_redirect_tqdm(), bar:
         count = 0

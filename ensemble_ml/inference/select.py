@@ -1,4 +1,4 @@
-"""Where a forecast is written: the whole grid, a region of it, or the grid points nearest to given places.
+"""Select where a forecast is written: on the whole grid, in a region, or at the grid points nearest to given places.
 
 Axes: Y latitude, X longitude, P point.
 """
@@ -18,10 +18,14 @@ from ensemble_ml.grid import TOLERANCE, Grid
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Rows and columns of the model's grid that a forecast holds.
+    """The rows and columns of the model's grid that a forecast holds.
 
-    A field: `rows` (Y',), `latitude` (Y',) descending, `columns` (X',), `longitude` (X',) ascending. Points: all four
-    (P,), and `asked` (P, 2) holds the latitudes and longitudes as they were asked for.
+    Attributes:
+        rows: (Y',) indices of a region's rows, or (P,) the row of each point.
+        columns: (X',) indices of a region's columns, or (P,) the column of each point.
+        latitude: degrees north; (Y',) descending, or (P,).
+        longitude: degrees east; (X',) ascending, or (P,).
+        asked: (P, 2) latitudes and longitudes of the points as they were requested; None for a region.
     """
 
     rows: np.ndarray
@@ -32,26 +36,31 @@ class Places:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Names of the horizontal dimensions."""
+        """Return the names of the horizontal dimensions."""
         return ("latitude", "longitude") if self.asked is None else ("point",)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(Y', X') or (P,)."""
+        """Return the lengths of the horizontal dimensions, (Y', X') or (P,)."""
         return (len(self.rows), len(self.columns)) if self.asked is None else (len(self.rows),)
 
     def cut(self, values: np.ndarray) -> np.ndarray:
-        """(..., Y, X) of the model's grid to (..., Y', X') or (..., P)."""
+        """Cut values on the model's grid, (..., Y, X), to (..., Y', X') or (..., P)."""
         if self.asked is not None:
             return values[..., self.rows, self.columns]
         return values[..., self.rows[:, None], self.columns]
 
 
 def select(grid: Grid, region: Sequence[float] | None, points: Any) -> Places:
-    """The places that `region` or `points` name on `grid`; all of it where both are None.
+    """Select the grid points that `region` or `points` name; all of them if both are None.
+
+    Args:
+        grid: the model's grid.
+        region: [north, west, south, east] in degrees, or None.
+        points: a list of [latitude, longitude] in degrees, or None. It goes before `region`.
 
     Raises:
-        UserError: either leaves the grid, or is not written as it should be.
+        UserError: either reaches beyond the grid, or does not have the right form.
     """
     if points is not None:
         return nearest_points(grid, points)
@@ -62,10 +71,15 @@ def select(grid: Grid, region: Sequence[float] | None, points: Any) -> Places:
 
 
 def cut_region(grid: Grid, region: Sequence[float]) -> Places:
-    """Rows and columns within [north, west, south, east] degrees, ends included.
+    """Select the rows and columns within a region, ends included.
 
-    The region runs eastwards from west to east, in either convention of longitude; where it crosses Greenwich (or
-    whatever meridian the grid begins with) the longitudes returned begin below that of the crossing: -20 to 20.
+    The region runs eastwards from west to east, and longitudes may be in either convention. If it crosses the meridian
+    at which the grid begins (mostly Greenwich), the longitudes west of this meridian are returned as smaller numbers,
+    so that they ascend: -20 to 20.
+
+    Args:
+        grid: the model's grid.
+        region: [north, west, south, east] in degrees.
 
     Raises:
         UserError: the region reaches beyond the grid, or holds no grid point.
@@ -75,10 +89,14 @@ def cut_region(grid: Grid, region: Sequence[float]) -> Places:
 
 
 def nearest_points(grid: Grid, points: Any) -> Places:
-    """The grid points nearest to [latitude, longitude] pairs, longitudes in either convention.
+    """Select the grid points nearest to [latitude, longitude] pairs, with longitudes in either convention.
+
+    Args:
+        grid: the model's grid.
+        points: a list of [latitude, longitude] in degrees.
 
     Raises:
-        UserError: not a list of pairs, or a point lies outside the grid.
+        UserError: `points` is not a list of pairs, or a point lies outside the grid.
     """
     asked = _as_pairs(points)
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)
@@ -94,6 +112,7 @@ def nearest_points(grid: Grid, points: Any) -> Places:
 
 
 def _as_pairs(points: Any) -> np.ndarray:
+    """Return the points as an array (P, 2), or raise a UserError if they are not a list of pairs of numbers."""
     pairs = list(points) if isinstance(points, list | tuple) else []
     good = bool(pairs) and all(
         isinstance(p, list | tuple) and len(p) == 2 and all(type(x) in (int, float) and np.isfinite(x) for x in p)

@@ -1,4 +1,6 @@
-"""Which start dates are predicted from which members: everything that can be refused is refused before computing.
+"""Decide which start dates are predicted, and from which members.
+
+Everything that can be refused is refused here, before anything is computed.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 """
@@ -22,14 +24,19 @@ from ensemble_ml.store.source import Part, Source, bounds_at, hour_of_day, selec
 
 log = logging.getLogger(__name__)
 
-_SEASON = 45  # days of the year: a start farther from all training dates is of a season that they lack
+_SEASON = 45  # days of the year: a start farther from all training dates lies in a season that training lacked
 
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """One start date: its index in the source, the positions of the members that are complete.
+    """A start date to predict.
 
-    `missing`: the members that are not, `unlike`: how it is unlike all training dates, in words or empty.
+    Attributes:
+        date: index of the date in the source.
+        init_time: the start date itself.
+        positions: positions of the members that are complete, ascending.
+        missing: the members that are not complete, in words; empty if all are.
+        unlike: how the date differs from all training dates, in words; empty if it does not.
     """
 
     date: int
@@ -40,14 +47,17 @@ class Start:
 
 
 def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Refuse a source that lacks anything the model takes.
+    """Refuse a source that lacks anything that the model takes.
 
-    `bounds`: intervals of the training data's sums and maxima at `spec.leads_in` (`store.source.bounds_at`); None where
-    the checkpoint does not know.
+    Args:
+        source: the reduced ensemble.
+        spec: the inputs and outputs of the model.
+        bounds: intervals of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`); None if
+            the checkpoint does not state them.
 
     Raises:
-        UserError: another grid, or variables, levels or leads that are not there, all of them named; sums over other
-            intervals.
+        UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums are
+            over other intervals.
     """
     layout = source.layout
     if not layout.grid.same_as(spec.grid):
@@ -84,8 +94,15 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
 
 
 def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dict[str, list[int]]:
-    """Hours at which sums of each variable were cut in training, where the checkpoint knows: `bounds` as `check_source`
-    takes them. An archive may have leads between, which would make other sums of those that run from the start."""
+    """Return the hours at which sums of each variable were cut in training, as far as the checkpoint states them.
+
+    An archive may hold sums since the start, and more leads than training had. Differences between neighbouring leads
+    would then be sums over other, shorter intervals.
+
+    Args:
+        spec: the inputs and outputs of the model.
+        bounds: intervals of the training data, as in `check_source`.
+    """
     known = bounds or {}
     return {name: [*spec.leads_in, *(hour for pair in known[name] if pair for hour in pair)] for name in known}
 
@@ -95,10 +112,14 @@ def _spans(pairs: Sequence[Any]) -> str:
 
 
 def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ...]:
-    """Positions of the members that `members_in` names: a number of first ones, a list of numbers, or None for all.
+    """Return the positions of the members that `members_in` names, in ascending order.
+
+    Args:
+        realization: numbers of all members.
+        members_in: a number of first members, a list of member numbers, or None for all.
 
     Raises:
-        UserError: more members than there are, one that is not there, or one named twice.
+        UserError: `members_in` asks for more members than there are, for one that is not there, or for one twice.
     """
     numbers = _list(realization)
     if members_in is None:
@@ -121,14 +142,20 @@ def _list(values: Sequence[Any]) -> str:
 
 
 def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = ()) -> list[Start]:
-    """The start dates to predict, each with the members that are complete at it; a missing member warns.
+    """Return the start dates to predict, each with the members that are complete at it.
 
-    `trained`: the training dates, ISO 8601 in UTC, as far as they are known. Starts at an hour of the day, or in a
-    season, that these lack warn once.
+    A missing member gives a warning. Start dates at an hour of the day, or in a season, that training lacked give one
+    warning together.
+
+    Args:
+        source: the reduced ensemble.
+        spec: the inputs and outputs of the model.
+        config: the settings of `ensemble-ml predict`, with `dates` and `members_in`.
+        trained: the training dates, ISO 8601 in UTC; empty if they are not known.
 
     Raises:
-        UserError: no such date or member, a field that no member has, or fewer members than the model or the output
-            can do with.
+        UserError: a date or member is not there, every member asked for lacks a field, or the model or the output needs
+            more members.
     """
     layout = source.layout
     if not len(layout.init_time) or not source.has(Part.FORECAST):
@@ -149,9 +176,13 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
 
 
 def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict[np.datetime64, str]:
-    """In words, how the hour or the season of start dates is unlike those of all training dates; only those that are.
+    """Describe how the hour or the season of start dates differs from those of all training dates.
 
-    What a model corrects hangs on both: a grid point and a lead are a local hour, and biases follow the seasons.
+    The corrections of a model depend on both: at a given grid point and lead, the hour of the start fixes the local
+    time, and biases change with the seasons.
+
+    Returns:
+        Sentences by init time, only for the dates that differ.
     """
     if not len(trained):
         return {}
@@ -171,6 +202,7 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
 
 
 def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:
+    """Return a start date with its complete members, or raise a UserError if there are too few."""
     init_time = source.layout.init_time[date]
     gaps = _gaps(source, spec, date, wanted)
     left = tuple(position for position in wanted if position not in gaps)
@@ -188,7 +220,7 @@ def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wa
 
 
 def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -> dict[int, str]:
-    """For each member that lacks a field the model takes: the first such field, in words."""
+    """Describe, for each member that lacks a field of the model, the first such field."""
     layout = source.layout
     pressure, surface = source.present(Part.FORECAST, date)
     leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
@@ -210,6 +242,7 @@ def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -
 
 
 def _enough(count: int, spec: ModelSpec, config: PredictConfig, where: str) -> None:
+    """Raise a UserError if the model or the remapped members need more members than `count`."""
     least = spec.config.min_members
     if count < least:
         raise UserError(f"{where}; the checkpoint was made with model.min_members={least}: give that many or more")

@@ -1,4 +1,4 @@
-"""The files that forecasts go to: which may be written, and which a run that was killed has made already."""
+"""Decide which files a run of forecasts writes, and which an interrupted run has made already."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ log = logging.getLogger(__name__)
 
 
 def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """Attributes that are equal where forecasts of the same input are (`of_start`)."""
+    """Return attributes that are equal for forecasts by the same model with the same settings.
+
+    `of_start` adds the attributes of the input.
+
+    Args:
+        config: the settings of `ensemble-ml predict`.
+        wanted: the optional contents of a forecast.
+        meta: the content of checkpoint.json.
+        source: the reduced ensemble, whose static fields may be used.
+    """
     settings = {
         "quantiles": wanted.quantiles,
         "thresholds": dict(sorted(wanted.thresholds.items())),
@@ -34,7 +43,8 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         "precision": config.precision.value,
         "static": None if config.static is None else _digest(source.static()),
         "regrid": config.regrid,
-        "axes": TIME_AXES,  # files on other axes, as they once were, do not open as one with these
+        # Files of earlier versions had other time axes, and do not open as one Dataset with these.
+        "axes": TIME_AXES,
     }
     return {
         "checkpoint_sha256": meta["sha256"],
@@ -43,7 +53,15 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
 
 
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
-    """`same`, as `identity` gives it, and what one start date is made from: a later one may add to an archive."""
+    """Return `same` with the attributes of the input of one start date.
+
+    They are stated for each date, because an archive may grow after a forecast was made.
+
+    Args:
+        same: the result of `identity`.
+        start: the start date and its members.
+        source: the reduced ensemble.
+    """
     return {
         **same,
         "data_fingerprint": fingerprint_at(source, start.date),
@@ -52,6 +70,7 @@ def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str,
 
 
 def _digest(fields: Mapping[str, np.ndarray]) -> str:
+    """Return a hash of the names, shapes and values of static fields."""
     found = hashlib.sha256()
     for name in sorted(fields):
         found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
@@ -59,10 +78,15 @@ def _digest(fields: Mapping[str, np.ndarray]) -> str:
 
 
 def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
-    """The files to write; none may exist without `overwrite` or `resume`.
+    """Return the files to write, and check that they may be written.
+
+    Args:
+        config: the settings of `ensemble-ml predict`, with `output`, `overwrite` and `resume`.
+        starts: the start dates.
 
     Raises:
-        UserError: one exists, the folder cannot be written, or two start dates lie in one minute.
+        UserError: a file exists and neither `overwrite` nor `resume` is on; the folder cannot be written; two start
+            dates lie in one minute.
     """
     folder = Path(config.output)
     check_writable(folder)
@@ -82,10 +106,18 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
 def made_already(
     starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source, replace: bool
 ) -> set[Path]:
-    """Those of `paths` that are there and what would be made now; with `replace` others may be there.
+    """Return the paths whose files exist and equal what would be made now.
+
+    Args:
+        starts: the start dates.
+        paths: the file of each start date.
+        same: the result of `identity`.
+        source: the reduced ensemble.
+        replace: whether files may exist that were made in another way; these will be replaced.
 
     Raises:
-        UserError: a file is no forecast, or one of another checkpoint, input or other settings, and not `replace`.
+        UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or
+            with other settings.
     """
     made = set()
     for start, path in zip(starts, paths, strict=True):
@@ -104,12 +136,12 @@ def made_already(
 
 
 def member_numbers(start: Start, source: Source) -> str:
-    """The numbers of the members that a forecast is made from, as its attribute holds them."""
+    """Return the numbers of the members of a forecast, as its attribute holds them."""
     return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
 def _others(path: Path, wanted: Mapping[str, str]) -> list[str]:
-    """In words, the attributes of a file that are not what is wanted."""
+    """Return, in words, the attributes of a file that differ from what is wanted."""
     found = read_attributes(path)
     words = {"checkpoint_sha256": "checkpoint", "data_fingerprint": "input", "settings_digest": "settings"}
     names = sorted(wanted, key=[*words, *wanted].index)
