@@ -1,7 +1,7 @@
-"""The words of the command line: the settings of each task, what runs it, and what its help page says.
+"""The tasks of the command line. Each has its settings, a function that runs it, and the text of its help page.
 
-A task imports what it needs when it runs, so that `--help` is quick and an extra that is not installed is missed by
-none but its own task.
+A task imports its modules only when it runs. This makes `--help` quick, and a missing optional dependency affects only
+the task that needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from ensemble_ml.folders import check_writable
 
 @dataclass(frozen=True)
 class Task:
-    """One word of the command line: its schema, what runs it, and an example for its help page."""
+    """A task of the command line.
+
+    Attributes:
+        config: the schema of its settings.
+        run: the function that runs it with these settings.
+        example: settings for the example on its help page.
+        leaves: the files that it leaves, for the help page.
+    """
 
     config: type
     run: Callable[[Any], object]
@@ -60,8 +67,9 @@ def _inspect(config: schema.InspectConfig) -> object:
 
 
 def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], str]]:
-    """Return what a trained model or an archive is, and what makes a page of it."""
-    if len(paths) == 1 and Path(paths[0]).is_dir():  # only then, since it takes importing torch
+    """Describe a trained model or an archive. Also return the function that formats the description as a page."""
+    # Only a folder can be a checkpoint. For anything else the import of torch, which takes seconds, is saved.
+    if len(paths) == 1 and Path(paths[0]).is_dir():
         from ensemble_ml.inference.inspect import checkpoint_text, describe_checkpoint, holds_checkpoint
 
         if holds_checkpoint(paths[0]):
@@ -159,6 +167,6 @@ TASKS: dict[str, Task] = {
 
 
 def benchmark_names() -> list[str]:
-    """Modules of `ensemble_ml.benchmarks` that are benchmarks, not their tools."""
+    """Return the modules of `ensemble_ml.benchmarks` that are benchmarks and not their tools."""
     folder = Path(__file__).parent / "benchmarks"
     return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "results")

@@ -1,8 +1,11 @@
-"""The only schema of the configuration: plain dataclasses that validate themselves when they are made.
+"""The only schema of the configuration: plain dataclasses that check their values when they are made.
 
-Hydra composes the files of `conf/` over these classes; `OmegaConf.to_object` turns the result into them once, in `cli`.
-Below that border nobody sees a DictConfig. Classes are not frozen and hold no Literal, tuple or Path, because
-OmegaConf cannot compose those; members of an Enum are named as they are written, because it matches names. `doc` in a field's metadata is the line that `--help` prints.
+Hydra composes the files of `conf/` over these classes. `OmegaConf.to_object` then turns the result into instances,
+once, in `cli`. No code below that border sees a DictConfig.
+
+OmegaConf cannot compose frozen classes, nor fields of the types Literal, tuple or Path, so the classes have none of
+these. It finds the member of an Enum by its name, so members are named as users write them. `doc` in the metadata of a
+field is the line that `--help` prints.
 """
 
 from ensemble_ml.config.archives import (

@@ -1,4 +1,4 @@
-"""Settings of the tasks that make archives and tensor stores."""
+"""Settings of the tasks that make archives and tensor stores: `simulate`, `prepare` and `inspect`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ class SimulateConfig:
 
 
 def check_overrides(config: Any) -> None:
-    """Check what `names` and `units` of a task state of an archive's variables, and bring them to our names.
+    """Check the `names` and `units` of a task, and key both by the names of variables that the registry uses.
+
+    Args:
+        config: an instance with `names` and `units`, which are replaced.
 
     Raises:
         UserError: a variable is not known, or its units cannot be converted.
@@ -144,7 +147,7 @@ def check_overrides(config: Any) -> None:
 
 
 def _our_names(variables: list[str] | None) -> list[str] | None:
-    """Return variables under our names, where they are known by others; what nobody knows is refused with the archive."""
+    """Return variables by their names in the registry. Unknown names stay; opening the archive refuses them."""
     if variables is None:
         return None
     names = []
@@ -193,7 +196,8 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_region(self.region)
-        for key in ("variables", "leads", "dates"):  # no level leaves what has none
+        # An empty list of levels is allowed: it leaves out all variables on levels.
+        for key in ("variables", "leads", "dates"):
             require(key, "[]", getattr(self, key) != [], "chooses nothing; null keeps all")
         self.variables = _our_names(self.variables)
         check_overrides(self)
@@ -210,10 +214,11 @@ class PrepareConfig:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which share of the start dates is ours: (number from 0, how many)."""
+        """Return which share of the start dates this process builds: (number from 0, number of shares)."""
         return (_part(self.parts) if self.parts is not None else None) or (0, 1)
 
     def _check_grid(self) -> None:
+        """Raise a UserError if `coarsen` or `regrid` does not have one of its forms, or if both are given."""
         require("coarsen", self.coarsen, self.coarsen is None or _factors(self.coarsen), "give a whole number from 1, or [rows, columns]")
         good = self.regrid is None or isinstance(self.regrid, str) or (_number(self.regrid) and 0 < self.regrid <= 45)
         require("regrid", self.regrid, good, "give a spacing in degrees, at most 45, or the path of a store or file")
@@ -231,7 +236,7 @@ class InspectConfig:
 
 
 def _day(window: str) -> date | None:
-    """The day MM-DD of a year without 29 February."""
+    """Return the day MM-DD in a year without 29 February, or None if the text is no such day."""
     if not re.fullmatch(r"\d\d-\d\d", str(window)):
         return None
     try:
@@ -241,6 +246,7 @@ def _day(window: str) -> date | None:
 
 
 def _part(text: str) -> tuple[int, int] | None:
+    """Return the (number from 0, count) of a share i/n, or None if the text does not have this form."""
     found = re.fullmatch(r"(\d+)/(\d+)", str(text))
     number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     return (number - 1, count) if 1 <= number <= count else None
@@ -251,5 +257,6 @@ def _number(value: Any) -> bool:
 
 
 def _factors(value: Any) -> bool:
+    """Return whether a value is one whole number from 1, or a list of two."""
     factors = value if isinstance(value, list) else [value, value]
     return len(factors) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in factors)

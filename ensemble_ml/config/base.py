@@ -1,4 +1,4 @@
-"""What every configuration class is made of: documented settings, checks, and the list that `--help` prints."""
+"""The parts that every configuration class uses: documented settings, checks, and the list that `--help` prints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ MISSING = "???"  # OmegaConf's mark of a mandatory value
 
 
 def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
-    """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it; `paths` says that
-    it holds a path or a list of them, where its type does not."""
+    """Make a dataclass field with a default and a line of documentation.
+
+    Args:
+        default: the default value, or a function that makes it.
+        doc: the line that `--help` prints.
+        paths: whether the field holds a path or a list of paths although its type does not say so.
+    """
     metadata = {"doc": doc, "paths": paths}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -23,17 +28,25 @@ def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
 
 
 def part(cls: type, doc: str) -> Any:
-    """A nested group of settings."""
+    """Make a field that holds a nested group of settings.
+
+    Args:
+        cls: the configuration class of the group.
+        doc: the line that `--help` prints.
+    """
     return field(default_factory=cls, metadata={"doc": doc})
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether an archive is given as an open xarray Dataset, and not as a path; xarray is not imported for it."""
+    """Return whether an archive is given as an open xarray Dataset and not as a path.
+
+    The test is by an attribute, so that xarray need not be imported here.
+    """
     return hasattr(value, "data_vars")
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return paths as a list: one string stays one path. Open Datasets may stand among them."""
+    """Return paths as a list. A single string becomes a list of one path, and Datasets stay as they are."""
     if value is None:
         return []
     values = value if isinstance(value, list | tuple) else [value]
@@ -41,18 +54,32 @@ def as_list(value: Any) -> list[Any]:
 
 
 def shown_input(value: Any) -> str:
-    """Return an element of `as_list` as messages and provenance show it."""
+    """Return an element of `as_list` as text, for messages and provenance."""
     return "an open Dataset" if is_dataset(value) else str(value)
 
 
 def require(key: str, value: Any, good: bool, allowed: str) -> None:
-    """Raise a UserError in the one form that all settings use: `key=value: what is allowed`."""
+    """Raise a UserError if a value is not allowed, in the form `key=value: what is allowed`, which all settings share.
+
+    Args:
+        key: name of the setting.
+        value: its value, for the message.
+        good: whether the value is allowed.
+        allowed: text that says what is allowed, and what to do.
+    """
     if not good:
         raise UserError(f"{key}={value}: {allowed}")
 
 
 def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
-    """Raise a UserError where a setting of `config`, or an entry of a list, is below `least`; None is not."""
+    """Raise a UserError if a setting of `config`, or an entry of a list, is below `least`. None is allowed.
+
+    Args:
+        config: an instance of a configuration class.
+        least: the smallest allowed value.
+        *keys: names of settings of `config`.
+        group: prefix of the names in the message, such as "optim.".
+    """
     for key in keys:
         value = getattr(config, key)
         for one in value if isinstance(value, list) else [value]:
@@ -60,7 +87,12 @@ def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
 
 
 def check_finite(node: Any, path: str = "") -> None:
-    """Raise a UserError where a setting, or a value in it, is infinite or no number."""
+    """Raise a UserError if a setting, or a value inside it, is infinite or NaN.
+
+    Args:
+        node: a value, or nested dicts and lists of values.
+        path: the dotted name of `node`, for the message.
+    """
     if isinstance(node, dict | list):
         for name, value in node.items() if isinstance(node, dict) else enumerate(node):
             check_finite(value, f"{path}.{name}" if path else str(name))
@@ -72,30 +104,37 @@ _PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
 
 
 def check_period(key: str, spec: str) -> None:
-    """Refuse a period that is not YYYY[-MM[-DD[THH]]] or two of these joined by `/`."""
+    """Raise a UserError if a period is not YYYY[-MM[-DD[THH[:MM]]]], or two of these joined by `/`.
+
+    Args:
+        key: name of the setting, for the message.
+        spec: the period.
+    """
     ends = spec.split("/")
     good = 1 <= len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
     require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
 
 
 def check_periods(key: str, specs: list[str] | None) -> None:
-    """The same for a list of them; None is none."""
+    """Check each period of a list as `check_period` does. None is an empty list."""
     for spec in specs or ():
         check_period(key, str(spec))
 
 
 def check_region(region: list[float] | None) -> None:
-    """Refuse a region that is not [north, west, south, east] on the sphere."""
+    """Raise a UserError if a region is not [north, west, south, east] on the sphere. None is allowed."""
     if region is not None:
         good = len(region) == 4 and 90 >= region[0] > region[2] >= -90
         require("region", region, good, "give [north, west, south, east], degrees")
 
 
 def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple[str, str, str]]:
-    """List (key, default, doc) of a configuration class and its groups, for `--help`.
+    """List (key, default, doc) of the settings of a configuration class and its groups, for `--help`.
 
     Args:
-        values: the defaults that `conf/` lays over those of the class, nested like it.
+        cls: the configuration class.
+        values: the defaults of the files in `conf/`, which replace those of the class; nested like it.
+        prefix: prefix of the keys, such as "optim.".
     """
     lines = []
     for item in fields(cls):
@@ -110,7 +149,12 @@ def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple
 
 
 def text_settings(cls: type, prefix: str = "") -> set[str]:
-    """Keys of the settings of a configuration class and its groups that are texts or paths, or lists of these."""
+    """Return the keys of all settings of a configuration class that hold texts or paths, or lists of these.
+
+    Args:
+        cls: the configuration class, whose groups are included.
+        prefix: prefix of the keys, such as "optim.".
+    """
     found = set()
     for item in fields(cls):
         key, nested = f"{prefix}{item.name}", item.default_factory

@@ -1,4 +1,4 @@
-"""Settings of the benchmark of compressed Lion."""
+"""Settings of the benchmark of compressed Lion (`benchmark=lion`)."""
 
 from __future__ import annotations
 

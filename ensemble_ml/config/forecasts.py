@@ -1,4 +1,4 @@
-"""Settings of the tasks that make forecasts, score them, and measure the program."""
+"""Settings of the tasks that make forecasts, export and score them, and measure the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ensemble_ml.config.spatial import SpatialConfig
 
 
 def _numbers(values: Any) -> bool:
-    """Whether `values` is a list or tuple of numbers."""
+    """Return whether `values` is a list or tuple of numbers."""
     return isinstance(values, list | tuple) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
@@ -51,7 +51,8 @@ class PredictConfig:
         at_least(self, 0, "threads")
         check_periods("dates", self.dates)
         check_overrides(self)
-        self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
+        # The setting has the type Any and the default null, because Hydra cannot add keys to a typed dictionary.
+        self.thresholds = self.thresholds or {}
         good = isinstance(self.thresholds, dict) and all(_numbers(v) for v in self.thresholds.values())
         require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
         for level in self.quantiles:

@@ -1,4 +1,4 @@
-"""Settings of the way from the store to the model."""
+"""Settings of loading: which rank reads what, and how much it keeps in memory and on local disk."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ class LoaderName(Enum):
 
 
 def parse_bytes(key: str, value: Any) -> int | None:
-    """Bytes of a size such as 4GB, 512MiB or a number; None stays None.
+    """Return the number of bytes in a size such as 4GB or 512MiB, or in a plain number. None stays None.
+
+    Args:
+        key: name of the setting, for the message.
+        value: the size.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the value is no size.
     """
     if value is None:
         return None
@@ -73,10 +77,10 @@ class LoadingConfig:
 
     @property
     def ram_bytes(self) -> int | None:
-        """`ram` in bytes; None where it is to be found out."""
+        """Return `ram` in bytes, or None if the program is to choose it."""
         return parse_bytes("loading.ram", self.ram)
 
     @property
     def disk_bytes(self) -> int:
-        """`disk` in bytes."""
+        """Return `disk` in bytes, zero if it is not set."""
         return parse_bytes("loading.disk", self.disk) or 0

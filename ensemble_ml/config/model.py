@@ -1,4 +1,4 @@
-"""Settings of the network."""
+"""Settings of the model: the network, its heads and the distributions of variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Pole(Enum):
     zero = "zero"
 
 
-# What inputs are standardised by: a mean and deviation a level, or maps of both (`store.las`). `global` is a keyword.
+# Inputs are standardised with one mean and deviation for each level, or with maps of both (`store.las`). The Enum is
+# made by a call, because `global` is a keyword of Python.
 Standardise = Enum("Standardise", {"global": "global", "las": "las"})
 
 
@@ -79,7 +80,7 @@ class ModelConfig:
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}
         require("model.families", given, isinstance(given, dict), "give a family by variable, {q: lognormal}")
-        # None where there are none: Hydra adds no key to a dictionary that the schema holds.
+        # An empty dictionary becomes None, because Hydra cannot add keys to a dictionary that the schema holds.
         self.families = {str(k): str(getattr(v, "value", v)) for k, v in given.items()} or None
         known = [family.value for family in Family]
         for name, family in (self.families or {}).items():
@@ -88,10 +89,10 @@ class ModelConfig:
 
     @property
     def usual_depth(self) -> int:
-        """The depth of `auto`, where the grid allows it."""
+        """Return the depth that `auto` stands for if the grid allows it."""
         return 2 if self.name in ("ens10_unet", "drn") else 3
 
     @property
     def pools(self) -> bool:
-        """Whether `depth` counts poolings of the grid."""
+        """Return whether `depth` counts poolings of the grid. In the networks of single points it does not."""
         return self.name not in ("emos", "drn")

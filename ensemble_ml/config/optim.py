@@ -1,4 +1,4 @@
-"""Settings of the optimizer, and of what ranks exchange in a step."""
+"""Settings of the optimizer, and of the exchange between ranks in each step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OptimConfig:
 
     @property
     def votes(self) -> bool:
-        """Whether ranks vote on signs."""
+        """Return whether ranks vote on the signs of the update."""
         return self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
 
     def __post_init__(self) -> None:
@@ -112,6 +112,8 @@ class OptimConfig:
         by = self.clip_by is ClipBy.total or self.votes
         require("optim.clip_by", self.clip_by.value, by, f"exchange={self.exchange.value} averages gradients, so clip holds their total; use clip_by=total, or exchange=vote")
         ballots = self.votes and self.exchange is not ExchangeName.distributed_lion
+        # A setting that the chosen exchange ignores has to keep its default. Otherwise a user would think that it has
+        # an effect.
         for key, usual, taken in (
             ("bits", 1, ballots), ("scale", VoteScale.l1, ballots), ("hierarchical", False, self.votes),
             ("momentum_sync", MomentumSync.never, self.votes), ("momentum_kept", MomentumKept.ranks, self.votes),

@@ -1,4 +1,4 @@
-"""Settings of a run over several ranks."""
+"""Settings of a run with several ranks."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class ParallelConfig:
 
     @property
     def planned(self) -> bool:
-        """Whether the planner has to choose before the ranks can share anything out."""
+        """Return whether the planner has to choose the partition of the grid before the run can start."""
         return "auto" in (self.lat, self.lon)

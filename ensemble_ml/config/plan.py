@@ -1,4 +1,4 @@
-"""Settings of the planner, which shares a run out over ranks."""
+"""Settings of the planner, which chooses how the ranks of a run share its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of benchmark=loading."""
+"""Settings of the benchmark of loaders (`benchmark=loading`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of benchmark=skill."""
+"""Settings of the benchmark of forecast skill (`benchmark=skill`)."""
 
 from __future__ import annotations
 

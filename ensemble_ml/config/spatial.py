@@ -1,4 +1,4 @@
-"""Settings of the benchmark of the spatial partition."""
+"""Settings of the benchmark of the spatial partition (`benchmark=spatial`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a training run."""
+"""Settings of a training run: its data, its length, its checkpoints and its logs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the start dates of a store were read from: files with size and time of change, places in them, checksums.
+"""Record what the start dates of a store were read from: files with their size and modification time, and checksums.
 
-A build that is taken up again looks whether these files are still what they were; the finished store keeps the sums in
-`sources.json`, which is no part of its fingerprint, since the same fields may come from files anywhere.
+When an interrupted build is continued, it checks whether these files are unchanged. The finished store keeps the sums
+in `sources.json`. That file does not count for the fingerprint of the store, because the same fields may come from
+files at any place.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from ensemble_ml.store.shard import damaged
 
 PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
 
-MEMORY = "an open Dataset ("  # begins what stands for the path of a Dataset in memory; a digest of it follows
+MEMORY = "an open Dataset ("  # stands for the path of a Dataset in memory; a digest of the Dataset follows
 
-Stamps = dict[str, tuple[int, int]]  # path -> bytes, time of change (ns)
+Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time in ns
 
 
 @dataclass(eq=False)
 class Sources:
-    """What one part of a start date was read from.
+    """The sources of one part of a start date.
 
-    `files` in the order in which `places` (N,) PLACE number them; `checksum` is the crc32c of all fields, as they were
-    taken, one after the other.
+    Attributes:
+        files: the files, in the order in which `places` numbers them.
+        places: (N,) PLACE, the file, offset and length of each field.
+        checksum: crc32c over the checksums of the fields, in the order in which they were added.
     """
 
     files: Stamps = field(default_factory=dict)
@@ -39,7 +42,13 @@ class Sources:
     checksum: int = 0
 
     def add(self, stamps: list[tuple[str, int, int]], places: np.ndarray, checksum: int) -> None:
-        """Take in more fields; `places` number the files of `stamps` (path, bytes, time of change)."""
+        """Add fields to the record.
+
+        Args:
+            stamps: path, size in bytes and modification time in ns of each file.
+            places: (n,) PLACE of the fields; its file numbers index `stamps`.
+            checksum: crc32c of these fields.
+        """
         places = places.copy()
         used, numbers = np.unique(places["file"], return_inverse=True)
         known = list(self.files)
@@ -47,17 +56,18 @@ class Sources:
             if path not in self.files:
                 known.append(path)
                 self.files[path] = size, time
+        # The file numbers change from positions in `stamps` to positions in `files`.
         places["file"] = np.array([known.index(stamps[number][0]) for number in used.tolist()], np.int32)[numbers]
         self.places = np.concatenate([self.places, places])
         self.checksum = google_crc32c.extend(self.checksum, checksum.to_bytes(4, "little"))
 
     def fields(self) -> set[tuple[str, int, int]]:
-        """Where the fields lie: path, offset and length of each."""
+        """Return the places of all fields: path, offset and length of each."""
         names = list(self.files)
         return {(names[file], offset, length) for file, offset, length in self.places.tolist()}
 
     def summary(self) -> dict[str, Any]:
-        """How much was read, as JSON holds it."""
+        """Return how much was read, as JSON stores it."""
         return {
             "fields": len(self.places),
             "bytes": int(self.places["length"].sum()),
@@ -66,9 +76,14 @@ class Sources:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Bytes and time of change of a file as it is now, or of all files of a Zarr folder; None where it is not seen.
+    """Return the size and modification time of a file, or of all files of a Zarr folder together.
 
-    A Dataset in memory has neither, and is never another: its name holds a digest of it.
+    Args:
+        path: a file, a folder, or the name of a Dataset in memory. A Dataset has neither size nor time. Its name holds
+            a digest, so equal names mean equal data.
+
+    Returns:
+        Size in bytes and the latest modification time in ns; None if the file cannot be seen.
     """
     if path.startswith(MEMORY):
         return 0, 0
@@ -81,9 +96,12 @@ def stamp(path: str) -> tuple[int, int] | None:
 
 
 def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool) -> Iterator[str]:
-    """Those of `files` that are not what they were; `now` keeps what was looked up.
+    """Yield the paths of files that have changed since they were read.
 
-    Files out of sight count only with `lost`: another builder may have reached them by another path.
+    Args:
+        files: the files with their stamps at the time of reading.
+        now: present stamps by path, which are looked up only once; new ones are added.
+        lost: whether a file that cannot be seen counts as changed. Another process may have reached it by another path.
     """
     for path, before in files.items():
         if path not in now:
@@ -94,36 +112,53 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
 
 @dataclass
 class SourceTable:
-    """What `sources.json` holds: files with their stamps, and by start date and part the sums of what was read."""
+    """The content of `sources.json`: the files with their stamps, and the sums of each part of each start date.
+
+    Attributes:
+        numbers: number of each file, by its path.
+        stamps: size and modification time of each file.
+        dates: sums by start date and part.
+    """
 
     numbers: dict[str, int] = field(default_factory=dict)
     stamps: Stamps = field(default_factory=dict)
     dates: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, start: str, parts: Mapping[str, Sources]) -> None:
-        """Take in one start date."""
+        """Add one start date.
+
+        Args:
+            start: the start date, as text.
+            parts: the sources of each part.
+        """
         for part, one in parts.items():
             self.stamps |= one.files
             files = [self.numbers.setdefault(path, len(self.numbers)) for path in one.files]
             self.dates.setdefault(start, {})[part] = {**one.summary(), "files": files}
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the content as JSON stores it."""
         keys = ("bytes", "mtime_ns")
         files = [{"path": path, **dict(zip(keys, self.stamps[path], strict=True))} for path in self.numbers]
         return {"files": files, "dates": self.dates}
 
     def write(self, root: Path) -> None:
-        """Write the file; none where nothing was read from files."""
+        """Write `sources.json` to a store. No file is written if nothing was read from files."""
         if self.numbers:
             (root / SOURCES_FILE).write_text(json.dumps(self.as_dict(), indent=0))
 
 
 def read_sources(root: Path) -> dict[str, Any] | None:
-    """`files` and `dates` of a store's `sources.json`; None where it was made from fields in memory.
+    """Read `files` and `dates` from a store's `sources.json`.
+
+    Args:
+        root: the folder of the store.
+
+    Returns:
+        Both, or None if the store was made from fields in memory.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     try:
         found = json.loads((root / SOURCES_FILE).read_text())

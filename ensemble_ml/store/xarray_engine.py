@@ -1,7 +1,8 @@
-"""`xarray.open_dataset(STORE, engine="ensemble_ml")`: decoded float32 fields under CF names, read when they are used.
+"""Open a tensor store with `xarray.open_dataset(STORE, engine="ensemble_ml")`.
 
-The forecast of a variable stands under its short name (t, z, t2m ...), its truth as `t_truth`, and likewise
-`t_control`, `t_mean` and `t_spread`; static fields under their own names.
+Fields are decoded to float32 under CF names, and are read when they are used. The forecast of a variable has its short
+name (t, z, t2m ...). Its truth is named `t_truth`, and likewise `t_control`, `t_mean` and `t_spread`. Static fields
+have their own names.
 """
 
 from __future__ import annotations
@@ -42,10 +43,18 @@ class EnsembleBackend(BackendEntrypoint):
     ) -> xr.Dataset:
         """Open the store at `filename_or_obj`.
 
-        All is decoded, as xarray's own `decoders` would do it: what leaves something as it is stored is refused.
+        Everything is decoded, as by xarray's own decoders. A decoder that is turned off is refused, because this engine
+        cannot return packed values.
+
+        Args:
+            filename_or_obj: the folder of the store.
+            drop_variables: names of variables to leave out.
+            use_cftime: refused if it is on.
+            **decoders: xarray's options such as `decode_times`.
 
         Raises:
-            UserError: no store stands there, it is damaged, or a decoder is turned off.
+            UserError: there is no store, it is damaged, or a decoder is turned off.
+            TypeError: an option is not known.
         """
         if unknown := decoders.keys() - set(_DECODERS):
             raise TypeError(f"open_dataset: unknown settings {', '.join(sorted(unknown))}")
@@ -62,12 +71,12 @@ class EnsembleBackend(BackendEntrypoint):
         return data.drop_vars([name for name in dropped if name in data.variables])
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Whether a tensor store stands at `filename_or_obj`."""
+        """Return whether there is a tensor store at `filename_or_obj`."""
         return isinstance(filename_or_obj, str | os.PathLike) and is_store(Path(filename_or_obj))
 
 
 def _coordinate(values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> xr.Variable:
-    """Decode times by hand, so that no option of `open_dataset` is needed for them."""
+    """Return a coordinate with decoded times, so that `open_dataset` needs no option to decode them."""
     encoding = {key: attrs[key] for key in ("units", "calendar", "dtype") if key in attrs}
     if dims == ("init_time",):
         times = values.astype("datetime64[s]").astype("datetime64[ns]")
@@ -86,8 +95,8 @@ def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
     """Return a source as a Dataset of decoded, lazy, CF-named variables.
 
     Args:
-        source: a tensor store, or an archive behind the same face.
-        parts: those that are shown; names of all but the forecast end with their part.
+        source: a tensor store, or an archive with the same interface.
+        parts: the parts to show; the names of all but the forecast end with the name of the part.
     """
     coords = {name: _coordinate(*about) for name, about in coordinates(source.layout).items()}
     coords = {name: value for name, value in coords.items() if name not in ("variable", "surface_variable")}
@@ -108,6 +117,7 @@ def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
 
 
 def _attributes(source: Source, part: Part, name: str) -> dict[str, Any]:
+    """Return the CF attributes of a variable of one part."""
     known, attrs = field(name), cf_attributes(name)
     attrs["long_name"] = attrs["long_name"] if part is Part.FORECAST else f"{attrs['long_name']}, {part.value}"
     methods = [_CELL_METHODS[part]] if part in _CELL_METHODS else []
@@ -115,7 +125,7 @@ def _attributes(source: Source, part: Part, name: str) -> dict[str, Any]:
         attrs["units_metadata"] = f"temperature: {'difference' if part is Part.SPREAD else 'on_scale'}"
     bounds = getattr(source, "lead_bounds", {}).get(name)
     if bounds:
-        # Of others it is not kept whether they are means or extremes over their intervals.
+        # For other variables it is not recorded whether they are means or extremes over their intervals.
         over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == GUST else ""
         methods[:0] = [over] if over else []
         attrs["lead_bounds_hours"] = " ".join("none" if pair is None else f"{pair[0]}-{pair[1]}" for pair in bounds)
@@ -123,7 +133,10 @@ def _attributes(source: Source, part: Part, name: str) -> dict[str, Any]:
 
 
 class SourceArray(BackendArray):
-    """One variable of one part, decoded as it is indexed; shape (D[, M], T[, Z], Y, X), float32."""
+    """A variable of one part, which is read and decoded when it is indexed.
+
+    The shape is (D[, M], T[, Z], Y, X), float32.
+    """
 
     def __init__(self, source: Source, part: Part, name: str):
         self.source, self.part, self.name = source, part, name
@@ -143,11 +156,11 @@ class SourceArray(BackendArray):
         self.dtype = np.dtype(np.float32)
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> np.ndarray:
-        """Answer xarray's indexers."""
+        """Return the values at an xarray indexer."""
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[int | slice | np.ndarray, ...]) -> np.ndarray:
-        """Index each axis by itself: an integer drops its axis, a slice or an array keeps it."""
+        """Index each axis by itself. An integer drops its axis; a slice or an array keeps it."""
         index = {
             dim: np.arange(length)[part if isinstance(part, slice) else np.atleast_1d(part)]
             for dim, part, length in zip(self.dims, key, self.shape, strict=True)
@@ -164,6 +177,10 @@ class SourceArray(BackendArray):
         return out[scalar]
 
     def _selection(self, index: dict[str, np.ndarray]) -> tuple[Selection, np.ndarray, np.ndarray]:
+        """Return what to read, and the rows and columns to take from the values read.
+
+        A source reads whole columns and contiguous rows, so other rows and columns are cut out afterwards.
+        """
         lay, rows = self.source.layout, index["latitude"]
         on_levels = self.name in self.source.layout.variables
         first, last = int(rows.min()), int(rows.max()) + 1
