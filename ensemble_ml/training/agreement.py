@@ -1,4 +1,4 @@
-"""What has to be the same: on all ranks, in a run that goes on, and in one that begins from another's weights."""
+"""Check that settings and data agree: on all ranks, in a run that is resumed, and with a checkpoint to start from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.store.source import Source
 from ensemble_ml.training.checkpoint import Checkpoint
 
-# Settings that may differ when a run goes on: none of them changes what the steps before did to the weights. The same
-# store may lie elsewhere.
+# These settings may differ when a run is resumed, because they do not change what earlier steps did to the weights. The
+# same store may have another path.
 _FREE = (
     "run",
     "output",
@@ -35,30 +35,40 @@ _FREE = (
 )
 _OWN = ("threads", "data.store", *(f"loading.{key}" for key in ("ram", "disk", "folder", "threads", "host", "node")))
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
-# Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.
+# These settings of the groups must not differ: which rank computes a sample decides the vote of each rank, and the
+# order of a sum.
 _FIXED = ("loading.assign",)
 
 
 def common_settings(config: TrainConfig) -> dict[str, Any]:
-    """Settings that have to be the same on all ranks; what each host has of its own may differ."""
+    """Return the settings that have to be equal on all ranks. Those that belong to a host are left out."""
     return {k: v for k, v in flat(plain_config(config)).items() if k not in _OWN}
 
 
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
-    """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
+    """Raise a UserError if a run was begun with other settings, except for those that may change when it is resumed.
+
+    Args:
+        config: the settings of the resumed run.
+        checkpoint: the checkpoint to resume from.
+        also: keys of further settings that must not change.
+    """
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    theirs.setdefault("model.departures", False)  # runs from before there were any
-    if ours["model.depth"] == "auto":  # the number was settled when the run began
+    theirs.setdefault("model.departures", False)  # older runs do not have this setting
+    # `auto` became a number when the run began.
+    if ours["model.depth"] == "auto":
         ours["model.depth"] = theirs["model.depth"]
     averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value
-    if averaged:  # where checkpoints are
+    # Momenta are averaged whenever a checkpoint is written, so the steps of checkpoints decide what follows.
+    if averaged:
         also = (*also, "checkpoint_every", "validate_every")
     free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
     fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
-    if not config.optim.votes:  # older runs could have settings of votes that nothing took notice of
+    # In older runs, settings of votes could be given where they had no effect.
+    if not config.optim.votes:
         fixed = [k for k in fixed if k not in OF_VOTES]
-    if config.optim.exchange is ExchangeName.distributed_lion:  # nor of these
+    if config.optim.exchange is ExchangeName.distributed_lion:  # the same holds for these two
         fixed = [k for k in fixed if k not in ("optim.bits", "optim.scale")]
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:
@@ -67,7 +77,7 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
 
 
 def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
-    """Raise a UserError where the store is not the one that the run began with."""
+    """Raise a UserError if the store is not the one with which the run began."""
     was, now = checkpoint.meta["data_fingerprint"], source.fingerprint()
     if was != now:
         raise UserError(
@@ -76,10 +86,11 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise a UserError that says in what the spec of a checkpoint to start from differs."""
+    """Raise a UserError if the spec of a checkpoint to start from differs, and name the differences."""
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members"]
-    if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):  # both have these networks, or none
+    # Equal shapes mean that both models have these networks, or that neither has.
+    if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):
         harmless += ["config.surroundings", "config.residuals"]
     every = dict.fromkeys([*ours, *theirs])
     differ = [k for k in every if k not in harmless and ours.get(k) != theirs.get(k)]
@@ -89,15 +100,31 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Start dates that a run which begins from `checkpoint` has in its weights: `training` dates taught them, by
-    `validation` dates they were chosen, in the checkpoint's run and in those that it began from."""
+    """Return the start dates that have influenced the weights of a checkpoint.
+
+    Dates of its own run count, and those of the runs that it was initialised from.
+
+    Args:
+        checkpoint: the checkpoint from which a run begins.
+
+    Returns:
+        ISO dates by part: `training` dates were trained on, and `validation` dates chose a checkpoint.
+    """
     meta, parts = checkpoint.meta, ("training", "validation")
     before = meta.get("earlier_dates", {})
     return {part: sorted({*before.get(part, ()), *meta.get(f"{part}_dates", ())}) for part in parts}
 
 
 def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier: Mapping[str, Sequence[str]]) -> None:
-    """Raise a UserError where start dates `init_time`, of the validation, are `earlier` training dates."""
+    """Raise a UserError if validation dates are among the training dates of earlier runs.
+
+    The best checkpoint would otherwise be chosen by its score on data that it was trained on.
+
+    Args:
+        config: the settings of the run, for the message.
+        init_time: the validation dates.
+        earlier: the result of `earlier_dates`.
+    """
     taught = sorted({iso(t) for t in init_time} & set(earlier["training"]))
     if taught:
         raise UserError(
@@ -108,7 +135,7 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """A configuration as JSON values, nested as its groups."""
+    """Return a configuration as JSON values, nested as its groups."""
     return _plain(asdict(config))
 
 
@@ -121,7 +148,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys."""
+    """Return nested settings as one dict with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in plain.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -1,8 +1,8 @@
-"""Everything that a run has beside its settings, and its way into a checkpoint and back.
+"""The state of a run between two steps, and its way into a checkpoint and back.
 
-What decides the next step is the weights, the optimizer's moments and the number of steps done; dates and members
-follow from seed and step (`loading.order`), the learning rate from the step. The climate and the loss's scale for the
-CRPS are buffers of the model. So a resumed run is equal to an uninterrupted one bit for bit.
+The next step depends on the weights, the moments of the optimizer and the number of steps done. Dates and members
+follow from the seed and the step (`loading.order`), and the learning rate from the step. The climate and the scale of
+the CRPS loss are buffers of the model. So a resumed run equals an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ _OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
 
 
 def learned(model: AnyModel) -> Iterator[tuple[str, Tensor]]:
-    """What steps change: parameters, and the running statistics of batch norms, which a few rivals have."""
+    """Yield the tensors that steps change: parameters, and the running statistics of batch norms."""
     yield from model.named_parameters()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if ".running_" in name)
 
 
 class Average:
-    """Running average of the weights, `decay` a step; its memory is shorter while few steps are done."""
+    """A running average of the weights.
+
+    Args:
+        model: the model whose weights are averaged.
+        decay: the share of the average that stays in each step. It is smaller in the first steps, because the first
+            weights would otherwise count for too long.
+    """
 
     def __init__(self, model: AnyModel, decay: float):
         self.decay = decay
@@ -40,14 +46,14 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: AnyModel, step: int) -> None:
-        """Take in the weights after `step` (counted from 1)."""
+        """Add the weights after `step` (counted from 1) to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, p in learned(model):
             self.weights[name].lerp_(p.detach(), 1 - decay)
 
     @contextmanager
     def in_place(self, model: AnyModel) -> Iterator[None]:
-        """Let `model` have the averaged weights for a while."""
+        """Swap the averaged weights into `model` for the duration of a `with` block."""
         self._exchange(model)
         try:
             yield
@@ -61,9 +67,23 @@ class Average:
 
 @dataclass(eq=False)
 class State:
-    """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation;
-    `scores` and `widths` are those of the latest one, after step `validated`; `by_size` are factors of the widths by
-    the number of members (`widths.widths_for`)."""
+    """A run between two steps.
+
+    Attributes:
+        model: the model.
+        optimizer: its optimizer.
+        schedule: the schedule of the learning rate.
+        steps: number of steps of the whole run.
+        spread_error: (N + 1, T, F), the scale of the spread loss for each number of members.
+        average: the averaged weights, or None.
+        exchange: what the ranks exchange in a step.
+        step: number of steps done.
+        best: {step, score} of the best validation, or None.
+        scores: scores of the latest validation.
+        widths: calibration factors (T, F) of the latest validation.
+        validated: the step of the latest validation.
+        by_size: additional factors for other numbers of members (`widths.widths_for`).
+    """
 
     model: AnyModel
     optimizer: Optimizer
@@ -81,13 +101,14 @@ class State:
 
     @property
     def best_step(self) -> int:
-        """The step of the best validation; zero where there is none."""
+        """Return the step of the best validation, or zero if there is none."""
         return int(self.best["step"]) if self.best else 0
 
     def stalled(self, patience: int, every: int) -> bool:
         """Return whether the last `patience` validations, `every` steps apart, were no better than one before them.
 
-        It follows from the step and from what checkpoints hold: a resumed run ends where it would have ended unstopped.
+        The result depends only on the step and on what checkpoints hold, so a resumed run ends at the same step as an
+        uninterrupted one.
         """
         if not patience or self.best is None or self.step % every:
             return False
@@ -95,7 +116,7 @@ class State:
 
     @contextmanager
     def predicting(self) -> Iterator[AnyModel]:
-        """The model as it would predict: in evaluation mode, with averaged weights where there are any."""
+        """Provide the model as it predicts: in evaluation mode, and with averaged weights if there are any."""
         self.model.eval()
         try:
             if self.average is None:
@@ -107,7 +128,10 @@ class State:
             self.model.train()
 
     def complete(self) -> None:
-        """Bring together what each rank steps of its own cells alone; all ranks call this before any reads it whole."""
+        """Gather the parameters of which each rank has updated only its own grid points.
+
+        All ranks call this before any of them reads such a parameter as a whole.
+        """
         names = {id(p): name for name, p in learned(self.model)}
         for p in self.exchange.apart:
             held = [p.data, *(v for v in self.optimizer.state[p].values() if torch.is_tensor(v) and v.shape == p.shape)]
@@ -116,7 +140,7 @@ class State:
             self.exchange.complete(p, held)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Copies of the state_dict that predicts, and of the other tensors that a resumed run needs, on the CPU."""
+        """Return the state_dict that predicts, and the other tensors that a resumed run needs, as copies on the CPU."""
         training = {_SPREAD_ERROR: self.spread_error}
         for index, values in self.optimizer.state_dict()["state"].items():
             training |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(v) for name, v in values.items()}
@@ -127,15 +151,21 @@ class State:
             return copies(model.state_dict()), training
 
     def meta(self) -> dict[str, Any]:
-        """The numbers beside the tensors."""
+        """Return the numbers that a checkpoint holds beside the tensors."""
         latest = {"scores": self.scores, "widths": self.widths, "validated_step": self.validated}
         return {"steps": self.steps, "best": self.best, **latest, "widths_by_size": self.by_size}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
+        """Restore the optimizer, the average and the counters from a checkpoint whose weights the model already has.
+
+        Args:
+            checkpoint: the checkpoint, with the tensors for training.
+        """
         self._restore_optimizer(checkpoint.training)
         restore_state(self.exchange, checkpoint.ranks, checkpoint.of_rank)
         if self.average is not None:
+            # The checkpoint's model holds the averaged weights, because these predict. They go into the average, and
+            # the weights of the last step into the model.
             self.average.weights = {name: p.detach().clone() for name, p in learned(self.model)}
             for name, p in learned(self.model):
                 p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
@@ -152,7 +182,7 @@ class State:
             if key.startswith(_OPTIMIZER):
                 index, name = key.removeprefix(_OPTIMIZER).split(".", 1)
                 like = params[int(index)]
-                # The order of axes in memory goes with the weight's, as it did when the run began.
+                # A moment takes the order of axes in memory of its weight, as in the run that wrote it.
                 kept = torch.empty_like(like).copy_(value) if value.shape == like.shape else value
                 plain["state"].setdefault(int(index), {})[name] = kept
         self.optimizer.load_state_dict(plain)

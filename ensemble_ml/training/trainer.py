@@ -1,9 +1,9 @@
-"""The training loop: from a configuration to a run folder.
+"""Train a model: the loop over steps, validations and checkpoints, from a configuration to a run folder.
 
     runs/NAME/config.yaml, log.jsonl, tensorboard/, checkpoints/{step_..., last, best}
 
-The folder appears with its first checkpoint, at step 0, once data, climate and model are known to be sound; so a
-mistake in the settings leaves nothing behind.
+The folder appears with its first checkpoint, at step 0. By then the data, the climate and the model have been checked,
+so a mistake in the settings leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -49,19 +49,25 @@ from ensemble_ml.training.widths import widths_by_size
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
-_LEAST_LEFT = 0.15  # of `max_minutes` after the fits: with less, there is no time to measure in ...
-_ENOUGH = 60.0  # ... unless it is so many seconds
-_MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
+_LEAST_LEFT = 0.15  # of `max_minutes`: if less is left after the fits, there is no time to time a step ...
+_ENOUGH = 60.0  # ... unless so many seconds are left
+_MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
 
 
 def train(config: TrainConfig) -> Path:
-    """Train a model and return the run folder; see the head of the file.
+    """Train a model. The docstring of this module lists the files of a run.
+
+    Args:
+        config: the settings of `ensemble-ml train`.
+
+    Returns:
+        The run folder.
 
     Raises:
-        UserError: something in settings or data that the user can mend; another process trains in the run folder; or
-            loss or gradient are no longer finite, and `checkpoints/last` holds the step before.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; `checkpoints/last` holds the step that was under way.
-        Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
+        UserError: the settings or the data are wrong; another process trains in the run folder; or the loss or the
+            gradient is no longer finite, and `checkpoints/last` holds the state before that step.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP arrived; `checkpoints/last` holds the state after the current step.
+        Stopped: SIGUSR1 or SIGUSR2 arrived, which means the same; this may happen before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         session.agree(agreement.common_settings(config))
@@ -69,25 +75,32 @@ def train(config: TrainConfig) -> Path:
 
 
 def _train(config: TrainConfig, session: Session) -> Path:
+    """Open the run and its data, fit the climate or load the checkpoint, and run the steps on this rank."""
     began = time.perf_counter()
     there = (Path(config.output) / config.run).exists()
-    if session.first:  # before the others look: it mends what a killed run left
+    # The first rank opens the run before the others look at it, because it repairs what a killed run left behind.
+    if session.first:
         folder, checkpoint = setup.open_run(config)
-    session.meet()  # it may have a large checkpoint to read
+    # The others wait without a time limit here: reading a large checkpoint takes a while.
+    session.meet()
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
-    # Each looks for itself: a rank that sees another folder would begin anew while the others go on.
+    # Each rank looks for the checkpoint itself. A rank that sees another folder would begin anew while the others
+    # resume, so all have to find the same checkpoint.
     found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
     session.agree(found, f"let output={config.output} be one folder for all ranks")
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop, ExitStack() as stack:
-        was = checkpoint.meta["threads"] if checkpoint and session.first else None  # those of rank 0
+        # The checkpoint holds the number of threads of rank 0.
+        was = checkpoint.meta["threads"] if checkpoint and session.first else None
         threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
-        session.agree({"contents of data.store": source.fingerprint()})  # its path may differ
+        # The path of the store may differ between hosts, so its contents are compared.
+        session.agree({"contents of data.store": source.fingerprint()})
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         config = setup.with_depth(config, spec)
         if config.parallel.planned:
-            from ensemble_ml.training.plan import shared_out  # brings a second of imports
+            # This import takes a second, and most runs do not need it.
+            from ensemble_ml.training.plan import shared_out
 
             config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
         reader, left = Reader(source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
@@ -106,14 +119,20 @@ def _train(config: TrainConfig, session: Session) -> Path:
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:
-            # Stopped before there was anything to keep: what was kept stays, even where its link leads nowhere now.
+            # A run that ended before its first checkpoint leaves no folder. A folder with checkpoints stays, even if
+            # the link `last` leads nowhere at present.
             if session.first and not trainer.kept and not (folder / "checkpoints" / "last").exists():
                 setup.forget(folder, there=there)
     return folder
 
 
 class Trainer:
-    """The loop over the steps of a run, on one rank of its job; rank 0 alone writes and speaks."""
+    """The loop over the steps of a run, on one rank of its job. Only rank 0 writes files and messages.
+
+    Args:
+        run: the model, the data and the ranks, ready to train.
+        folder: the run folder.
+    """
 
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
@@ -121,15 +140,24 @@ class Trainer:
         self.stepper = Stepper(run)
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
-        self.kept = False  # whether a checkpoint of the run has come to disk, in this process or before
+        self.kept = False  # whether a checkpoint of the run is on disk, from this process or an earlier one
         self._kept: int | None = None  # the step of checkpoints/last
-        self._sized: int | None = None  # the step at which widths were measured by the number of members
-        self._until = math.inf  # by `time.perf_counter`: when the last step has to be done
+        self._sized: int | None = None  # the step at which factors were measured for other numbers of members
+        self._until = math.inf  # time by which the last step has to be done, on the clock of `time.perf_counter`
         self.area = run.loss.area
-        self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
+        self.loader: RunLoader | None = None  # until it is opened, each batch is read when it is needed
 
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
-        """Train to the last step, or to the first after a request to stop."""
+        """Train to the last step, or to the first step after a request to stop.
+
+        Args:
+            stop: the request to stop, which signals set.
+            resumed: whether the run continues from a checkpoint.
+
+        Raises:
+            Stopped: a stop was requested; the state is in `checkpoints/last`.
+            UserError: a loss or gradient is not finite, or memory does not suffice.
+        """
         done = resumed and self.state.step >= self.state.steps
         self.kept = resumed
         with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
@@ -149,7 +177,9 @@ class Trainer:
                 stop.arm()
                 self._loop(tracker, stop)
                 self.keeper.finish()
-            except BaseException as error:  # closing loader and keeper may wait for the others, or for storage
+            # The other ranks hear of the error now. Closing the loader and the keeper may wait for them, or for
+            # storage.
+            except BaseException as error:
                 self.session.report(error)
                 raise
             self._say_end(tracker)
@@ -165,16 +195,23 @@ class Trainer:
         )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
-        """Shorten the run to what fits into `seconds`, and let it end with the first step that is done too late for
-        another, should steps take longer then; what is measured happens to a copy of the model. Where the fits have
-        left next to no time it is one step, and nothing is measured."""
+        """Reduce the number of steps to what fits into a time limit.
+
+        The time of a validation and of a step is measured, with a copy of the model, so that the run itself is not
+        changed. If steps take longer later, the run ends with the step after which no other would fit. If the fits have
+        left almost no time, the run has one step, and nothing is measured.
+
+        Args:
+            seconds: the time that is left, including the last validation.
+        """
         start, whole = time.perf_counter(), 60 * self.config.max_minutes
         if self.session.once(lambda: seconds < min(_LEAST_LEFT * whole, _ENOUGH)):
             log.warning("max_minutes=%g: the fits before the first step took nearly all of it", self.config.max_minutes)
             self._settle(1)
             return
         self._scores()
-        self._measure_widths_by_size()  # as after a validation that is the best so far
+        # A validation that is the best so far measures these as well, so their time is part of a validation's.
+        self._measure_widths_by_size()
         per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
         per_step = self._seconds_a_step()
         left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
@@ -187,18 +224,20 @@ class Trainer:
         self._settle(steps)
 
     def _settle(self, steps: int) -> None:
-        """Let the run have so many steps."""
+        """Set the number of steps of the run, with the schedule of the learning rate that belongs to it."""
         self.state.steps = steps
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
 
     def _seconds_a_step(self) -> float:
+        """Return the median time from one step to the next, measured with a copy of the model."""
         model = copied(self.state.model)
         made: list[Communicator] = []
         exchange = run_exchange(self.config, self.session, made)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
         trial = Trainer(replace(self.setup, state=state), self.folder)
-        warm = 1 if self.session.device.type == "cpu" else 4  # a GPU's kernels are loaded, and a pass is recorded
+        # The first steps on a GPU load its kernels and record a pass, so they are not typical.
+        warm = 1 if self.session.device.type == "cpu" else 4
         times, reads, batches = [], [], iter(self.setup.batches(0, warm + _TIMED_STEPS))
         start = time.perf_counter()
         for batch in batches:
@@ -213,12 +252,13 @@ class Trainer:
         return beside(float(np.median(times[warm:])), float(np.median(reads[warm:])), self.config.loading)
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
+        """Run step after step, with the validations and checkpoints that fall due between them."""
         state = self.state
         state.model.train()
         batches = self.loader.train() if self.loader is not None else iter(())
         while state.step < state.steps:
             start = time.perf_counter()
-            with told_of_memory(self.config, self.session):  # a GPU's, where batches wait
+            with told_of_memory(self.config, self.session):  # batches wait on the GPU, whose memory may not suffice
                 batch = self._moved(next(batches))
             waited = time.perf_counter() - start
             sent = self.stepper.bytes_sent
@@ -240,10 +280,12 @@ class Trainer:
             if self.stepper.noted:
                 tracker.note(state.step, self.stepper.noted)
             self._keep(tracker, due=bool(due))
-            if self.session.topology.size == 1:  # nobody to agree with
+            # A single rank need not wait for the flag that steps exchange: it reads its own request.
+            if self.session.topology.size == 1:
                 stopped = stop.vote
             if stopped and state.step < state.steps:
-                # Momenta that were not to be averaged yet stay each rank's own: the run goes on as if unstopped.
+                # Momenta that were not due to be averaged stay as they are on each rank, so that the resumed run equals
+                # one that was not stopped.
                 if self._kept != state.step or self.config.optim.momentum_kept is MomentumKept.mean:
                     self._save(tracker, best=False, kept=MomentumKept.ranks)
                 self.keeper.finish()
@@ -252,14 +294,18 @@ class Trainer:
                 raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
     def _end_here(self, tracker: Tracker | Silent, why: str) -> None:
-        """Let the step that is done be the last one, and say `why`; all ranks call this."""
+        """Make the current step the last one of the run, and log the reason. All ranks call this."""
         tracker.say(why)
         self.state.steps = self.state.step
-        self.loader = None  # its plan has no validation after this step
+        # The loader planned its validations for other steps. Without it, the last one is read directly.
+        self.loader = None
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
-        """One step; of what ranks say: who asks to stop, has written its part of a checkpoint, finds one due; and
-        where the time is bounded, whether rank 0 finds it over."""
+        """Run one optimizer step.
+
+        Also return flags that are summed over ranks: stop requested, checkpoint shard written, checkpoint due and, if
+        the run has a time limit, limit reached by the clock of rank 0.
+        """
 
         def says() -> dict[str, float]:
             written, due = float(self.keeper.done), float(self.keeper.due)
@@ -271,16 +317,21 @@ class Trainer:
         return self.stepper(batch, says)
 
     def _given_up(self, tracker: Tracker | Silent, where: str) -> UserError:
-        """Keep the state before a step that is not finite, and say how to go on; all ranks call this."""
+        """Save the state before a step that is not finite, and return an error that says how to continue.
+
+        All ranks call this.
+        """
         bad = sum(float(not p.isfinite().all()) for p in self.state.model.parameters())
         total = torch.tensor(bad, dtype=torch.float64, device=self.session.device)
         self.session.mesh.model.all_reduce(total)
-        if total:  # such a checkpoint would only take the place of one that is of use
+        # A checkpoint with weights that are not finite would only replace a useful one.
+        if total:
             self.keeper.finish()
             return UserError(
                 f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {OTHERWISE}"
             )
-        if self._kept != self.state.step:  # on another number of ranks, the momenta are no longer those that were read
+        # Each rank's own momenta are kept, because averaged ones would not be those of the state before the step.
+        if self._kept != self.state.step:
             self._save(tracker, best=False, kept=MomentumKept.ranks)
         self.keeper.finish()
         skips = self.config.optim.nonfinite is Nonfinite.skip
@@ -288,7 +339,7 @@ class Trainer:
         return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {OTHERWISE}")
 
     def _keep(self, tracker: Tracker | Silent, *, due: bool) -> None:
-        """Validate and write checkpoints where steps or the clock ask for them."""
+        """Validate, and write a checkpoint, if the step or the clock asks for it."""
         step, last = self.state.step, self.state.step == self.state.steps
         better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
         if not last and self.state.stalled(self.config.patience, self.config.validate_every):
@@ -297,17 +348,19 @@ class Trainer:
             last = True
         planned = better or last or step % self.config.checkpoint_every == 0
         if planned or due:
-            # Averaging momenta changes what follows, which a clock must not.
+            # Averaging momenta changes the steps that follow. A clock may not do this, or runs would not be
+            # reproducible.
             self._save(tracker, best=better, kept=None if planned else MomentumKept.ranks)
             tracker.restart_clock()
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
-        """Score the validation dates, and say whether no score before was as good."""
+        """Score the validation dates. Return whether the score is better than all before."""
         state, found = self.state, self._scores()
         scores = found.scores
         if not scores:
             return False
-        finite = all(map(math.isfinite, scores.values()))  # else no later score would be below it
+        # A score that is not finite must not become the best: no later score would be below it.
+        finite = all(map(math.isfinite, scores.values()))
         better = finite and (state.best is None or scores["score"] < state.best["score"])
         state.scores, state.widths = (scores, _told(found.widths, state.widths)) if finite else ({}, None)
         state.validated = state.step if finite else None
@@ -319,11 +372,13 @@ class Trainer:
         return better
 
     def _scores(self) -> Validation:
+        """Return the scores of the validation dates, as the model would predict them now."""
         with self.state.predicting() as model, told_of_memory(self.config, self.session):
             size = self.setup.reader.full_size
             return validate(model, self._validation_batches(), full_size=size, area=self.area, mesh=self.session.mesh)
 
     def _scores_by_size(self, batches: Iterable[tuple[int, Batch]], sizes: Sequence[int]) -> dict[int, Validation]:
+        """Return the scores of batches, separately for each number of members."""
         with self.state.predicting() as model, told_of_memory(self.config, self.session):
             full, mesh = self.setup.reader.full_size, self.session.mesh
             scoring = {size: Scoring(model, full_size=full, area=self.area, mesh=mesh) for size in sizes}
@@ -332,7 +387,7 @@ class Trainer:
             return {size: one.found() for size, one in scoring.items()}
 
     def _measure_widths_by_size(self) -> None:
-        """Find what widths from each number of members are beside the usual ones, or leave them as they are."""
+        """Measure the calibration factors for other numbers of members. If none can be measured, the old ones stay."""
         if self._sized == self.state.step:
             return
         run = self.setup
@@ -341,6 +396,7 @@ class Trainer:
         self.state.by_size, self._sized = found or self.state.by_size, self.state.step
 
     def _validation_batches(self) -> Iterator[Batch]:
+        """Return the batches of the validation dates, from the loader if it is open."""
         run = self.setup
         if self.loader is not None:
             return map(self._moved, self.loader.validation(self.state.step))
@@ -358,10 +414,12 @@ class Trainer:
         return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
+        """Start to write a checkpoint of the current step. All ranks call this."""
         start = time.perf_counter()
-        self.keeper.finish()  # or two would lie in memory
+        # The previous checkpoint is completed first, so that no two lie in memory.
+        self.keeper.finish()
         self.state.complete()
-        own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks
+        own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks take part in this
         if self.session.first:
             state_dict, training = self.state.tensors()
             meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten}
@@ -372,6 +430,7 @@ class Trainer:
         tracker.checkpoint(self.state.step, time.perf_counter() - start)
 
     def _say_end(self, tracker: Tracker | Silent) -> None:
+        """Log where the model is, and why there is no best checkpoint if there is none."""
         best = self.state.best
         if best is None:
             some = len(self.setup.validation_dates)
@@ -390,15 +449,27 @@ class Trainer:
 
 
 def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:
-    """Widths of the validation dates; of fields that too few of them tell of, whose width is one, those of before."""
+    """Return the calibration factors of the latest validation.
+
+    A factor of one means that too few validation dates have the field; it is replaced by the factor of before.
+    """
     if widths is None or before is None:
         return widths
     return [[b if a == 1 else a for a, b in zip(*rows, strict=True)] for rows in zip(widths, before, strict=True)]
 
 
 def beside(step: float, read: float, loading: LoadingConfig) -> float:
-    """Seconds from one step to the next where a batch takes `read` to be read and `step` to be stepped with: one after
-    the other where the training thread reads, else the longer of both, with as many readers as `loading` has."""
+    """Return the seconds from one step to the next.
+
+    Args:
+        step: seconds that one rank computes for a step.
+        read: seconds that one thread needs to read a batch.
+        loading: settings of loading, with the number of readers.
+
+    Returns:
+        The sum of both if the training thread reads itself; otherwise the longer one, with `read` shared among the
+        readers.
+    """
     readers = loading.threads if loading.name is LoaderName.clairvoyant else loading.workers
     return max(step, read / readers) if readers else read + step
 
