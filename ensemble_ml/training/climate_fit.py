@@ -1,25 +1,34 @@
-"""What the training dates say before any network is trained: scales, climatological spread, bias, inflation.
+"""Fit what the training dates say before any network is trained: scales, climatological spread, bias and inflation.
 
-Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude. Dates are read one at a
-time; at most `most_dates` of them, evenly spaced. Several ranks share them out (`team`).
+    s_clim^2   = mean over dates of S^2                     (smoothed if there are few dates)
+    s0^2       = ((M - 1) s^2 + k s_clim^2) / (M - 1 + k)
+    k          = the value with the largest likelihood of y given s0
+    bias       = s_clim shrunk_mean((y - m_N) / s_clim)     (`smoothing`)
+    inflation  = log(c sqrt(shrunk_mean((y - m - bias' - linear)^2 / s0^2)))
 
-With m, s mean and spread of the first M members, S the spread of all, y the truth:
+    m, s        mean and spread of the first M members
+    m_N, S      mean and spread of all members
+    y           truth
+    s0          prior spread, of which sigma is a multiple; with a linear correction it follows s1 + linear
+                (`models.heads`). Without a truth, k is the value with the smallest RMSE of s1 against S.
+    s1          full spread expected from M members (`features.unbiased_spread`); its k has the smallest RMSE on the
+                validation dates
+    bias'       bias without the date itself
+    linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`), with the
+                addition of the spread MLP to that of S (`surroundings_fit`)
+    c           factor of each field with the smallest CRPS of its own distribution
 
-    s_clim^2  = mean over dates of S^2                            (smoothed by one cell where dates are few)
-    k         = argmax likelihood of y given s0 (RMSE(s1, S) where there is no truth)
-                              s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), or that of s1 + linear (`models.heads`)
-    s1        = the full spread expected from M members (`features.unbiased_spread`), its k by RMSE on validation dates
-    bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
-    linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`),
-                and what a small network of the surroundings adds to that of S                 (`surroundings_fit`)
-    a, b      = how much and how often the truth is above zero where m + bias + linear + residuals is not (`models.dry`)
-    inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
-    residuals = what another such network says of these errors: what to expect, and how large         (`residual_fit`)
+Two more fits follow. a and b of `models.dry` say how much and how often the truth is above zero where the corrected
+mean is not. The error MLP (`residual_fit`) says which errors to expect, and how large they are.
 
-c, one number a field, minimises the CRPS of the variable's own family on dates to choose by (validation dates; a fifth
-of the training dates where there are none), so heavy tails and zeros are allowed for; the CRPS that is left there is
-the scale of the loss. Residuals leave their own date out of the bias, or sigma would come out too small by as much as
-the bias was fitted to noise.
+c is chosen on dates that the other fits have not seen: the validation dates, or a fifth of the training dates if there
+are none. It thereby allows for heavy tails and for zeros. The CRPS that remains is the scale of the loss. The inflation
+is fitted to residuals without their own date in the bias. Otherwise sigma would be too small by as much as the bias was
+fitted to noise.
+
+Dates are read one at a time: at most `most_dates` of them, evenly spaced. Several ranks share them (`team`).
+
+Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -52,18 +61,22 @@ from ensemble_ml.training.truth_fit import Left, Truth
 
 log = logging.getLogger(__name__)
 
-SAMPLE_DATES = 24  # enough for one number a field
-_DRY_DATES = 10  # enough for how much it rains after all: each has many dry points
-_WIDTH, _WIDTH_AGAIN = "width of sigma", "width of sigma with the error network"  # stages
+SAMPLE_DATES = 24  # this suffices for one number a field
+_DRY_DATES = 10  # this suffices for how often and how much it rains, because each date has many dry points
+_WIDTH, _WIDTH_AGAIN = "width of sigma", "width of sigma with the error network"  # names of stages
 
 
 @dataclass(eq=False)
 class Fit:
-    """The model's `climate`, and what only the training needs of the dates.
+    """The result of the fits: the model's climate, and numbers that only the training needs.
 
-    `spread_error` (N + 1, T_out, F): mean squared error of s1 from M members as a forecast of the full spread, in row
-    M: the scale of the spread loss. Rows of sizes that were not asked for repeat that of `members`;
-    `input_range` (F, 2): smallest and largest value of the inputs; `seconds` that the fit took.
+    Attributes:
+        climate: all arrays that the model is built with.
+        spread_error: (N + 1, T_out, F), row M holds the mean squared error of s1 from M members as a forecast of the
+            full spread. It is the scale of the spread loss. Rows of sizes that were not asked for repeat that of
+            `members`.
+        input_range: (F, 2), smallest and largest value of the inputs.
+        seconds: time that the fit took.
     """
 
     climate: Climate
@@ -82,22 +95,28 @@ def fit_climate(
     progress: Progress | None = None,
     team: Team | None = None,
 ) -> Fit:
-    """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty, the shares of the
-    small networks and the width of sigma on `validation`.
+    """Fit everything that `Climate` holds on the dates `train`.
+
+    The validation dates choose k of s1, the penalty of the ridge regression, the fractions of the small networks, and
+    the width of sigma.
 
     Args:
-        reader: of the store.
-        train, validation: indices of start dates.
+        reader: reads the store.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
         members: M, the number of first members at which spread and residuals are compared.
-        sizes: numbers of members that the training will show.
-        seed: of the small networks and of the points that they are fitted to.
-        progress: that is told how far the fits are, and bounds them.
-        team: the ranks that call this together, with the same arguments; all find the same, but for last bits where
-            their processors differ.
+        sizes: numbers of members that the training will draw.
+        seed: seed of the small networks and of the points that they are fitted to.
+        progress: shows how far the fits are, and limits their time.
+        team: the ranks that call this together, with the same arguments. All get the same result, except for the last
+            bits if their processors differ.
+
+    Returns:
+        The climate and the scales.
 
     Raises:
-        UserError: a field is missing on all training dates, none has `members` whole ones, or the linear correction's
-            sums would not fit in memory.
+        UserError: a field is missing on all training dates, no date has `members` complete members, or the sums of the
+            linear correction would not fit in memory.
     """
     team = team or Team()
     refuse_unfittable(reader.spec, team.on_host)
@@ -113,7 +132,7 @@ def fit_climate(
     sample = spaced(all_train, SAMPLE_DATES)
     moments = dates.input_moments(all_train)
     climatology = fit_climatology(dates, chosen, scales, moments.std)
-    some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all of them have no spread left to tell of
+    some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all members would leave no spread to predict
     spread = fit_spread(some, sample, spaced(np.asarray(validation, int), SAMPLE_DATES), climatology, scales)
     spread = replace(spread, members=dates.members)
     truth = Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
@@ -145,7 +164,7 @@ def _has_anchor(spec: ModelSpec) -> bool:
 
 
 def _stages(spec: ModelSpec) -> list[str]:
-    """Return the names of the stages of the fits, in order."""
+    """Return the names of the stages of the fits, in order, for the display of the progress."""
     stages = ["moments of the inputs", "climatological spread", "terms of the spread"]
     networks = surroundings_shapes(spec)
     if spec.config.postprocess:
@@ -166,7 +185,7 @@ def _correction(
     dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], spread: Spread,
     truth: Truth | None, anchor: Tensor, static: np.ndarray,
 ) -> Correction:  # fmt: skip
-    """Fit what is added to mean and spread before the network, and tell `spread` of it."""
+    """Fit what is added to mean and spread before the network, and let `spread` use it."""
     spec = dates.spec
     linear = Linear(
         LinearCorrection(spec, np.zeros(correction_shape(spec), np.float32)),
@@ -187,12 +206,12 @@ def _correction(
 
 
 def _no_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Weights of the small networks with which they add nothing, by their names in `Climate`."""
+    """Return weights with which the small networks add nothing, by their names in `Climate`."""
     return {name: np.zeros(shape, np.float32) for name, shape in surroundings_shapes(spec).items()}
 
 
 def _weights(spec: ModelSpec, correction: Correction | None) -> dict[str, np.ndarray]:
-    """The correction's weights by their names in `Climate`."""
+    """Return the weights of the correction by their names in `Climate`; zeros if there is none."""
     found = _no_weights(spec)
     found["correction"] = np.zeros(correction_shape(spec), np.float32)
     if correction is not None:
@@ -204,7 +223,7 @@ def _weights(spec: ModelSpec, correction: Correction | None) -> dict[str, np.nda
 
 
 def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """Mean and deviation of each point, for local area-wise standardisation."""
+    """Return mean and deviation of each point, for local area-wise standardisation (LAS)."""
     spec = reader.spec
     maps = local_statistics(
         reader.source,
@@ -218,7 +237,7 @@ def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _static(reader: Reader) -> np.ndarray:
-    """(n_static, Y, X) float32."""
+    """Return the static fields, (n_static, Y, X) float32."""
     planes, names = reader.source.static(), reader.spec.static
     return np.stack([planes[n] for n in names]) if names else np.zeros((0, *reader.spec.grid.shape), np.float32)
 
@@ -227,8 +246,12 @@ def _truth_terms(
     dates: Dates, truth: Truth | None, sample: np.ndarray, train: np.ndarray, validation: np.ndarray,
     sizes: Sequence[int],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Bias and inflation (T, F, Y, X), error, a and b of `models.dry` (T, F); zeros and ones where no truth is
-    learned."""
+    """Fit the terms that need the truth.
+
+    Returns:
+        Bias and inflation (T, F, Y, X), the CRPS that remains (T, F), and a and b of `models.dry` (T, F). If no truth
+        is learned, these are zeros, and ones for the CRPS and for a.
+    """
     if truth is None:
         nothing = torch.zeros(*dates.shape, *dates.spec.grid.shape)
         one, zero = torch.ones(dates.shape), torch.zeros(dates.shape)
@@ -241,9 +264,10 @@ def _truth_terms(
     inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)
     some = spaced(unseen, _DRY_DATES)
     truth.learn_dry(inflation, some)
+    # With the error MLP the errors are smaller, so the width of sigma is fitted again.
     if truth.learn_residuals(inflation, train, validation, sizes):
         inflation, error = _widened(truth, inflation, unseen, sample, _WIDTH_AGAIN)
-        truth.learn_dry(inflation, some)  # other points are dry now
+        truth.learn_dry(inflation, some)  # the error MLP changes which points are dry
     dry_share, dry_mean = truth.dry
     return {
         "bias": truth.whole_bias,
@@ -257,10 +281,10 @@ def _truth_terms(
 def _widened(
     truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.ndarray, stage: str
 ) -> tuple[Tensor, Tensor]:
-    """Inflation at which the CRPS is smallest, and that CRPS (T, F).
+    """Return the inflation at which the CRPS is smallest, and that CRPS (T, F).
 
-    What was fitted to training dates is too sure of them, so dates to choose by say it; of a field that few of them
-    have, training dates.
+    Terms that were fitted to training dates are too certain of these, so other dates choose the factor. Fields that few
+    of these dates have take it from training dates.
     """
     factor, error, count = truth.best_factor(unseen, inflation, stage)
     few = count < FEWEST_TO_WIDEN

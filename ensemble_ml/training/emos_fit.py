@@ -1,11 +1,11 @@
-"""Fits the forms of EMOS on the training dates, and keeps the one that scores best on the validation dates.
+"""Fit the forms of EMOS on the training dates, and keep the form that scores best on the validation dates.
 
     global     one set of coefficients for each lead and field
-    local      one for each grid point too, with a seasonal term
-    shrunk K   the same, drawn to the global ones, which count as much as K dates
+    local      one set for each grid point as well, with a seasonal term
+    shrunk K   local coefficients, drawn to the global ones, which count as much as K dates
 
-All forms take the members' mean as its anomaly from the training dates' mean at the point, so that coefficients of the
-whole globe do not depend on how its climate differs from place to place.
+All forms take the members' mean as an anomaly from its mean over the training dates at the point. So coefficients of
+the whole globe do not depend on how its climate differs from place to place.
 
 Axes: D date, T lead, F field (variables and levels, then surface variables), P grid point.
 """
@@ -37,20 +37,28 @@ from ensemble_ml.training.validation import NOTHING, typical_spreads
 log = logging.getLogger(__name__)
 
 STRENGTHS = (0.5, 2.0, 8.0, 32.0)
-_MOST_SAMPLES = 200_000  # for the four numbers of a global fit: of all dates, at fewer points
-_AT_ONCE = 4_000_000  # points times dates: 350 bytes each
-_MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
+_MOST_SAMPLES = 200_000  # for the four numbers of a global fit: all dates, at fewer points
+_AT_ONCE = 4_000_000  # points times dates that are fitted together; each takes 350 bytes
+_MOST_POINTS = 1100  # for the choice of a form; the chosen form is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
 _EVERY = slice(None)
 _TINY = 1e-30
-_REFINED = 8  # iterations of another ensemble size, which starts from the coefficients of the first
+_REFINED = 8  # iterations for another ensemble size, which starts from the coefficients of the first
 
 
 @dataclass(eq=False)
 class _Samples:
-    """`mean`, `variance`, `truth` (D, T, F, P) float32 and `season` (D, 2) of some dates, seen by M members.
+    """Some dates as EMOS uses them.
 
-    What is not whole has no truth, and so no weight. `reference` (T, F, P) is the mean over these dates.
+    A value that is missing in the mean, the variance or the truth leaves the truth NaN, and so has no weight.
+
+    Attributes:
+        mean: (D, T, F, P) float32, mean of M members.
+        variance: (D, T, F, P) float32, variance of M members.
+        truth: (D, T, F, P) float32, NaN where something is missing.
+        season: (D, 2) sine and cosine of the day of the year.
+        members: M.
+        reference: (T, F, P), the mean of `mean` over these dates.
     """
 
     mean: Tensor
@@ -64,6 +72,7 @@ class _Samples:
 
     @classmethod
     def read(cls, reader: Reader, dates: np.ndarray, members: int, points: slice = _EVERY) -> _Samples:
+        """Read some dates at some points, as their first `members` members show them."""
         source = Dates(reader, members)
         count = len(range(*points.indices(math.prod(reader.spec.grid.shape))))
         mean, variance, truth = torch.empty(3, len(dates), *source.shape, count).unbind()
@@ -79,7 +88,7 @@ class _Samples:
         return cls(mean, variance, truth, seasonal_terms(torch.tensor(days)), source.members)
 
     def field(self, lead: int, field: int, points: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and truth (P, D)."""
+        """Return mean, variance and truth of one lead and field, (P, D) each."""
         whole = self.mean, self.variance, self.truth
         return tuple(v[:, lead, field, points].T.contiguous() for v in whole)  # type: ignore[return-value]
 
@@ -88,15 +97,21 @@ def fit_emos_model(
     model: EmosModel, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """Give `model` its coefficients; returns the validation scores of all forms and the form taken.
+    """Fit the coefficients of `model`.
 
-    Where a field's truth is known on too few dates for a point's own coefficients, the point has the global ones.
+    A field whose truth is known on too few dates for coefficients of a point's own has the global ones at each point.
 
     Args:
-        train, validation: indices of start dates.
-        members: M at which the forms are compared.
-        sizes: of ensembles to fit for, beside M, as far as the model has rows for them.
-        progress: that is told how far the fit is.
+        model: the model, which is changed.
+        reader: reads the store.
+        train: indices of the training dates.
+        validation: indices of the validation dates, which choose the form; without any, it is "shrunk 8".
+        members: M, at which the forms are compared.
+        sizes: other ensemble sizes to fit for, as far as the model has rows for them.
+        progress: shows how far the fit is.
+
+    Returns:
+        The chosen form, and the validation score of each form.
     """
     progress = progress or Progress()
     progress.begin(["EMOS: its forms", "EMOS: all points"])
@@ -111,6 +126,7 @@ def fit_emos_model(
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
     fit.tell_of_few(reader.spec)
     log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
+    # A size gets coefficients only if enough dates have so many members.
     whole = np.array([len(reader.available(int(date))) for date in train])
     wanted = rows_for(samples.members, [s for s in sizes if (whole >= s).sum() >= COEFFICIENTS])
     if wanted[0] > 1 and reader.spec.config.min_members == 1:
@@ -131,21 +147,24 @@ def fit_emos_model(
 
 
 class _Fit:
+    """The fit of one model, with the samples of the size that is fitted at present."""
+
     def __init__(self, samples: _Samples, area: Tensor, laws: Sequence[Family], progress: Progress):
         self.samples, self.area, self.laws, self.progress = samples, area, laws, progress
 
     @property
     def columns(self) -> list[tuple[int, int]]:
+        """Return all pairs of lead and field."""
         _, leads, fields, _ = self.samples.mean.shape
         return [(lead, field) for lead in range(leads) for field in range(fields)]
 
     def scores(self, validation: _Samples, typical: Tensor) -> dict[str, float]:
-        """Geometric mean over leads and fields of the CRPS over that of N(m, (1 + 1/M) s^2), by form.
+        """Return, for each form, the geometric mean over leads and fields of its CRPS over that of N(m, (1 + 1/M) s^2).
 
         Args:
-            validation: at `some_points` alone.
-            typical: spreads (T, F). Where the CRPS of the raw ensemble is next to nothing beside them, or beside what
-                it is on training dates, there is nothing to predict, and the field counts for nothing.
+            validation: the validation dates, only at `some_points`.
+            typical: typical spreads (T, F). A field is left out if the CRPS of the raw ensemble is negligible compared
+                with its typical spread, or with that CRPS on the training dates. There is nothing to predict then.
         """
         logs: dict[str, list[float]] = {}
         for lead, field in self.progress.over("EMOS: its forms", self.columns):
@@ -162,12 +181,17 @@ class _Fit:
         return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
     def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
-        """Coefficients at every point, by lead and field; `first` of another size to start from."""
+        """Return the coefficients of `form` at every point, by lead and field.
+
+        Args:
+            form: the form to fit.
+            first: coefficients of another size to start from, or None.
+        """
         each = self.progress.over("EMOS: all points", self.columns)
         return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in each}
 
     def tell_of_few(self, spec: ModelSpec) -> None:
-        """Log the fields that have no coefficients of each point."""
+        """Log the fields that have points without coefficients of their own."""
         names, few = field_names(spec), []
         for lead, field in self.columns:
             counts = torch.isfinite(self.samples.truth[:, lead, field]).sum(0)
@@ -178,11 +202,14 @@ class _Fit:
             log.warning("emos: points with too few dates of a truth for coefficients of their own: %s", ", ".join(few))
 
     def _enough(self, lead: int, field: int) -> bool:
-        """Whether any point has its truth on as many dates as there are coefficients."""
+        """Return whether any point has its truth on as many dates as there are coefficients."""
         return bool((torch.isfinite(self.samples.truth[:, lead, field]).sum(0) >= COEFFICIENTS).any())
 
     def _at_all_points(self, form: str, lead: int, field: int, start: Emos | None) -> Emos:
-        """Every n-th point at a time, or all in one where they are few."""
+        """Fit one lead and field at all points, in several parts if they are too many to fit together.
+
+        A part takes every n-th point.
+        """
         if start is not None and int(torch.isfinite(self.samples.truth[:, lead, field]).sum()) < COEFFICIENTS:
             return start  # no date with so many members has its truth
         whole = self._global(lead, field)
@@ -196,6 +223,7 @@ class _Fit:
         return merged(found, slices)
 
     def _forms(self, lead: int, field: int, points: slice) -> dict[str, Emos]:
+        """Fit all forms at some points, and return them by name."""
         whole = self._global(lead, field)
         names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
         if not self._enough(lead, field):
@@ -203,8 +231,10 @@ class _Fit:
         return {"global": whole} | {name: self._local(name, whole, lead, field, points, None) for name in names}
 
     def _global(self, lead: int, field: int) -> Emos:
+        """Fit one set of coefficients for the globe."""
         dates, _, _, count = self.samples.mean.shape
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))  # no meridian, no row above others
+        # Points are drawn at random, so that no meridian and no row counts more than others.
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         points = order[: max(4, _MOST_SAMPLES // dates)].sort().values
         weights = (self.area[points, None] * torch.ones(dates)).flatten()
         chosen = [v.flatten() for v in self.samples.field(lead, field, points)]
@@ -215,10 +245,11 @@ class _Fit:
         )  # fmt: skip
 
     def _reference(self, lead: int, field: int, points: slice | Tensor) -> Tensor:
-        """Return the training dates' mean at some points, (P, 1)."""
+        """Return the mean over the training dates at some points, (P, 1)."""
         return self.samples.reference[lead, field, points][:, None]
 
     def _local(self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
+        """Fit coefficients for each of some points. Points with too few dates take the global ones."""
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
         mean, variance, truth = self.samples.field(lead, field, points)
         few = torch.isfinite(truth).sum(-1) < COEFFICIENTS
@@ -231,6 +262,7 @@ class _Fit:
         return replace(found, a=a, b=b, c=c, d=d, season=found.season.masked_fill(few[:, None], 0.0))
 
     def _raw(self, known: tuple[Tensor, Tensor, Tensor], members: int) -> float:
+        """Return the mean CRPS of the raw ensemble as N(m, (1 + 1/M) s^2); of one member its mean absolute error."""
         mean, variance, truth = (v.double() for v in known)
         scale = torch.sqrt((1 + 1 / members) * variance).clamp(min=1e-12)
         if members == 1:
@@ -238,13 +270,13 @@ class _Fit:
         return self._mean(distributions.crps(Family.NORMAL, mean, scale, truth), truth)
 
     def _mean(self, scores: Tensor, truth: Tensor) -> float:
-        """Mean over `some_points` and dates; zero where nothing is known."""
+        """Return the area-weighted mean over `some_points` and dates. It is zero if no truth is known."""
         weight = torch.where(torch.isfinite(truth), self.area[self.some_points][:, None], 0.0)
         return float((torch.where(weight > 0, scores, 0.0) * weight).sum() / weight.sum().clamp(min=_TINY))
 
     @property
     def some_points(self) -> slice:
-        """Those at which forms are compared: of all meridians."""
+        """Return the points at which forms are compared: every n-th, with n such that they lie on all meridians."""
         step = -(-len(self.area) // _MOST_POINTS)
         while math.gcd(step, len(self.area)) > 1:
             step += 1
@@ -252,10 +284,10 @@ class _Fit:
 
 
 def _dates_that_fit(reader: Reader, there: int) -> int:
-    """How many dates are fitted to: `most_dates`, or as many as a quarter of the memory holds."""
+    """Return the number of dates to fit to: `most_dates`, or as many as a quarter of the memory holds."""
     spec = reader.spec
     values = len(spec.leads_out) * spec.fields * math.prod(spec.grid.shape)
-    each = 3 * 3 * 4 * values  # as read, made whole, and of the size before
+    each = 3 * 3 * 4 * values  # for each date: as read, made complete, and of the size before
     most = most_dates(spec)
     found = int(min(most, max(1, memory_limit() // 4 // each)))
     if found < min(there, most):

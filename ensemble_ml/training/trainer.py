@@ -330,7 +330,9 @@ class Trainer:
             return UserError(
                 f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {OTHERWISE}"
             )
-        # Each rank's own momenta are kept, because averaged ones would not be those of the state before the step.
+        # A checkpoint of this step stays as it is: after a resume on another number of ranks, the momenta in memory are
+        # no longer those of the file. A new one keeps each rank's own momenta, because an average would not be the
+        # state before the step.
         if self._kept != self.state.step:
             self._save(tracker, best=False, kept=MomentumKept.ranks)
         self.keeper.finish()

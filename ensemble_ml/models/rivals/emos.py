@@ -1,17 +1,27 @@
 """EMOS by minimum CRPS (Gneiting et al. 2005, doi:10.1175/MWR2904.1), fitted at all points at once.
 
-    location = r + a + b (m - r) + e_1 x_1 + ... + e_K x_K        scale^2 = c + d s^2        c, d >= 0
+    location = r + a + b (m - r) + e_1 x_1 + ... + e_K x_K
+    scale^2  = c + d s^2
 
-m and s^2 are mean and variance of the members, x_k seasonal terms, r a reference that is given: the mean of m over the
-training dates at each point, or zero. With zero, points that share coefficients, or are drawn to shared ones, pay for
-the differences of their climates: two fields with the same anomalies would have other scores.
+    m              mean of the members
+    s^2            variance of the members
+    x_k            seasonal terms
+    r              reference: the mean of m over the training dates at each point, or zero
+    a, b, c, d     coefficients, with c, d >= 0
+    e_k            coefficients of the seasonal terms
 
-The CRPS of a normal law is convex in (location, scale), with the rank-one curvature 2 phi(z) / scale [1 z; z z^2]. So
-each point takes damped Gauss-Newton steps of its own (Levenberg-Marquardt), in units of its own errors and with c and d
-as squares; all points move in the same batched operations. Other families take the same curvature and the exact
-gradient of their own CRPS. Deterministic.
+If the reference is zero, points that share coefficients, or that are drawn to shared ones, pay for the differences of
+their climates: two fields with the same anomalies would have different scores.
 
-Axes: D sample (date), K seasonal term, P parameter; whatever stands before D is a problem of its own.
+The CRPS of a normal distribution is convex in (location, scale), and its curvature has rank one:
+
+    2 phi(z) / scale [1 z; z z^2]
+
+So each point takes damped Gauss-Newton steps of its own (Levenberg-Marquardt), in units of its own errors and with the
+square roots of c and d as parameters. All points move in the same batched operations. Other distributions take the same
+curvature and the exact gradient of their own CRPS. The fit is deterministic.
+
+Axes: D sample (date), K seasonal term, P parameter. Axes before D are separate problems.
 """
 
 from __future__ import annotations
@@ -30,14 +40,23 @@ from ensemble_ml.models import distributions
 
 _TINY = 1e-12
 _LEAST_UNIT = 0.02
-_REACH = 1.5  # of a point's own typical error
-_LEAST_SIGNAL = 1e-3  # variance of biases between points, over that of errors
+_REACH = 1.5  # factor from a point's own typical error within which the prior's scale is brought
+_LEAST_SIGNAL = 1e-3  # variance of biases between points, relative to that of errors
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
 
 @dataclass(frozen=True, eq=False)
 class Emos:
-    """Coefficients of the form at the head of the file; `a`, `b`, `c`, `d` (...), `season` (..., K), float64."""
+    """The coefficients of the formula at the head of this file.
+
+    Attributes:
+        a: (...) float64, intercept.
+        b: (...) float64, slope.
+        c: (...) float64, constant part of the squared scale.
+        d: (...) float64, factor of the members' variance.
+        season: (..., K) float64, coefficients of the seasonal terms.
+        family: the distribution.
+    """
 
     a: Tensor
     b: Tensor
@@ -49,8 +68,14 @@ class Emos:
     def __call__(
         self, mean: Any, variance: Any, season: Any = None, reference: Any = 0.0
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return location and scale (..., D) for the members' mean and variance (..., D), seasonal terms (..., D, K)
-        and the reference r, broadcast against the mean."""
+        """Return location and scale, (..., D) each.
+
+        Args:
+            mean: (..., D) mean of the members.
+            variance: (..., D) variance of the members.
+            season: (..., D, K) seasonal terms, or None.
+            reference: r, broadcast against `mean`.
+        """
         m, s2, r = _tensor(mean), _tensor(variance), _tensor(reference)
         location = r + self.a[..., None] + self.b[..., None] * (m - r)
         if season is not None and self.season.shape[-1]:
@@ -58,16 +83,29 @@ class Emos:
         return location, torch.sqrt(self.c[..., None] + self.d[..., None] * s2)
 
     def at(self, points: slice) -> Emos:
-        """The coefficients of some points of a vector of them."""
+        """Return the coefficients at some points of a vector of points."""
         return replace(self, **{name: getattr(self, name)[points] for name in ("a", "b", "c", "d", "season")})
 
     def crps(self, mean: Any, variance: Any, observation: Any, season: Any = None, reference: Any = 0.0) -> Tensor:
-        """Return the CRPS (..., D) of these forecasts against `observation` (..., D)."""
+        """Return the CRPS (..., D) of these forecasts.
+
+        Args:
+            mean: (..., D) mean of the members.
+            variance: (..., D) variance of the members.
+            observation: (..., D) the truth.
+            season: (..., D, K) seasonal terms, or None.
+            reference: r, broadcast against `mean`.
+        """
         return distributions.crps(self.family, *self(mean, variance, season, reference), _tensor(observation))
 
 
 def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
-    """What `Emos.at` took apart, from all parts of a vector of points."""
+    """Join the parts of a vector of points that `Emos.at` took apart.
+
+    Args:
+        parts: the parts.
+        slices: the points of each part.
+    """
     if len(parts) == 1:
         return parts[0]
     count = sum(len(part.a) for part in parts)
@@ -94,22 +132,26 @@ def fit_emos(
     iterations: int = 200,
     tolerance: float = 1e-9,
 ) -> Emos:
-    """Fit the coefficients at which the mean CRPS is smallest, at each point.
+    """Fit the coefficients with the smallest mean CRPS at each point.
 
     Args:
-        mean, variance: (..., D) of the members (variance with ddof = 1; zeros where there is one member, then d = 0).
-        observation: (..., D), the truth in the same units; NaN is left out.
-        season: (..., D, K) seasonal terms; None for none.
-        reference: r, broadcast against `mean`; coefficients belong to it.
-        family: law of the forecast.
-        weights: (..., D) of the samples.
-        prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it
-            counts for; for `a` that follows from how far biases differ from point to point.
-        start: coefficients to begin with, or the prior's where those are better; None for simple estimates.
-        iterations, tolerance: steps at most, and the step (in units of a typical error) at which a point has arrived.
+        mean: (..., D) mean of the members.
+        variance: (..., D) variance of the members (ddof = 1). It is zero for a single member, and d becomes zero then.
+        observation: (..., D) the truth in the same units; NaN is left out.
+        season: (..., D, K) seasonal terms, or None.
+        reference: r, broadcast against `mean`. The coefficients are valid only with this reference.
+        family: the distribution of the forecast.
+        weights: (..., D) weights of the samples; None weights them equally.
+        prior: coefficients to draw towards, broadcast against (...).
+        strength: number of samples that the prior counts for. For `a`, this number follows from how much biases differ
+            from point to point.
+        start: coefficients to begin with, unless those of the prior are better; None begins with simple estimates.
+        iterations: largest number of steps.
+        tolerance: a point has converged if its step is smaller than this, in units of a typical error.
 
     Raises:
-        UserError: shapes differ, or a point has fewer observations than coefficients (one without any keeps the start).
+        UserError: shapes differ, or a point has fewer observations than coefficients. A point without any observation
+            keeps the start.
     """
     m, s2, y = _tensor(mean), _tensor(variance), _tensor(observation)
     shapes = [tuple(v.shape) for v in (m, s2, y)]
@@ -134,7 +176,10 @@ def _weights(weights: Any, y: Tensor) -> Tensor:
 
 
 class _Problem:
-    """One fit; parameters theta (..., P) are intercept, slope, seasonal terms, root c, root d in the point's units."""
+    """A fit of many points at once.
+
+    Its parameters theta (..., P) are, in units of each point: intercept, slope, seasonal terms, root of c, root of d.
+    """
 
     def __init__(
         self, mean: Tensor, variance: Tensor, y: Tensor, season: Tensor, weights: Tensor, family: Family,
@@ -146,7 +191,8 @@ class _Problem:
         error, anomaly = self.y - mean, mean - reference
         self.centre = self._average(anomaly)
         self.width = _positive(self._deviation(anomaly))
-        # A point that never erred (rain in a desert) still reckons in a sensible share of the others' errors.
+        # A point without any error (rain in a desert) still gets a sensible unit: a small fraction of the errors of all
+        # points.
         unit = self._deviation(error)
         self.unit = _positive(torch.maximum(unit, _LEAST_UNIT * unit.square().mean().sqrt()))
         self.level = self._average(variance)
@@ -158,6 +204,7 @@ class _Problem:
         self.relative = torch.where(self.single[..., None], 0.0, variance / relative)
 
     def check(self) -> None:
+        """Raise a UserError if a point has fewer observations than coefficients, or if no point has any."""
         counts, needed = (self.weights > 0).sum(-1), self.design.shape[-1] + 2
         few = counts[(counts > 0) & (counts < needed)]
         if few.numel() or not counts.any():
@@ -165,19 +212,23 @@ class _Problem:
             raise UserError(f"EMOS: {fewest} observations for {needed} coefficients; fit on more dates")
 
     def _average(self, values: Tensor) -> Tensor:
+        """Return the weighted mean over samples."""
         return (self.weights * values).sum(-1) / self.total
 
     def _deviation(self, values: Tensor) -> Tensor:
+        """Return the standard deviation over samples. If the values are constant, return their mean magnitude."""
         spread = self._average((values - self._average(values)[..., None]) ** 2).sqrt()
         size = self._average(values.abs())
         return torch.where(spread > 1e-9 * size, spread, size)
 
     def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
+        """Take damped Gauss-Newton steps at all points until all have converged."""
         goal = self._start() if prior is None else self._inwards(prior)
         pull = torch.full_like(goal, strength if prior is not None else 0.0)
         if prior is not None and strength > 0:
             pull[..., 0] = self._pull_of_bias(goal)
-            # A point may err by a tenth of what is usual elsewhere: the prior's scale comes within reach of its own.
+            # The errors of a point may be a tenth of those elsewhere. The prior's scale is therefore brought close to
+            # the point's own errors.
             size = goal[..., -2:].norm(dim=-1, keepdim=True).clamp(min=_TINY)
             goal[..., -2:] *= size.clamp(1 / _REACH, _REACH) / size
         theta = self._better(goal, self._start() if start is None else self._inwards(start), goal, pull)
@@ -192,29 +243,32 @@ class _Problem:
             gradient = torch.where(better[..., None], trial[1], gradient)
             curvature = torch.where(better[..., None, None], trial[2], curvature)
             damping = torch.where(better, damping / 10, damping * 5).clamp(_LEAST_DAMPING, _MOST_DAMPING)
-            # A step that does not help any more is as good as none.
+            # If the damping has reached its limit, no step improves the value any more, so the point has converged.
             if bool(((step.abs().amax(-1) < tolerance) | (damping >= _MOST_DAMPING)).all()):
                 break
         return self._outwards(theta)
 
     def _better(self, one: Tensor, other: Tensor, goal: Tensor, pull: Tensor) -> Tensor:
-        """At each point the start with the lower value: from a prior that is far away, steps would be short."""
+        """Return at each point the start with the lower value. From a prior that is far away, steps would be short."""
         values = [self._expand(theta, goal, pull)[0] for theta in (one, other)]
         return torch.where((values[0] < values[1])[..., None], one, other)
 
     def _pull_of_bias(self, goal: Tensor) -> float:
-        """How many dates the prior's intercept counts for: as many as biases differ little from point to point.
+        """Return the number of dates that the prior's intercept counts for.
 
-        With errors of variance one, biases of variance V (what is left of their spread between points without 1 / D)
-        and the curvature of the CRPS near 1 / 2, the Bayesian weight is 1 / (2 V).
+        It is large if biases differ little between points.
+
+        With errors of variance one, biases of variance V and a curvature of the CRPS near 1 / 2, the Bayesian weight is
+        1 / (2 V). V is the mean square of the difference of the points' biases from the prior, minus the part 1 / D
+        that is due to chance.
         """
         away = self._start()[..., 0] - goal[..., 0]
-        seen = (self.weights > 0).any(-1)  # a point without observations tells nothing of biases
+        seen = (self.weights > 0).any(-1)  # a point without observations says nothing about biases
         signal = float((away[seen] ** 2).mean() - (1 / self.total[seen]).mean())
         return 0.5 / max(signal, _LEAST_SIGNAL)
 
     def _start(self) -> Tensor:
-        """The mean error, slope one, and half of the error's variance from either term."""
+        """Return a simple start: the mean error, slope one, and half of the error's variance from each of c and d."""
         theta = self.y.new_zeros(*self.total.shape, self.design.shape[-1] + 2)
         theta[..., 0] = self._average(self.y - self.mean) / self.unit
         theta[..., -2] = torch.where(self.single, 1.0, math.sqrt(0.5))
@@ -222,7 +276,7 @@ class _Problem:
         return theta
 
     def _expand(self, theta: Tensor, goal: Tensor, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Value (...), gradient (..., P) and curvature (..., P, P) of the sum of CRPS in the point's units."""
+        """Return value (...), gradient (..., P) and curvature (..., P, P) of the sum of CRPS, in the point's units."""
         location = (self.design * theta[..., None, :-2]).sum(-1)
         root_c, root_d = theta[..., -2, None], theta[..., -1, None]
         scale = torch.sqrt(root_c**2 + root_d**2 * self.relative + _TINY)
@@ -241,7 +295,7 @@ class _Problem:
         return value, (gradient * share).sum(-2) + 2 * pull * away, curvature + torch.diag_embed(2 * pull)
 
     def _score(self, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """CRPS, its derivatives by location and scale, and a curvature, in the point's units."""
+        """Return the CRPS, its derivatives by location and scale, and a curvature, in the point's units."""
         z = ((self.y - self.mean) / self.unit[..., None] - location) / scale
         density = torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
         bend = 2 * density / scale
@@ -257,6 +311,7 @@ class _Problem:
         return score.detach(), by_location, by_scale, bend
 
     def _inwards(self, prior: Emos) -> Tensor:
+        """Convert coefficients to parameters in the point's units."""
         shape = self.total.shape
         a, b, c, d = (v.expand(shape) for v in (prior.a, prior.b, prior.c, prior.d))
         season = prior.season.expand(*shape, -1)
@@ -267,6 +322,7 @@ class _Problem:
         return torch.cat([torch.stack(ends, -1), season / self.unit[..., None], torch.stack(roots, -1)], -1)
 
     def _outwards(self, theta: Tensor) -> Emos:
+        """Convert parameters in the point's units to coefficients."""
         slope = theta[..., 1] * self.unit / self.width
         a = theta[..., 0] * self.unit - slope * self.centre
         c = (theta[..., -2] * self.unit) ** 2
@@ -279,6 +335,7 @@ def _positive(values: Tensor) -> Tensor:
 
 
 def _damped_step(gradient: Tensor, curvature: Tensor, damping: Tensor) -> Tensor:
+    """Solve for the Levenberg-Marquardt step of each point."""
     diagonal = curvature.diagonal(dim1=-2, dim2=-1)
     floor = 1e-9 * diagonal.amax(-1, keepdim=True) + _TINY
     matrix = curvature + torch.diag_embed(damping[..., None] * diagonal + floor)

@@ -1,7 +1,7 @@
-"""EMOS as a model: coefficients for each lead, field and grid point, one set for each of some `sizes` of an ensemble.
+"""EMOS as a model, with coefficients for each ensemble size, lead, field and grid point.
 
-They are fitted on all training dates at once (`training.emos_fit`), not step by step, and carry no gradient. An
-ensemble of another size takes the coefficients of the nearest one, by the logarithm of the size.
+They are fitted to all training dates at once (`training.emos_fit`), not step by step, and have no gradient. An ensemble
+of another size takes the coefficients of the nearest size, by its logarithm.
 
 Axes: K ensemble size, B date, T lead, F field, V pressure-level variable, Z level, Y latitude, X longitude.
 """
@@ -21,12 +21,25 @@ from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.rival import Rival
 
-SIZES = (1, 2, 3, 5, 10)  # before the fit, and of checkpoints that say none
+SIZES = (1, 2, 3, 5, 10)  # sizes before the fit, and of checkpoints that do not state theirs
 COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
 
 
 class EmosModel(Rival):
-    """location = m + a + (b - 1) m + season, scale^2 = c + d s^2; before the fit c = d = 1, and the rest is zero."""
+    """The EMOS baseline.
+
+        location = m + a + (b - 1) m + season
+        scale^2  = c + d s^2
+
+    Before the fit, c = d = 1 and all other coefficients are zero. `models.rivals.emos` explains the symbols.
+
+    Args:
+        spec: the inputs and outputs of the model.
+        climate: statistics of the training dates.
+
+    Raises:
+        UserError: `model.postprocess` is off, so there is no truth to fit to.
+    """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -38,16 +51,20 @@ class EmosModel(Rival):
         start[:, 4:] = 1.0
         self.coefficients = nn.Parameter(start, requires_grad=False)
         self.sizes: Tensor
-        self.register_buffer("sizes", torch.tensor(SIZES))  # that the rows of `coefficients` are of
+        self.register_buffer("sizes", torch.tensor(SIZES))  # ensemble size of each row of `coefficients`
 
     def put(self, size: int, lead: int, field: int, fitted: Emos, reference: Tensor | float = 0.0) -> None:
-        """Take over what was fitted for row `size`.
+        """Store the coefficients that were fitted for one ensemble size, lead and field.
 
-        Coefficients broadcast against the map. The reference r of each point goes into its intercept: r + a +
-        b (m - r) is m + [a - (b - 1) r] + (b - 1) m.
+        Coefficients broadcast against the map. The reference r of each point becomes a part of its intercept, because r
+        + a + b (m - r) equals m + [a - (b - 1) r] + (b - 1) m.
 
         Args:
-            reference: r, (Y * X,), or one for all.
+            size: row of the ensemble size.
+            lead: position of the lead.
+            field: position of the field.
+            fitted: the coefficients.
+            reference: r, (Y * X,), or one number for all points.
         """
         shape = self.spec.grid.shape
         season = fitted.season if fitted.season.shape[-1] else fitted.season.new_zeros(*fitted.a.shape, 2)
@@ -57,11 +74,15 @@ class EmosModel(Rival):
         self.coefficients.data[size, :, lead, field] = torch.stack(maps).to(self.coefficients)
 
     def row(self, count: float) -> int:
-        """Of the coefficients that an ensemble of `count` members takes."""
+        """Return the row of the coefficients that an ensemble of `count` members takes."""
         sizes = self.sizes.tolist()
         return min(range(len(sizes)), key=lambda i: abs(math.log(count / sizes[i])))
 
     def forward(self, x: EnsembleInput) -> Prediction:
+        """Predict location, scale and, if `model.spread` is on, the spread.
+
+        The scale has a small lower bound, relative to the typical spread of the field.
+        """
         rows = [self.row(float(count)) for count in x.count]
         season = seasonal_terms(x.day_of_year)
         found: dict[str, Tensor | None] = {}
@@ -84,8 +105,15 @@ class EmosModel(Rival):
 
 
 def rows_for(members: int, sizes: Collection[int]) -> list[int]:
-    """Sizes to fit for, ascending: `members` and as many of `sizes` as there are rows, without those whose neighbours
-    are nearest, which give way to them."""
+    """Return the ensemble sizes to fit for, ascending.
+
+    There are at most as many as the model has rows. If `sizes` has more, those whose neighbours are nearest to each
+    other are left out, because the neighbours can stand for them.
+
+    Args:
+        members: a size that is always kept.
+        sizes: other sizes.
+    """
     found = sorted({members, *sizes})
     while len(found) > len(SIZES):
         inner = [at for at in range(1, len(found) - 1) if found[at] != members]

@@ -1,4 +1,4 @@
-"""What all rivals have in common: the same inputs as our network as planes of a map, and parameters per field out.
+"""The common base of the baseline networks: our network's inputs as planes of a map, and parameters of each field out.
 
 Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, C channel, F field (variables and levels,
 then surface variables), O output, Y latitude, X longitude.
@@ -24,13 +24,20 @@ from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
 
-_STENCILS = 4  # of departures: themselves, two differences, the mean around
+_STENCILS = 4  # of departures: the departures themselves, two differences, the mean around
 
 
 @dataclass(eq=False)
 class Reduced:
-    """One kind of fields at the predicted leads, (B, T, V, [Z,] Y, X): `mean`, `spread` of the members, s0 and s1 of
-    `features`; `climatology` (s_clim) and `typical` (one number a level) without B.
+    """The inputs of one kind of fields (pressure levels or surface) at the predicted leads, (B, T, V, [Z,] Y, X).
+
+    Attributes:
+        mean: mean of the members.
+        spread: spread of the members.
+        s0: prior spread (`models.features`).
+        s1: expected spread of the full ensemble (`models.features`).
+        climatology: s_clim, without B.
+        typical: one typical spread for each lead, variable and level, without B.
     """
 
     mean: Tensor
@@ -42,7 +49,7 @@ class Reduced:
 
 
 class FieldSet(nn.Module):
-    """The train dates' statistics of the pressure levels, or of the surface, as heads without learned terms."""
+    """The training dates' statistics of the pressure levels, or of the surface, as heads without learned terms."""
 
     def __init__(self, spec: ModelSpec, climate: Climate, suffix: str):
         super().__init__()
@@ -50,14 +57,14 @@ class FieldSet(nn.Module):
 
 
 class Rival(nn.Module):
-    """A model that sees maps of C channels and gives `outputs` numbers a lead, field and cell.
+    """A baseline that sees maps of C channels and returns `outputs` numbers for each lead, field and grid point.
 
-    Subclasses give `network` (B, C, Y, X) -> (B, O * T * F, Y, X) and `law`, which turns the first two outputs into
-    location and scale; where `model.spread` is on, the last output changes the spread as in our own head.
+    A subclass defines `network`, (B, C, Y, X) -> (B, O * T * F, Y, X), and `law`, which turns the first two outputs
+    into location and scale. If `model.spread` is on, the last output changes the spread as in our own head.
 
     Args:
         spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the train dates.
+        climate: statistics of the training dates.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -75,15 +82,15 @@ class Rival(nn.Module):
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
-        """(B, O * T * F, Y, X) from the channels, in at least float32."""
+        """Return the outputs (B, O * T * F, Y, X) of the channels, in at least float32."""
         raise NotImplementedError
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Location and scale from two outputs, each (B, T, V, [Z,] Y, X)."""
+        """Return location and scale from two outputs, each (B, T, V, [Z,] Y, X)."""
         raise NotImplementedError
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict `leads_out` from `leads_in`; parameters in physical units."""
+        """Predict `leads_out` from `leads_in`, as parameters in physical units."""
         reduced = self.reduced(x)
         raw = self.network(self.planes(x, reduced), x).unflatten(1, (self.outputs, len(self.spec.leads_out), -1))
         found: dict[str, Tensor | None] = {}
@@ -100,18 +107,21 @@ class Rival(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """O, numbers for each lead, field and cell."""
+        """Return O, the number of outputs for each lead, field and grid point."""
         return 2 * self.spec.config.postprocess + self.spec.config.spread
 
     @property
     def channels(self) -> int:
-        """C of `planes`."""
+        """Return C, the number of channels of `planes`."""
         upper = self.features.channels(surface=False) * len(self.spec.levels)
         every = upper + self.features.channels(surface=True) + plane_count(self.spec)
         return every + _STENCILS * KINDS * len(self.spec.leads_out) * self.spec.fields * self.spec.config.departures
 
     def reduced(self, x: EnsembleInput) -> dict[str, Reduced]:
-        """Mean, spread and climate of the predicted leads, by "p" and "s" as far as there are such variables."""
+        """Return mean, spread and climate at the predicted leads, by "p" (pressure levels) and "s" (surface).
+
+        Kinds without variables are left out.
+        """
         x.check(self.spec, self.spec.grid.shape)
         leads, found = self.spec.lead_positions, {}
         for suffix, part in self._parts():
@@ -123,8 +133,11 @@ class Rival(nn.Module):
         return found
 
     def planes(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> Tensor:
-        """The channels of our own network with pressure levels side by side, and where `model.departures` is on those
-        of its statistical start (d of `models.linear`): (B, C, Y, X)."""
+        """Return the channels of our own network, with pressure levels side by side, (B, C, Y, X).
+
+        If `model.departures` is on, the inputs of its statistical start are among them: departures d of
+        `models.linear`, with their differences and means around each point.
+        """
         empty = {k: take(getattr(x, f"mean_{k}"), 1, self.spec.lead_positions) for k in "ps"}
         s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
         climatology = [reduced[k].climatology if k in reduced else empty[k][0] for k in "ps"]
@@ -133,7 +146,7 @@ class Rival(nn.Module):
         return torch.cat([*planes, *self._departures_around(x, reduced)], 1)
 
     def _departures_around(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> list[Tensor]:
-        """Return d, its differences along and across rows, the mean around less itself, (B, KINDS T F, Y, X) each."""
+        """Return d, its differences along and across rows, and the mean around minus d, (B, KINDS T F, Y, X) each."""
         if self.near is None:
             return []
         found = []
@@ -147,31 +160,36 @@ class Rival(nn.Module):
         return [centre, along, across, F.avg_pool2d(padded, 3, 1) - centre]
 
     def pole_rule(self) -> tuple[Tensor, Tensor]:
-        """Sign and offset (C, 1) of the channels of `planes` across a pole."""
+        """Return sign and offset (C, 1) that the channels of `planes` take across a pole."""
         rules = [self.features.pole_rule(surface=surface) for surface in (False, True)]
         sign, offset = (torch.cat([rule[i].flatten() for rule in rules]) for i in (0, 1))
         plain = torch.zeros(plane_count(self.spec))
         signs, offsets = [sign, plain + 1], [offset, plain]
-        if self.near is not None:  # on the other side of a pole, rows run the other way
+        # On the other side of a pole, rows run in the opposite direction, so differences across rows change their sign.
+        if self.near is not None:
             turn = of_channels(self.spec.vector_sign(len(self.spec.leads_out)))
             signs += [turn, turn, -turn, turn]
             offsets.append(torch.zeros(_STENCILS * len(turn)))
         return torch.cat(signs)[:, None], torch.cat(offsets)[:, None]
 
     def split(self, values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """An axis of F fields -> (V, Z) of the pressure levels, and S of the surface."""
+        """Split an axis of F fields into (V, Z) of the pressure levels and S of the surface."""
         shape = len(self.spec.variables), len(self.spec.levels)
         upper, flat = values.split((shape[0] * shape[1], len(self.spec.surface)), axis)
         return (upper.unflatten(axis, shape) if upper.shape[axis] else upper), flat
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters for an optimizer: what has two axes or more decays, features of places too; all else does not."""
+        """Return the groups of parameters for an optimizer.
+
+        Parameters with two or more axes decay, also those that belong to places. All others do not.
+        """
         plain = [p for p in self.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"name": "weights", "params": [p for p in self.parameters() if p.ndim > 1]}]
         groups.append({"name": "plain", "params": plain, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
     def _parts(self) -> Iterator[tuple[str, FieldSet]]:
+        """Yield "p" and "s" with their statistics, if there are such variables."""
         for suffix, part in (("p", self.pressure), ("s", self.surface)):
             if part is not None:
                 yield suffix, part
