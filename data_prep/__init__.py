@@ -1,4 +1,7 @@
-"""Archives in, tensor stores out: GRIB, NetCDF and Zarr by one table of names, decoded exactly."""
+"""Read archives (GRIB, NetCDF, Zarr) and build tensor stores from them.
+
+All formats share one table of names. Values are decoded exactly as the archive holds them.
+"""
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index

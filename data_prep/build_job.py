@@ -1,4 +1,4 @@
-"""What a build does with one start date: read its fields slice by slice, and hand them to the store."""
+"""Build one start date of a tensor store: read its fields slice by slice, and hand them to the store."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
 
 
 class _Room(threading.local):
-    """Arrays of each thread for the slices it reads, taken in turn: one is used again when its slice is written.
+    """Arrays for the slices that each thread reads, which are used in turn.
 
-    Fresh ones would have to be cleared by the system, which takes about as long as reading into them.
+    An array is used again once its slice is written. New arrays would have to be cleared by the operating system, which
+    takes about as long as reading into them.
     """
 
     def __init__(self) -> None:
@@ -60,14 +61,17 @@ _room = _Room()
 
 
 class Stopped(Exception):
-    """A start date was given up, because the build is to stop."""
+    """An error for a start date that was given up because the build is to stop."""
 
 
 class Job:
-    """The archives of a build, opened, and the plan that follows from them.
+    """The opened archives of a build, and the plan that follows from them.
+
+    Args:
+        config: the settings of `ensemble-ml prepare`.
 
     Raises:
-        UserError: a file is missing or damaged, or nothing is left of what was asked for.
+        UserError: a file is missing or damaged, or the settings leave nothing to store.
     """
 
     def __init__(self, config: PrepareConfig):
@@ -106,16 +110,28 @@ class Job:
 
     @property
     def files(self) -> str:
-        """16 hex digits that name the files of forecast and truth, with their sizes and times when they were opened."""
+        """Return 16 hex digits that identify the files of forecast and truth.
+
+        They depend on the paths, sizes and modification times when the files were opened.
+        """
         catalogues = [self.source.catalogue] + ([self.truth.catalogue] if self.truth else [])
         return hashlib.sha256(repr([one.stamps for one in catalogues]).encode()).hexdigest()[:16]
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
-        """Build one start date, unless another builder has it or it is done; whether it was built here.
+        """Build one start date, unless it is done or another process is building it.
+
+        Args:
+            build: the store under construction.
+            date: index of the start date.
+            pool: threads that compress and write.
+            stopped: returns whether the build is to stop.
+
+        Returns:
+            Whether the date was built here.
 
         Raises:
-            UserError: a field cannot be decoded or holds NaN, or the disk refuses.
-            Stopped: `stopped` said so.
+            UserError: a field cannot be decoded or holds NaN, or the disk refuses to write.
+            Stopped: `stopped` returned True.
         """
         with build.claim(date) as ours:
             if not ours:
@@ -127,6 +143,7 @@ class Job:
         return True
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
+        """Read one part of a start date slice by slice, and write each slice to the store."""
         for selection in slices_of(self.plan.layout):
             if stopped():
                 raise Stopped
@@ -146,7 +163,7 @@ class Job:
             writer.cell(part, kind, lead, variable, block)
 
     def _reads(self, date: int) -> dict[str, set[tuple[str, int, int]]]:
-        """Path, offset and length of each field that a start date is made of, by part."""
+        """Return the path, offset and length of each field of a start date, by part."""
         found = {}
         for part in self.plan.wanted:
             if part is Part.TRUTH and self.truth is not None:
@@ -156,7 +173,7 @@ class Job:
         return found
 
     def _place(self, selection: Selection) -> tuple[Kind, int, int]:
-        """Kind of variable, and positions of the one lead and the one variable of a slice."""
+        """Return the kind of variable of a slice, and the positions of its lead and its variable."""
         lay = self.plan.layout
         lead = lay.lead_hours.index((selection.lead_hours or ())[0])
         if selection.variables:
@@ -165,13 +182,14 @@ class Job:
 
 
 def index_of(config: PrepareConfig) -> FileIndex:
-    """Where the tables of files are kept: beside the output, if the settings say nothing else."""
+    """Return the index that keeps the tables of files: in the folder that the settings name, or beside the output."""
     output = Path(config.output).absolute()
     folder = None if config.index is None else config.index or output.with_name(f".{output.name}.index")
     return FileIndex(folder, look=config.gaps is not Gaps.error)
 
 
 def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str, Any]:
+    """Return what the store records about its origin: inputs, settings and missing start dates."""
     kept = {name: getattr(config, name) for name in _KEPT}
     skipped = {gap.start for gap in gaps} if config.gaps is Gaps.skip else set()
     starts = [start for date in holes(both.layout.init_time) if (start := hour_text(date)) not in skipped]
@@ -188,6 +206,7 @@ def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str,
 
 
 def _grid_change(config: PrepareConfig) -> GridChange | None:
+    """Return the change of grid that the settings ask for."""
     wanted: Any = config.regrid
     if isinstance(wanted, str):
         wanted = open_store(wanted).layout.grid if is_store(Path(wanted)) else Catalogue(wanted, role="grid").grid

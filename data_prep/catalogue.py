@@ -1,4 +1,4 @@
-"""All fields of an archive in one table, and the gathering of chosen ones into blocks.
+"""List all fields of an archive in one table, and gather chosen ones into blocks.
 
 Axes: M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -52,25 +52,35 @@ from ensemble_ml.store.sources import MEMORY, PLACE
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 30  # names of what is left out, in a line
-_UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # of a variable that is left out for no other reason, in GRIB and in NetCDF
-_LINE_EVERY = 10.0  # seconds between lines on long work
+_SHOWN = 30  # names of skipped variables that a message shows
+_UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # label of a variable that the registry does not know, in GRIB or NetCDF
+_LINE_EVERY = 10.0  # seconds between lines on the progress of long work
 
 
 class Aligned(Protocol):
-    """What reads some rows of a catalogue."""
+    """An object that reads some rows of a catalogue."""
 
     def rows(self) -> np.ndarray:
-        """Rows of the catalogue that are read, (N,) ascending."""
+        """Return the rows of the catalogue that are read, (N,) ascending."""
 
 
 A = TypeVar("A", bound=Aligned)
 
 
 class Catalogue:
-    """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share; `skipped`
-    counts the fields that are left out, by a label that says what they are and why. `without_units` are variables that
-    are left out for having none: the files' names and ours.
+    """The fields of an archive's files.
+
+    Args:
+        paths: files, folders, globs or a list of them, or open Datasets.
+        role: what the archive is, such as "forecast"; it stands in messages and chooses a part of a simulated archive.
+        index: keeps the tables of files; None reads every file anew.
+        overrides: names and units of variables that the user states.
+
+    Attributes:
+        records: one record for each field, sorted by `KEYS`.
+        grid: the grid that all fields share.
+        skipped: number of fields that are left out, by a label that names them and the reason.
+        without_units: variables that are left out because they state no units: the files' names and ours.
 
     Raises:
         UserError: a file is damaged, grids differ, or no known field is left.
@@ -94,21 +104,32 @@ class Catalogue:
         static = IS_STATIC[table["field"]]
         self.static_records = table[static]
         table = table[~static] if static.any() else table
-        if role == FORECAST:  # a truth of several kinds is refused
+        # A truth has no members. If it mixes several kinds of fields, it is refused later.
+        if role == FORECAST:
             table = _of_members(self.path, self.files, table, self.skipped)
-        self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
+        # The result does not depend on the order of the files.
+        self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
 
     def onto(self, geometry: Geometry) -> None:
-        """Let all values come on the target of `geometry`, whose source is the files' grid, from now on."""
+        """Return all values on another grid from now on.
+
+        Args:
+            geometry: the conversion from the grid of the files to the new one.
+        """
         self.geometry, self.grid = geometry, geometry.target
 
     def without_empty(self, aligned: Callable[[], A], index: FileIndex | None) -> A:
-        """What `aligned` makes of this catalogue; where `index` says that they are looked for, without the fields that
-        it reads and that are all NaN. Others may take their place, so it is made until there are none.
+        """Leave out fields that are all NaN, and return the object that reads this catalogue.
+
+        If a field is left out, another may take its place. So the object is made again until it reads no empty field.
+
+        Args:
+            aligned: makes the object that reads this catalogue.
+            index: says whether to look for such fields, and remembers the results.
 
         Raises:
-            UserError: a field that it reads stands there twice, fields that it reads were made by several centres, or
-                a file cannot be read, or changed meanwhile.
+            UserError: a field that is read exists twice, fields that are read come from several centres, or a file
+                cannot be read or has changed.
         """
         while True:
             made = aligned()
@@ -118,11 +139,16 @@ class Catalogue:
                 return made
 
     def _check_unique(self, made: Aligned) -> None:
-        """Raise a UserError where a field that `made` reads has the keys of another: what is not read may stand twice,
-        as gusts of the moment do beside the largest."""
+        """Raise a UserError if a field that `made` reads exists twice.
+
+        Other fields may exist twice, for example the gusts of the moment beside the largest gusts.
+        """
         records, order, begin = self.records, None, starts(self.records)
-        keys = [begin if name == "lead_start" else records[name] for name in KEYS]  # there may be millions: no copies
-        if (begin != records["lead_start"]).any():  # a sum may stand there with its interval, and without
+        # The table may have millions of rows, so no column is copied without need.
+        keys = [begin if name == "lead_start" else records[name] for name in KEYS]
+        # A sum may exist with its interval and again without it. The keys are sorted again, so that the two become
+        # neighbours.
+        if (begin != records["lead_start"]).any():
             order = np.lexsort(keys[::-1])
             keys = [values[order] for values in keys]
         same = np.ones(max(len(records) - 1, 0), bool)
@@ -141,11 +167,12 @@ class Catalogue:
             raise UserError(f"{describe(first)}: stands twice in {where}; give each field once")
 
     def _check_origins(self, made: Aligned) -> None:
-        """Raise a UserError where what `made` reads of one ensemble, or of one variable of a truth, was made by several
-        centres or in several experiments, or of one start date by several ensembles of a centre: their members have
-        the same numbers, but are of different forecasts.
+        """Raise a UserError if the fields that `made` reads come from several sources.
 
-        A truth may go on in another experiment, as ERA5 begins as preliminary data; then a warning names both.
+        Refused are several centres or experiments in one ensemble or in one variable of a truth, and several ensembles
+        of a centre at one start date. Their members have the same numbers but belong to different forecasts.
+
+        A truth may continue in another experiment, as ERA5 begins with preliminary data. Then a warning names both.
         """
         if len(self.origins) < 2:
             return
@@ -167,7 +194,7 @@ class Catalogue:
                 log.warning("%s; both are taken", text)
 
     def _leave_out(self, rows: np.ndarray, index: FileIndex) -> bool:
-        """Leave out those of `rows` whose fields are all NaN; whether there were any."""
+        """Leave out those of `rows` whose fields are all NaN. Return whether there were any."""
         records = self.records[rows]
         empty = np.zeros(len(rows), bool)
         files, said = np.unique(records["file"]).tolist(), time.monotonic()
@@ -187,12 +214,17 @@ class Catalogue:
     def values(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield the values of `records` in their order, which had better be that of the files.
+        """Yield the values of `records`, in their order. This is fast if the order is that of the files.
 
-        See `data_prep.records.Reader.fields`; threads may read at the same time.
+        `data_prep.records.Reader.fields` describes the values. Several threads may read at the same time.
+
+        Args:
+            records: rows of the table.
+            rows: rows of latitude; None takes all.
+            into: an array for each record that may receive the values, or None.
 
         Raises:
-            UserError: a field has no value at any point, or one that is no weather.
+            UserError: a field has no value at any point, or one that is not plausible.
         """
         ends = np.flatnonzero(np.diff(records["file"])) + 1
         for first, last in pairwise([0, *ends.tolist(), len(records)]):
@@ -219,11 +251,11 @@ class Catalogue:
         """Read `targets` into blocks of `members` and the other axes of `layout`.
 
         Args:
-            targets: what to read, and where it goes.
+            targets: the fields to read, and their places in the blocks.
             layout: the coordinates of the blocks.
             members: length of the first axis.
-            band: rows of latitude start, stop; None takes all.
-            room: gives the arrays of integers, of which only the fields that are there are filled.
+            band: first row of latitude and the row after the last; None takes all.
+            room: provides the arrays of integers. Only fields that exist are filled.
 
         Raises:
             UserError: a field cannot be decoded, or holds NaN; or the grid lacks the rows.
@@ -241,6 +273,7 @@ class Catalogue:
         return self._fill(out, list(targets), rows)
 
     def _fill(self, out: Gathered, targets: list[Target], rows: slice) -> Gathered:
+        """Read single fields in the order of the files, then those that are combined from several."""
         single = [target for target in targets if target.combine is Combine.ONE]
         chosen = self.records[[target.rows[0] for target in single]]
         order = np.lexsort((chosen["offset"], chosen["file"]))
@@ -265,7 +298,7 @@ class Catalogue:
         )
 
     def _places(self, single: np.ndarray, targets: list[Target]) -> np.ndarray:
-        """Where the fields of `single` and those of combined targets lie, (N,) PLACE."""
+        """Return the places of the fields of `single` and of combined targets, (N,) PLACE."""
         combined = [row for target in targets if target.combine is not Combine.ONE for row in target.rows]
         records = np.concatenate([single, self.records[combined]]) if combined else single
         places = np.empty(len(records), PLACE)
@@ -274,7 +307,11 @@ class Catalogue:
         return places
 
     def fields(self, rows: np.ndarray) -> set[tuple[str, int, int]]:
-        """Path, offset and length of each of some rows of the table."""
+        """Return path, offset and length of each of some rows of the table.
+
+        Args:
+            rows: rows of the table.
+        """
         records = self.records[rows]
         columns = (records[name].tolist() for name in ("file", "offset", "length"))
         return {(self.stamps[file][0], offset, length) for file, offset, length in zip(*columns, strict=True)}
@@ -282,7 +319,7 @@ class Catalogue:
     def _brought(
         self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield `rows` of `records` on the grid that is wanted."""
+        """Yield `rows` of `records` on the target grid."""
         if self.geometry.same:
             yield from self.values(records, rows, into)
             return
@@ -292,8 +329,10 @@ class Catalogue:
             yield replace(moved, values=moved.values[rows], mask=mask)
 
     def _combined(self, target: Target, rows: slice) -> np.ndarray:
+        """Combine several fields to one, for example hourly values to a daily mean, on the target grid."""
         records = self.records[list(target.rows)]
-        parts = (raw.decode().astype(np.float64) for raw in self.values(records))  # a week of hours is too much at once
+        # Fields are decoded one after the other, because all hours of a week would need too much memory.
+        parts = (raw.decode().astype(np.float64) for raw in self.values(records))
         if target.combine is not Combine.DIFFERENCE:
             made = COMBINED[target.combine](parts)
         else:
@@ -304,18 +343,25 @@ class Catalogue:
         return self.geometry.floats(made.astype(np.float32))[rows]
 
     def methods(self, name: str) -> set[str]:
-        """Which of mean, maximum and minimum over time files say that a variable is."""
+        """Return the methods over time (mean, maximum, minimum) that files state for a variable.
+
+        Args:
+            name: short name of the variable.
+        """
         return {reader.methods[name] for reader in self.readers if name in reader.methods}
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Variables some of whose fields may have points without a value, in the registry's order."""
+        """Return the variables of which some fields may have points without a value, in the order of the registry."""
         fields = np.unique(self.records["field"][self.records["masked"]])
         return tuple(FIELDS[index].name for index in fields.tolist())
 
     def static(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Static fields by name, (Y, X) float32; where files repeat one, the first stands for all. Those of the names
-        `without` are not read."""
+        """Return static fields by name, (Y, X) float32. If files repeat a field, the first one is taken.
+
+        Args:
+            without: names of fields that are not read.
+        """
         found: dict[str, np.ndarray] = {}
         for record in self.static_records:
             name = field_of(record).name
@@ -325,11 +371,15 @@ class Catalogue:
         return dict(sorted(found.items()))
 
     def fingerprint(self, rows: np.ndarray | None = None) -> str:
-        """16 hex digits over file names, sizes and the keys and packing constants of all fields.
+        """Return 16 hex digits over file names, sizes, and the keys and packing constants of all fields.
 
-        Of files whose keys say nothing of the values, as those of GRIB messages do, the time of change counts too.
-        `rows`: of these fields and their files alone. Of a file whose keys do tell, the lengths of these fields stand
-        for its size then: more messages may have come behind them.
+        If the keys of a file say nothing about its values, its modification time counts as well. The keys of GRIB
+        messages do say something, because they include packing constants.
+
+        Args:
+            rows: rows of the table; only these fields and their files count then. For a file whose keys describe its
+                values, the lengths of these fields replace the size of the file, because more messages may have been
+                appended to it.
         """
         records = self.records if rows is None else self.records[rows]
         digest = hashlib.sha256()
@@ -344,9 +394,9 @@ class Catalogue:
 
 
 def _joined_tables(readers: list[Reader]) -> tuple[np.ndarray, list[Origin]]:
-    """Return all records, with the numbers of their files and origins, and these origins.
+    """Return all records with the numbers of their files and origins, and the list of origins.
 
-    The readers' own records are let go one by one: there may be millions.
+    The readers' own records are released one by one, because there may be millions.
     """
     table = np.empty(sum(len(reader.records) for reader in readers), RECORD)
     origins: dict[Origin, int] = {}
@@ -363,16 +413,18 @@ def _joined_tables(readers: list[Reader]) -> tuple[np.ndarray, list[Origin]]:
 
 
 def _shown(paths: Any) -> str:
+    """Return the paths of an archive in a short form, for messages."""
     first, *more = [shown_input(path) for path in (paths if isinstance(paths, list | tuple) else [paths])] or [""]
     return f"{first} and {len(more)} more" if more else first
 
 
 def _whole(path: str) -> str:
-    """Return an absolute path; what stands for the path of a Dataset in memory is none, and stays as it is."""
+    """Return an absolute path. The text that stands for the path of a Dataset in memory stays as it is."""
     return path if path.startswith(MEMORY) else os.path.abspath(path)
 
 
 def _one_grid(readers: list[Reader]) -> Grid:
+    """Return the grid that all files share, or raise a UserError."""
     first: Reader | None = None
     for reader in readers:
         if reader.grid is None:
@@ -392,11 +444,12 @@ def _one_grid(readers: list[Reader]) -> Grid:
 
 
 def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
-    """Return the variables that were left out for having no units, by our names; warn of them, and of units that were
-    taken from the convention of a name.
+    """Return the variables that are left out because they have no units, by our names.
+
+    Warn about them, and about units that follow from the convention of a name.
 
     Raises:
-        UserError: nothing else is left; it names all of them, and what to type.
+        UserError: nothing else is left. The message names all these variables, and what to type.
     """
     files = [reader for reader in readers if isinstance(reader, XarrayFile)]
     assumed = {name: units for file in files for name, units in file.assumed.items()}
@@ -416,13 +469,17 @@ def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
 
 
 def say_units(names: Iterable[str]) -> str:
-    """Return what to type, so that variables have units."""
+    """Return the setting that a user can type to state the units of variables.
+
+    Args:
+        names: short names of the variables.
+    """
     said = ", ".join(f"{name}: {field(name).units}" for name in sorted(set(names)))
     return f"say them, as in 'units={{{said}}}'"
 
 
 def _skipped(readers: list[Reader]) -> dict[str, int]:
-    """Count what all readers leave out, by its label."""
+    """Count the fields that all readers leave out, by their labels."""
     counts: dict[str, int] = {}
     for reader in readers:
         for name, count in reader.skipped.items():
@@ -431,6 +488,7 @@ def _skipped(readers: list[Reader]) -> dict[str, int]:
 
 
 def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> None:
+    """Log the variables that are left out, with a level that depends on the reason."""
     known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
@@ -445,7 +503,8 @@ def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> N
         )
         log.warning(text, path, _first(sorted(elsewhere)))
         known += elsewhere
-    # What is said against a variable of the registry stands behind its name, and may be of one that somebody misses.
+    # A label with a reason names a variable of the registry, which the user may miss. These are listed before the
+    # unknown ones.
     reasons = [name for name in sorted(counts) if name not in known and not re.fullmatch(_UNKNOWN, name)]
     if reasons:
         log.info("%s: left out: %s", path, _first(reasons))
@@ -456,15 +515,18 @@ def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> N
 
 
 def _first(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """`table` without records that state no member, where others do: a deterministic run beside its ensemble, what was
-    made of all members, or an analysis would be member 0, of which all else is missing. They are counted in `skipped`.
+    """Return `table` without the records that state no member, if other records do. They are counted in `skipped`.
 
-    Beside a member that is numbered 0 and no other they stay: some files give a deterministic run that number.
+    A deterministic run beside its ensemble, a statistic of all members, or an analysis would otherwise count as member
+    0, of which all other fields are missing.
+
+    If the only other member has the number 0, they stay, because some files give a deterministic run this number.
     """
     others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
     gone = ~table["numbered"] & others.any()

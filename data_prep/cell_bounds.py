@@ -1,7 +1,8 @@
-"""Intervals that values of NetCDF files and Zarr stores are of, as CF states them: cell methods and bounds.
+"""Find the time intervals that values of NetCDF files and Zarr stores cover, from CF cell methods and bounds.
 
-A width stands in the bounds of any coordinate that tells time: the lead's, that of valid times beside it (of one or of
-two dimensions), or one of a single value, where a file holds one lead. WeatherBench 2 has it in the variable's name.
+The length of an interval follows from the bounds of any time coordinate: the lead, the valid time beside it (with one
+or two dimensions), or a coordinate with a single value if a file holds one lead. WeatherBench 2 states it in the name
+of the variable.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
-_OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # what a value of a model's cell is a mean over anyway
+_OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a model cell is a mean over these anyway
 _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
-_MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that a variable is of by nature
+_MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that are a variable's by nature
 
 
 _STEP_TYPES = {  # other spellings -> ecCodes'
@@ -31,10 +32,13 @@ _STEP_TYPES = {  # other spellings -> ecCodes'
 
 
 def hours_of_sum(array: xr.DataArray) -> int:
-    """Return the hours that a sum is over, by its name or its attributes; 0 where neither states them.
+    """Return the hours that a sum covers, by its name or its attributes; 0 if neither states them.
+
+    Args:
+        array: a data variable.
 
     Raises:
-        UserError: they state several.
+        UserError: name and attributes state different hours.
     """
     stated = {"name": {spell(array.name).hours}, "GRIB_stepRange": _hours_of_range(array)}
     for attribute in ("long_name", "GRIB_name", "description", "comment"):
@@ -50,8 +54,11 @@ def hours_of_sum(array: xr.DataArray) -> int:
 
 
 def _hours_of_range(array: xr.DataArray) -> set[int]:
-    """Return the hours of the range of steps that cfgrib copies from a GRIB message, where there is one lead: of files
-    that were joined, it is that of the first."""
+    """Return the hours of the range of steps that cfgrib copies from a GRIB message.
+
+    The attribute is valid only if there is a single lead: in a file that was joined from several, it is that of the
+    first.
+    """
     lead = find_axis(array, "lead")
     if lead is None or lead.size != 1:
         return set()
@@ -64,9 +71,14 @@ def _hours_of_range(array: xr.DataArray) -> set[int]:
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
-    """Whether values are of intervals rather than of moments: by CF cell_methods, else by what the variable is.
+    """Return whether values cover intervals and not moments.
 
-    Bounds of an axis are for all variables of a file, though some of them may be of moments.
+    CF cell_methods decide; without them, the variable itself. Bounds of an axis do not decide, because they apply to
+    all variables of a file, and some of these may be moments.
+
+    Args:
+        array: a data variable.
+        field: the entry of the registry.
     """
     if "lead_bounds_hours" in array.attrs or (field.accumulated and hours_of_sum(array)):
         return True
@@ -75,16 +87,25 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 
 
 def method(array: xr.DataArray) -> str:
-    """Mean, maximum or minimum over time, where values are said to be one; empty where they are not."""
+    """Return the method over time that values state (mean, maximum or minimum), or an empty text if they state none.
+
+    Args:
+        array: a data variable.
+    """
     said = _methods(array) - {"point", "sum"}
     return next(iter(said)) if len(said) == 1 else OF_STEP_TYPE.get(_step_type(array), "")
 
 
 def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
-    """Why values are not those of the variable, though they bear its name; empty where they are.
+    """Return why values are not those of the variable, although they have its name. The text is empty if they are.
 
-    A range or a deviation over time is another quantity, and so is whatever was made of all members. Means and extremes
-    over time are read where bounds say over which; cfgrib says it of none.
+    A range or a standard deviation over time is another quantity, and so is any statistic of all members. Means and
+    extremes over time are read if bounds state their interval, which cfgrib never does.
+
+    Args:
+        data: the file.
+        array: a data variable of it.
+        field: the entry of the registry.
     """
     if reason := _other_cells(array, field):
         return f" ({reason})"
@@ -121,9 +142,9 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
 
 
 def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]], str]:
-    """Return CF's cell methods of a variable, and what of the attribute is none.
+    """Return the CF cell methods of a variable, and the rest of the attribute that has not this form.
 
-    Each has the axes that it is over, the method, and what follows it: `where sea`, `within days`.
+    Each method is a triple: its axes, its name, and the words that follow, such as `where sea` or `within days`.
     """
     text = re.sub(r"\([^)]*\)", " ", str(array.attrs.get("cell_methods", "")).lower())
     found = []
@@ -133,8 +154,10 @@ def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]],
 
 
 def _other_cells(array: xr.DataArray, field: Field) -> str:
-    """Return why values are of other cells than those of a field at a time: a climatology, a part of each cell, or a
-    statistic over an axis that is none of ours."""
+    """Return why values belong to other cells than those of a field at a time; the text is empty if they do not.
+
+    Other cells are a climatology, a part of each cell, or a statistic over an axis that fields do not have.
+    """
     methods, rest = _cell_methods(array)
     if rest:
         return f"cell_methods {array.attrs['cell_methods']!r}"
@@ -155,13 +178,13 @@ def _other_cells(array: xr.DataArray, field: Field) -> str:
 
 
 def _methods(array: xr.DataArray, *roles: str) -> set[str]:
-    """CF cell methods of the axes of `roles`; of time where none is given."""
+    """Return the CF cell methods over the axes of `roles`, or over time if none is given."""
     names = {name for role in roles or ("init", "lead") for name in ALIASES[role]}
     return {method for axes, method, _ in _cell_methods(array)[0] if names & axes}
 
 
 def _step_type(array: xr.DataArray) -> str:
-    """Return ecCodes' stepType of a variable, as cfgrib or others write it."""
+    """Return ecCodes' stepType of a variable, as cfgrib and other programs write it."""
     said = str(array.attrs.get("GRIB_stepType", array.attrs.get("step_type", "")))
     return _STEP_TYPES.get(said, said)
 
@@ -173,15 +196,21 @@ def _bounds(axis: xr.DataArray) -> str:
 def widths(
     data: xr.Dataset, array: xr.DataArray, field: Field, places: Mapping[Hashable, np.ndarray]
 ) -> np.ndarray | None:
-    """Hours that each field's values cover, (N,) int32; None where no coordinate has bounds and no name says it.
+    """Return the hours that each field's values cover.
 
     Args:
-        places: dimension -> position along it of each of the N fields.
+        data: the file.
+        array: a data variable of it.
+        field: the entry of the registry.
+        places: for each dimension, the positions along it of the N fields.
+
+    Returns:
+        (N,) int32, or None if no coordinate has bounds and no name states the hours.
 
     Raises:
-        OfSomethingElse: it is a sum, and the file lacks the bounds that it names.
-        UserError: an interval does not end at its coordinate, bounds are not a pair for each of its values, or the
-            variable's name states other hours.
+        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names.
+        UserError: an interval does not end at its coordinate, bounds are not a pair for each value, or the variable's
+            name states other hours.
     """
     own = _own_intervals(array, places)
     if own is not None:
@@ -202,7 +231,7 @@ def widths(
                 f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
                 " ends there are read: let the coordinate be the end of each interval"
             )
-        lengths = bounds[..., 1] - bounds[..., 0]  # of valid times, or of leads in units of their own
+        lengths = bounds[..., 1] - bounds[..., 0]  # of valid times, or of leads in their own units
         exact = to_hours(lengths, axis)
         hours = np.rint(exact).astype(np.int32)
         if (np.abs(exact - hours) > ROUNDING).any() or (hours < 0).any():
@@ -222,9 +251,11 @@ def widths(
 
 
 def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
-    """Return the hours that each field's values cover, (N,) int32, as the Datasets of this package state them
-    (`store.xarray_engine`): `lead_bounds_hours = "none 0-24 24-48"`. Each interval ends at its lead, so that they stay
-    true where leads are left out. None where nothing is stated."""
+    """Return the hours that each field's values cover, (N,) int32, as the Datasets of this package state them.
+
+    `store.xarray_engine` writes `lead_bounds_hours = "none 0-24 24-48"`. Each interval ends at its lead, so the text
+    stays valid if leads are left out. The result is None if nothing is stated.
+    """
     said, lead = array.attrs.get("lead_bounds_hours"), find_axis(array, "lead")
     if said is None or lead is None:
         return None
@@ -237,7 +268,7 @@ def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -
 
 
 def _times(array: xr.DataArray) -> list[xr.DataArray]:
-    """Coordinates that tell lead or valid time, the former first."""
+    """Return the coordinates that hold the lead or the valid time, leads first."""
     found = []
     for role, names in (("forecast_period", ALIASES["lead"]), ("time", VALID)):
         for axis in array.coords.values():

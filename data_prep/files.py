@@ -1,4 +1,4 @@
-"""Which files an archive consists of, and what kind each of them is: decided by content, not by name."""
+"""Find the files of an archive, and recognise the format of each by its content, not by its name."""
 
 from __future__ import annotations
 
@@ -28,28 +28,33 @@ log = logging.getLogger(__name__)
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
-"""What of an archive with archive.json stands for it in each role: a sub-folder, or a file."""
-_AT_A_TIME = 8
-_HEAD = 512  # bytes by which a file is known; bulletins have some lines before their first message
-_NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first letters of its files
-_GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)  # a word alone may stand in any text; here its edition follows
-_COMPRESSED = {  # first letters of files that are to be unpacked first -> what does it
+"""The sub-folder or file of a simulated archive (one with archive.json) that is read in each role."""
+_AT_A_TIME = 8  # files that are indexed at the same time
+_HEAD = 512  # bytes from which a format is recognised; bulletins have some lines before their first message
+_NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first bytes of NetCDF files
+# The edition has to follow the word, which alone may stand in any text.
+_GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)
+_COMPRESSED = {  # first bytes of compressed files -> the program that unpacks them
     b"BZh": "bunzip2", b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
     b"\x04\x22\x4d\x18": "unlz4", b"PK\x03\x04": "unzip", b"\x1f\x9d": "uncompress", b"7z\xbc\xaf": "7z x",
     b"Rar!": "unrar x", b"\x5d\0\0": "unlzma",
 }  # fmt: skip
-_TAR = slice(257, 262)  # where an archive of tar says "ustar"
+_TAR = slice(257, 262)  # position of "ustar" in a tar archive
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
 def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
-    """Expand files, folders, globs or a list of them into data files, sorted, each once, and open Datasets after them.
+    """Return the data files of an archive, sorted and each once, and open Datasets after them.
 
-    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for what it has in that role. Tensor
-    stores in a folder, or that match a pattern, are no part of an archive: an output may lie inside its input.
+    A folder with `archive.json` (made by `ensemble-ml simulate`) stands for its part in the given role. Tensor stores
+    in a folder, or among the matches of a glob, are no part of an archive, because an output may lie inside its input.
+
+    Args:
+        paths: files, folders, globs, or a list of them and of open Datasets.
+        role: "forecast", "truth", "grid" or "static".
 
     Raises:
-        UserError: nothing is there.
+        UserError: there is no such file.
     """
     found: dict[str, None] = {}
     given = as_list(paths)
@@ -63,6 +68,7 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
 
 
 def _expand(path: str, role: str) -> list[str]:
+    """Return the files of one path: a file, a folder or a glob."""
     if os.path.isdir(path) and not is_zarr(path):
         return _folder(Path(path), role)
     if os.path.exists(path):
@@ -74,7 +80,7 @@ def _expand(path: str, role: str) -> list[str]:
 
 
 def _without_stores(where: str, paths: list[str]) -> list[str]:
-    """`paths` that were found in `where` without tensor stores and folders in which they are built."""
+    """Return `paths`, which were found in `where`, without tensor stores and folders in which one is being built."""
     own = [path for path in paths if os.path.isdir(path) and (is_store(Path(path)) or is_building(Path(path)))]
     if own:
         log.info("%s: %d tensor stores or unfinished ones in it are left out (first %s)", where, len(own), min(own))
@@ -82,6 +88,7 @@ def _without_stores(where: str, paths: list[str]) -> list[str]:
 
 
 def _folder(folder: Path, role: str) -> list[str]:
+    """Return the data files in a folder and its sub-folders. Log what is left out."""
     if (folder / "archive.json").is_file():
         folder = folder / _EMBEDDED[role]
         if folder.is_file():
@@ -100,7 +107,8 @@ def _folder(folder: Path, role: str) -> list[str]:
         kept = []
         for name in sorted(folders, key=lambda name: os.path.islink(os.path.join(root, name))):
             place = os.path.realpath(os.path.join(root, name))
-            if place not in seen:  # links may lead round in a circle, or beside themselves
+            # A link may lead back to a folder above, or to one that is read anyway.
+            if place not in seen:
                 kept.append(name)
             seen.add(place)
         folders[:] = kept
@@ -111,7 +119,8 @@ def _folder(folder: Path, role: str) -> list[str]:
                 packed[path] = unpack
             elif path.lower().endswith(_SUFFIXES) or _format(head):
                 names.append(path)
-            elif not head.strip(b"\0"):  # what a download that was broken off leaves
+            # An interrupted download leaves such a file.
+            elif not head.strip(b"\0"):
                 log.warning("%s: is empty or begins with zeros, and is left out", path)
             else:
                 foreign.append(path)
@@ -127,14 +136,17 @@ def _folder(folder: Path, role: str) -> list[str]:
 
 
 def _refuse(error: OSError) -> NoReturn:
+    """Raise a UserError for a file or folder that cannot be read."""
     raise UserError(
         f"{error.filename}: cannot be read ({error.strerror}), and may hold files of the archive; check its permissions"
     )
 
 
 def _format(head: bytes) -> str:
-    """Return what a file is by its first bytes, whether it is named alone or met in a folder: NetCDF, GRIB, or neither
-    (empty)."""
+    """Return "NetCDF" or "GRIB" by the first bytes of a file, or an empty text if it is neither.
+
+    Files that are named alone and files in a folder are recognised in the same way.
+    """
     if head.startswith(_NETCDF):
         return "NetCDF"
     return "GRIB" if _GRIB.search(head) else ""
@@ -144,7 +156,7 @@ def _head(path: str) -> bytes:
     """Return the first bytes of a file of a folder.
 
     Raises:
-        UserError: it cannot be read, so that nobody knows what it is.
+        UserError: the file cannot be read, so its format is not known.
     """
     try:
         with open(path, "rb") as file:
@@ -154,24 +166,29 @@ def _head(path: str) -> bytes:
 
 
 def _unpacked_by(head: bytes) -> str:
-    """Return the program that unpacks a file with these first bytes; empty where it is not compressed."""
+    """Return the program that unpacks a file with these first bytes; an empty text if it is not compressed."""
     if head[_TAR] == b"ustar":
         return "tar xf"
     return next((program for magic, program in _COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def is_zarr(path: str | os.PathLike) -> bool:
-    """Whether a folder is a Zarr group of either version."""
+    """Return whether a folder is a Zarr group of version 2 or 3."""
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
 
 
 def open_readers(
     files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES
 ) -> list[Reader]:
-    """Index each file, several at a time: an archive's headers lie far apart, and most of the time is waiting.
+    """Index all files, several at a time. The headers of an archive lie far apart, so most of the time is waiting.
+
+    Args:
+        files: files, Zarr folders and open Datasets.
+        index: keeps the tables of GRIB files; None keeps none.
+        overrides: names and units of variables that the user states.
 
     Raises:
-        UserError: a file is missing, damaged, or of a format that is not read.
+        UserError: a file is missing, damaged, or of an unknown format.
     """
     if len(files) == 1:
         return [_open_reader(files[0], index, overrides)]
@@ -184,6 +201,7 @@ def open_readers(
 
 
 def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Reader:
+    """Return the reader of one file, by its format."""
     if is_dataset(path):
         return XarrayFile.of_dataset(path, overrides)
     if os.path.isdir(path):
@@ -191,7 +209,8 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Re
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
         return XarrayFile(path, overrides)
     if index is not None and index.holds(path):
-        return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
+        # Only GRIB files have a table in the index, so the format is known without opening the file.
+        return GribFile(path, index)
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD)
@@ -201,8 +220,8 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Re
         raise UserError(f"{path}: is compressed; unpack it first ({unpack})")
     if head.startswith(b"CDF"):
         check_whole(path)
-    if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library says what an unknown version is
+    if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library names an unknown version
         return XarrayFile(path, overrides)
-    if _format(head) == "GRIB" or not head:  # an empty file is refused by name there
+    if _format(head) == "GRIB" or not head:  # GribFile refuses an empty file by its name
         return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")
