@@ -1,4 +1,4 @@
-"""Forecast, truth and static fields as one source: what prepare, predict and evaluate open."""
+"""Combine a forecast, its truth and static fields into one source, which prepare, predict and evaluate open."""
 
 from __future__ import annotations
 
@@ -28,7 +28,18 @@ from ensemble_ml.store.source import fingerprint_at
 
 
 class StoreTruth:
-    """The truth of a tensor store under the start dates and leads of another source (see `ArchiveTruth`)."""
+    """The truth of a tensor store, under the start dates and leads of another source.
+
+    `ArchiveTruth` is the same for an archive.
+
+    Args:
+        store: a tensor store with a truth.
+        layout: the layout of the forecast, whose start dates, leads, variables and levels count.
+        bounds: intervals of the forecast's sums and maxima by variable, a (first, last) hour for each lead.
+
+    Raises:
+        UserError: the store has no truth, has another grid, or has sums over other intervals.
+    """
 
     def __init__(self, store: TensorStore, layout: Layout, bounds: Mapping[str, Sequence[list[int] | None]]):
         if not store.has(Part.TRUTH):
@@ -48,7 +59,11 @@ class StoreTruth:
                     )
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
+        """Return which fields of a start date exist, bool (1, T, V, Z) and (1, T, S).
+
+        Args:
+            date: index of the start date in the forecast.
+        """
         lay, there = self.layout, self._date[date]
         shape = 1, len(lay.lead_hours)
         pressure = np.zeros((*shape, len(lay.variables), len(lay.levels)), bool)
@@ -64,7 +79,12 @@ class StoreTruth:
         return pressure, surface
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one start date; NaN where the store lacks a field."""
+        """Read one start date, with NaN where the store lacks a field.
+
+        Args:
+            date: index of the start date in the forecast.
+            selection: the fields and rows to read.
+        """
         wanted = {name: getattr(selection, name) for name in _AXES}
         wanted = {name: getattr(self.layout, name) if value is None else value for name, value in wanted.items()}
         own = self.store.layout
@@ -82,7 +102,7 @@ class StoreTruth:
         return Fields(pressure, surface)
 
     def unverified(self) -> dict[str, str]:
-        """Sentences on what the store has no truth of, by variable."""
+        """Return sentences about the fields of the forecast that the store has no truth for, by variable."""
         lay, own, found = self.layout, self.store.layout, {}
         leads = [lead for lead in lay.lead_hours if lead not in own.lead_hours]
         levels = [level for level in lay.levels if level not in own.levels]
@@ -94,14 +114,14 @@ class StoreTruth:
         return found
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words, where no start date is in both; else nothing."""
+        """Return the periods of forecast and truth in words if they share no start date, else an empty text."""
         if (np.asarray(self._date) >= 0).any():
             return ""
         ours, theirs = (period(source.layout.init_time) for source in (self, self.store))
         return f"the forecast starts {ours}, and the store's truth is of starts {theirs}"
 
     def fingerprint(self) -> str:
-        """That of the store."""
+        """Return the fingerprint of the store."""
         return self.store.fingerprint()
 
 
@@ -111,7 +131,12 @@ _AXES = ("lead_hours", "variables", "levels", "surface")
 class Pair:
     """A forecast with its truth and static fields (implements `ensemble_ml.store.source.Source`).
 
-    Without a truth of its own it passes on that of `forecast`; the same holds for static fields.
+    If no truth is given, that of `forecast` is passed on; the same holds for static fields.
+
+    Args:
+        forecast: the source of the forecast.
+        truth: the truth under the forecast's start dates and leads, or None.
+        static: static fields by name, (Y, X) float32, which replace those of the forecast; None for none.
     """
 
     def __init__(
@@ -123,57 +148,81 @@ class Pair:
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Variables that have points without a value, in forecast or truth."""
+        """Return the variables that have points without a value, in the forecast or in the truth."""
         of_truth = getattr(self.truth, "masked", ())
         return tuple(name for name in self.layout.names if name in (*self.forecast.masked, *of_truth))
 
     def unverified(self) -> dict[str, str]:
-        """Sentences on what of the forecast its truth cannot verify at any date, by variable."""
+        """Return sentences about the fields of the forecast that its truth cannot verify at any date, by variable."""
         return self.truth.unverified() if self.truth is not None else {}
 
     def has(self, part: Part) -> bool:
-        """Whether any field of `part` is there."""
+        """Return whether any field of `part` exists.
+
+        Args:
+            part: forecast, truth, control, mean or spread.
+        """
         if part is not Part.TRUTH or self.truth is None:
             return self.forecast.has(part)
         dates = range(len(self.layout.init_time))
         return any(there.any() for date in dates for there in self.truth.present(date))
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one start date: see `ensemble_ml.store.source.Source`.
+        """Read one start date, as `ensemble_ml.store.source.Source` describes.
+
+        Args:
+            part: forecast, truth, control, mean or spread.
+            date: index of the start date.
+            selection: the fields and rows to read.
 
         Raises:
-            UserError: a part or something selected is not there, or a field cannot be decoded.
+            UserError: the part or a selected field does not exist, or a field cannot be decoded.
         """
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.read(date, selection)
         return self.forecast.read(part, date, selection)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+        """Return which fields of a start date exist, bool (M, T, V, Z) and (M, T, S).
+
+        Args:
+            part: forecast, truth, control, mean or spread.
+            date: index of the start date.
+        """
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.present(date)
         return self.forecast.present(part, date)
 
     def without(self, dates: Sequence[int]) -> Pair:
-        """The same archives less some start dates, given by their positions."""
+        """Return the same archives without some start dates.
+
+        Args:
+            dates: indices of the start dates to leave out.
+        """
         assert isinstance(self.forecast, ArchiveSource)
         truth = self.truth.without(dates) if isinstance(self.truth, ArchiveTruth) else self.truth
         return Pair(self.forecast.without(dates), truth, self._static)
 
     def static(self) -> dict[str, np.ndarray]:
-        """Static fields, (Y, X) float32."""
+        """Return the static fields by name, (Y, X) float32."""
         given = self._static or {}
-        if isinstance(self.forecast, ArchiveSource):  # what is given may be there because the archive's is damaged
+        # The archive's own static fields may be damaged, which may be why others are given. Fields that are given are
+        # therefore not read from the archive.
+        if isinstance(self.forecast, ArchiveSource):
             return self.forecast.catalogue.static(without=given) | given
         return self.forecast.static() | given
 
     def fingerprint(self) -> str:
-        """16 hex digits over all that was opened."""
+        """Return 16 hex digits over everything that was opened."""
         parts = [self.forecast.fingerprint()] + ([self.truth.fingerprint()] if self.truth else [])
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def date_fingerprint(self, date: int) -> str:
-        """16 hex digits over what the forecast of one start date is read from."""
+        """Return 16 hex digits over the data from which the forecast of one start date is read.
+
+        Args:
+            date: index of the start date.
+        """
         return fingerprint_at(self.forecast, date)
 
 
@@ -186,14 +235,20 @@ def open_source(
     cuts: Mapping[str, Collection[int]] | None = None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Source:
-    """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
+    """Open a tensor store or a forecast archive.
 
-    An archive also offers the variables that can be derived from what it has (wind speed). `cuts`: hours, by variable,
-    at which its sums are cut, and `overrides` names and units that the user states of its variables (see
-    `data_prep.archive.open_archive`); those of a tensor store are what they are.
+    An archive also offers variables that can be derived from others (wind speed). A tensor store is returned as it is.
+
+    Args:
+        path: the store, or the files of the archive.
+        control: whether an unperturbed member of an archive counts as a member.
+        grid: the grid to which an archive is brought; None keeps its own.
+        index: keeps the tables of files; None keeps none.
+        cuts: for each variable, the hours at which its sums are cut (`data_prep.archive.open_archive`).
+        overrides: names and units of an archive's variables that the user states.
 
     Raises:
-        UserError: it is neither, or damaged.
+        UserError: the path is neither, or is damaged; or the control of a tensor store is to be included.
     """
     store = _store(path)
     if store is not None and control is Control.include:
@@ -217,13 +272,18 @@ def open_pair(
     cuts: Mapping[str, Collection[int]] | None = None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Pair:
-    """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
+    """Open a forecast with its truth and static fields.
 
-    Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
-    brought to `grid` where it is given; a tensor store keeps its own. `index` is where tables of GRIB files are
-    kept, and which fields of NetCDF and Zarr are all NaN (`data_prep.file_index.user_index` for archives that are read
-    in place); None keeps none.
-    `cuts` are of the forecast's sums, as `open_source` takes them; `overrides` are of all archives.
+    Args:
+        forecast: an archive or a tensor store.
+        truth: an archive or a tensor store; None takes the truth of the forecast, if it is a store that has one.
+        static: a file with static fields; None takes those of the forecast.
+        control: whether an unperturbed member of an archive counts as a member.
+        grid: the grid to which archives are brought; None keeps their own. A tensor store always keeps its own.
+        index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none.
+            `data_prep.file_index.user_index` is for archives that are read in place.
+        cuts: as in `open_source`, for the sums of the forecast.
+        overrides: names and units of variables that the user states, for all archives.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
@@ -241,12 +301,21 @@ def pair(
     index: FileIndex | None = None,
     overrides: Overrides = NO_OVERRIDES,
 ) -> Pair:
-    """Put truth and static fields, given by their paths, beside an open forecast.
+    """Combine an open forecast with its truth and static fields, which are given by their paths.
 
-    Those on the forecast archive's own grid go where the forecast goes; those on others only if `regrid` says so.
+    An archive on the forecast archive's own grid is brought to the target grid together with the forecast. An archive
+    on another grid is brought there only if `regrid` is on.
+
+    Args:
+        source: the forecast.
+        truth: an archive or a tensor store, or None.
+        static: a file with static fields, or None.
+        regrid: whether archives on other grids are regridded.
+        index: keeps the tables of files; None keeps none.
+        overrides: names and units of variables that the user states.
 
     Raises:
-        UserError: as `open_pair`; or no archive has what `overrides` name.
+        UserError: as in `open_pair`; or no archive has a variable that `overrides` names.
     """
     catalogues = [source.catalogue] if isinstance(source, ArchiveSource) else []
     others, fields = replace(overrides, forecast=False), None
@@ -276,7 +345,7 @@ def pair(
 
 
 def _check_times(truth: ArchiveTruth | StoreTruth) -> None:
-    """Raise a UserError where a truth has no time in common with the forecast; the message holds both periods."""
+    """Raise a UserError if a truth and the forecast have no time in common. The message states both periods."""
     periods = truth.apart()
     if periods:
         raise UserError(f"truth {truth.path}: {periods}; give the truth of those times, or none (truth=null)")
@@ -285,10 +354,19 @@ def _check_times(truth: ArchiveTruth | StoreTruth) -> None:
 def open_static(
     paths: Any, source: Source, *, regrid: bool = False, index: FileIndex | None = None
 ) -> dict[str, np.ndarray]:
-    """Read static fields (orography, land mask) from a file on the forecast's grid, or on another if `regrid`.
+    """Read static fields (orography, land mask) from a file.
+
+    Args:
+        paths: the file or files.
+        source: the forecast, whose grid the fields have to fit.
+        regrid: whether fields on another grid are regridded; otherwise they are refused.
+        index: keeps the tables of files; None keeps none.
+
+    Returns:
+        Fields by name, (Y, X) float32.
 
     Raises:
-        UserError: the file is missing or damaged, holds none, or has another grid.
+        UserError: the file is missing or damaged, holds no static field, or has another grid.
     """
     return _static_fields(_static_catalogue(paths, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
 
@@ -296,14 +374,20 @@ def open_static(
 def open_orographies(
     forecast: str | None, truth: str | None, source: Source, *, regrid: bool = False, index: FileIndex | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
-    """Read the orography of a forecast's model and that of its truth, m; None where no `forecast` is given.
+    """Read the orography of a forecast's model and that of its truth, in metres.
 
     Args:
-        forecast: a file.
-        truth: a file; None takes the one of `source`.
+        forecast: a file with the orography of the forecast's model; None returns None.
+        truth: a file with that of the truth; None takes the one of `source`.
+        source: the forecast, whose grid the fields have to fit.
+        regrid: whether fields on another grid are regridded.
+        index: keeps the tables of files; None keeps none.
+
+    Returns:
+        Both fields, (Y, X) float32, or None.
 
     Raises:
-        UserError: as `open_static`, or one of them is nowhere.
+        UserError: as in `open_static`; or one of the two does not exist.
     """
     if forecast is None:
         return None
@@ -320,12 +404,14 @@ def open_orographies(
 def _static_catalogue(
     paths: Any, source: Source, *, regrid: bool, index: FileIndex | None, overrides: Overrides
 ) -> Catalogue:
+    """Open a file of static fields on the grid of `source`."""
     catalogue = Catalogue(paths, role="static", index=index, overrides=overrides)
     _bring(catalogue, f"static={catalogue.path}", source, regrid)
     return catalogue
 
 
 def _static_fields(catalogue: Catalogue) -> dict[str, np.ndarray]:
+    """Return the static fields of a catalogue, or raise a UserError if it has none."""
     found = catalogue.static()
     if not found:
         known = ", ".join(name for name in FIELD_INDEX if name in ("orog", "lsm"))
@@ -334,7 +420,7 @@ def _static_fields(catalogue: Catalogue) -> dict[str, np.ndarray]:
 
 
 def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path: str) -> None:
-    """Raise a UserError where no NetCDF file or Zarr store of some archives has what the user states of it."""
+    """Raise a UserError if no NetCDF file or Zarr store has a variable for which the user states a name or units."""
     files = [file for one in catalogues for file in one.readers if isinstance(file, XarrayFile)]
     names = {name for file in files for name in file.names}
     read = {name for file in files for name in file.found}
@@ -348,7 +434,10 @@ def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path
 
 
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:
-    """Bring an archive to the grid of `source`, if it is on that archive's own one or on another that may be left."""
+    """Bring an archive to the grid of `source`, and raise a UserError if that is not allowed.
+
+    It is allowed if the archive is on the grid that `source` has in its files, or if `regrid` is on.
+    """
     wanted = source.layout.grid
     way = source.catalogue.geometry if isinstance(source, ArchiveSource) else Geometry(wanted, wanted)
     if regrid or catalogue.grid.same_as(way.source):
@@ -357,6 +446,7 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
 
 
 def _store(path: Any) -> TensorStore | None:
+    """Return the tensor store at a path, or None if the path is not that of one."""
     paths = as_list(path)
     stores = [one for one in paths if not is_dataset(one) and is_store(Path(one))]
     if stores and len(paths) > 1:
@@ -365,7 +455,7 @@ def _store(path: Any) -> TensorStore | None:
 
 
 def _wanted(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    """Fields that the forecast has for any date and member: bool (T, V, Z) and (T, S)."""
+    """Return which fields the forecast has for any date and member, bool (T, V, Z) and (T, S)."""
     dates = range(len(source.layout.init_time))
     there = [[one.any(0) for one in source.present(Part.FORECAST, date)] for date in dates]
     return np.any([one[0] for one in there], axis=0), np.any([one[1] for one in there], axis=0)

@@ -1,4 +1,4 @@
-"""`ensemble-ml prepare`: an archive becomes a tensor store, start date by start date."""
+"""Run `ensemble-ml prepare`: build a tensor store from an archive, one start date after the other."""
 
 from __future__ import annotations
 
@@ -26,21 +26,27 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: PrepareConfig) -> Path:
-    """Turn an archive into a tensor store and return its path.
+    """Build a tensor store from an archive.
 
-    All checks that need no values (what is missing, which grids differ) come first; the store appears under its name
-    only when it is complete. A run that was interrupted is taken up again by the same settings.
+    All checks that need no values (missing fields, different grids) come first. The store appears under its name only
+    when it is complete. The same settings continue a run that was interrupted.
+
+    Args:
+        config: the settings of `ensemble-ml prepare`.
+
+    Returns:
+        The path of the store; with `parts`, the folder of the unfinished store if other shares are still missing.
 
     Raises:
-        UserError: a file is missing or damaged; fields are missing for some dates or members; the truth lacks what
-            the forecast has; a value is NaN; the output exists, or an unfinished build of it has other settings.
+        UserError: a file is missing or damaged; fields are missing for some dates or members; the truth lacks fields of
+            the forecast; a value is NaN; the output exists, or an unfinished build of it has other settings.
     """
     _check_settings(config)
     config = _with_whole_paths(config)
     job = Job(config)
     path = Path(config.output)
     if _may_be_done(config) and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
-        log.info("%s: is complete already", path)  # by another part
+        log.info("%s: is complete already", path)  # completed by another share
         return path
     _log_gaps(job)
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
@@ -54,7 +60,7 @@ def prepare(config: PrepareConfig) -> Path:
 
 
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
-    """Paths that mean the same in whatever folder a worker stands, and whoever goes on."""
+    """Make all paths absolute, because workers, and processes that continue a build, may run in other folders."""
     given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
     static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
     regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
@@ -63,8 +69,10 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
 
 
 def _whole(path: Any) -> Any:
-    """An absolute path, or pattern: the folder where we stand may have letters that mean something in patterns. An open
-    Dataset stays what it is."""
+    """Return an absolute path or glob. An open Dataset stays as it is.
+
+    The name of the current folder may contain characters that have a meaning in globs, so it is escaped.
+    """
     if is_dataset(path):
         return path
     pattern = glob.has_magic(path) and not os.path.exists(path) and not os.path.isabs(path)
@@ -72,11 +80,12 @@ def _whole(path: Any) -> Any:
 
 
 def _may_be_done(config: PrepareConfig) -> bool:
-    """Whether others may have completed the store, which then is no mistake."""
+    """Return whether another process may have completed the store, so that its existence is no error."""
     return config.parts is not None or config.finalise
 
 
 def _check_settings(config: PrepareConfig) -> None:
+    """Raise a UserError for settings that can be refused before any file is opened."""
     for key in ("input", "output"):
         if not is_dataset(getattr(config, key)) and getattr(config, key) in (MISSING, None, "", []):
             raise UserError(f"{key}: is not given; say {key}=PATH")
@@ -93,11 +102,13 @@ def _check_settings(config: PrepareConfig) -> None:
         raise UserError(f"executor={config.executor.value}: {remedy}")
     output = Path(config.output).absolute()
     known = Build.unfinished(output) or (_may_be_done(config) and is_store(output))
-    if output.exists() and not config.overwrite and not known:  # the build checks too, but hours of indexing later
+    # The build checks this, too, but only after files have been indexed for hours.
+    if output.exists() and not config.overwrite and not known:
         raise UserError(f"output={config.output}: exists already; choose another folder, or add overwrite=true")
 
 
 def _log_gaps(job: Job) -> None:
+    """Log the start dates that are missing, and fields that are absent or have no truth."""
     if job.truth is not None:
         for note in job.truth.unverified().values():
             log.warning("%s", note)
@@ -111,6 +122,7 @@ def _log_gaps(job: Job) -> None:
 
 
 def _log_plan(source: ArchiveSource, both: Pair) -> None:
+    """Log what the archive holds and what is stored of it."""
     lay, geometry = both.layout, source.catalogue.geometry
     log.info(
         "%s: %d start dates, %d members, leads %s h, %s; levels %s hPa; grid %s",
@@ -132,6 +144,7 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
 
 
 def _log_errors(path: Path) -> None:
+    """Log the largest error of each variable that was packed into 16 bits."""
     store = open_store(path)
     worst = {name: bound for name, bound in store.quantisation_error.items() if bound > 0}
     for name, bound in sorted(worst.items()):

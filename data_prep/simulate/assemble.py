@@ -1,4 +1,7 @@
-"""From the parts of single dates to an archive in ENS-10's layout: one file holds one calendar date of all years."""
+"""Assemble the parts of single dates to an archive in ENS-10's layout.
+
+In this layout, a file holds one calendar date of all years.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,28 @@ from ensemble_ml.folders import write_whole
 from ensemble_ml.grid import Grid
 
 GATE = {"z500": ("z", 500), "t850": ("t", 850)}
-"""Fields that the realism gate looks at: variable and level, hPa."""
+"""Fields that the check of realism looks at: variable and level in hPa."""
 
 
 STATIC = ("static.grib", "forecast_static.grib")
-"""Orography and land mask of the truth's model, then of the forecast's, whose ground lies elsewhere."""
+"""Files with orography and land mask: of the truth's model, then of the forecast's, which has another orography."""
 
 
 def assemble(output: Path, years: list[ModelYear]) -> None:
-    """Write ensemble/, truth/ and the static files from the parts; each file appears whole."""
+    """Write ensemble/, truth/ and the static files from the parts. Each file appears only when it is complete.
+
+    Args:
+        output: the folder of the archive.
+        years: all model years.
+    """
     starts: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     truths: dict[datetime, tuple[Path, int]] = {}
     for year in years:
         for cycle in year.written:
             part = year.part(output, cycle)
             starts[f"{cycle.start:%m%d}"].append((part, 0))
-            # A cycle's last valid time is the next one's first: the same state, so whichever comes later stands.
+            # The last valid time of a cycle is the first of the next one. Both hold the same state, so either may be
+            # taken.
             truths |= {time: (part, k) for k, time in enumerate(valid_times(cycle))}
     by_date: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     for time in sorted(truths):
@@ -47,6 +56,7 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
 
 
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
+    """Write the messages of several parts to one file, in one step."""
     path.parent.mkdir(exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
     with open(draft, "wb") as file:
@@ -57,7 +67,16 @@ def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
 
 
 def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dict[str, Realism]:
-    """Measure the gate's fields at 48 h over all dates of the archive."""
+    """Measure the realism of the ensemble's fields at 48 h over all dates of the archive.
+
+    Args:
+        output: the folder of the archive.
+        years: all model years.
+        config: the settings of the simulation.
+
+    Returns:
+        The figures of each field in `GATE`.
+    """
     parts = [year.part(output, cycle) for year in years for cycle in year.written]
     grid = Grid(*regular_grid(config.rows, config.columns))
     figures = {}

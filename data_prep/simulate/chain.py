@@ -1,7 +1,8 @@
-"""One model year: nature run and forecast cycles side by side, written date by date so that a kill costs one date.
+"""Run one model year: the nature run and the forecast cycles side by side.
 
-After each cycle its part of the archive is renamed into place, then the state of the year. Each cycle draws from a
-random generator of its own (seed, year, number), so a resumed year writes the same bytes as one that was never stopped.
+Parts of the archive are written date by date, so a kill costs one date. After each cycle its part is renamed into
+place, and then the state of the year. Each cycle has its own random generator (seed, year, number), so a resumed year
+writes the same bytes as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ STATIC_DATE = datetime(2000, 1, 1)
 
 @dataclass
 class State:
-    """Where a year stands before cycle `index`, on `day`: truth (1KML), its rain of the last 24 h, and deviations."""
+    """The state of a model year before cycle `index`.
+
+    Attributes:
+        index: number of the cycle.
+        day: day of the model calendar.
+        nature: the state of the nature run (1KML).
+        rain: its rain of the last 24 h.
+        dev: deviations, from which the next perturbations are bred.
+    """
 
     index: int
     day: int
@@ -41,10 +50,15 @@ class State:
 
 
 class Weather:
-    """A model and the way from its states to fields on the archive's grid."""
+    """A model, with the conversion of its states to fields on the archive's grid."""
 
     def __init__(self, recipe: Recipe, config: SimulateConfig):
-        """Build model and tables; nothing is compiled yet."""
+        """Build the model and its tables. Nothing is compiled yet.
+
+        Args:
+            recipe: truncation, time step and errors of the model.
+            config: the settings of the simulation.
+        """
         self.model = Atmosphere(recipe)
         self.facts = self.model.facts
         self.grid = regular_grid(config.rows, config.columns)
@@ -53,17 +67,29 @@ class Weather:
         self._land = self.from_gaussian(self.facts.land_yx)
 
     def from_gaussian(self, field_yx: np.ndarray) -> np.ndarray:
-        """Interpolate fields of the model's own grid to the archive's."""
+        """Interpolate fields of the model's own grid to the archive's grid.
+
+        Args:
+            field_yx: fields on the Gaussian grid.
+        """
         return bilinear(field_yx, (self.facts.latitude, self.facts.longitude), self.grid)
 
     def fields(self, x_nkml: np.ndarray, rain_nyx: np.ndarray) -> tuple[dict, dict]:
-        """Return pressure-level (N, level, Y, X) and surface fields (N, Y, X) of states and accumulated rain."""
+        """Convert states and accumulated rain to fields.
+
+        Args:
+            x_nkml: the states of N trajectories.
+            rain_nyx: their rain on the model's own grid.
+
+        Returns:
+            Fields on pressure levels (N, level, Y, X) and at the surface (N, Y, X), by name.
+        """
         sigma = sigma_fields(x_nkml, self._synthesis, self.facts)
         surface = surface_fields(sigma, self._land, self.facts)
         return to_pressure(sigma, self.levels, self.facts), surface | {"tp": self.from_gaussian(rain_nyx)}
 
     def static(self) -> dict[str, np.ndarray]:
-        """Return orography (m) as the model has it, and land fraction."""
+        """Return the model's orography (m) and the land fraction."""
         return {"orog": self._synthesis.scalar(self.facts.orography_ml), "lsm": self._land}
 
 
@@ -71,18 +97,28 @@ class Chain:
     """The cycles of one model year."""
 
     def __init__(self, config: SimulateConfig, year: ModelYear, nature: Weather, forecast: Weather):
-        """Hold the two models; they may serve several years of one process, which saves compiling anew."""
+        """Set up a year with the two models.
+
+        The models may serve several years of a process, which saves compiling them again.
+
+        Args:
+            config: the settings of the simulation.
+            year: the model year.
+            nature: the model of the nature run.
+            forecast: the model of the forecasts.
+        """
         self.config, self.year, self.nature, self.forecast = config, year, nature, forecast
         self.output = Path(config.output)
         self.encoder = Encoder(*nature.grid)
-        self.trajectories = -(-(config.members + 1) // BATCH) * BATCH  # spares fill the last batch and feed breeding
+        # The last batch is filled with additional trajectories, which are used for breeding.
+        self.trajectories = -(-(config.members + 1) // BATCH) * BATCH
         self._state_file = self.output / ".parts" / str(year.year) / "state.npz"
 
     def run(self, progress: Callable[[str, bool], None]) -> None:
-        """Run what is missing of the year.
+        """Run the cycles of the year that are missing.
 
         Args:
-            progress: called now and then with a text and whether another start date is complete.
+            progress: receives a text, and whether another start date is complete.
         """
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = self._load()
@@ -96,11 +132,14 @@ class Chain:
             progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", cycle.written)
 
     def _reach(self, cycle: Cycle, index: int, state: State | None, progress: Callable[[str, bool], None]) -> State:
-        """Bring the nature run to a window. Its last days, which differ by real weather, are the first deviations."""
+        """Bring the nature run to the first day of a window.
+
+        The last days of the nature run differ as real weather does. Their differences are the first deviations.
+        """
         day = state.day if state else self.year.first_day
         x = state.nature if state else self.nature.model.rest(1000 * self.config.seed + self.year.year)[None]
         lagged: deque = deque(maxlen=self.trajectories)
-        rain = np.zeros(0)  # of the last day; a window is never reached in less than one
+        rain = np.zeros(0)  # of the last day; it is always set, because a window is at least a day away
         while day < cycle.day:
             x, rain = self.nature.model.advance(x, day)
             lagged.append(x[0])
@@ -110,6 +149,7 @@ class Chain:
         return State(index, day, x, rain, deviations(truncate(np.stack(lagged), self.config.forecast_truncation)))
 
     def _cycle(self, cycle: Cycle, state: State) -> State:
+        """Perturb the truth, run forecasts and truth for two days, and write them. Return the next state."""
         rng = np.random.default_rng([self.config.seed, self.year.year, state.index])
         truth = truncate(state.nature[0], self.config.forecast_truncation)
         amplitude = Amplitude(self.config.norm, self.config.inflation)
@@ -122,11 +162,12 @@ class Chain:
         return State(state.index + 1, cycle.day + len(STEPS) - 1, *truths[-1], deviations(runs[-1][0]))
 
     def _write(self, cycle: Cycle, runs: list, truths: list) -> None:
+        """Encode the forecasts and the truth of a cycle as GRIB messages, and write them as one part."""
         members = self.config.members
         out: dict[str, list[bytes]] = {"ensemble_pl": [], "ensemble_sfc": []}
         fallen, upper = np.zeros(()), dict[str, np.ndarray]()
         for hours, (x, rain) in zip(STEPS, runs, strict=True):
-            fallen = fallen + rain[:members]  # from the start of the forecast, as ENS-10 has it
+            fallen = fallen + rain[:members]  # from the start of the forecast, as in ENS-10
             upper, surface = self.forecast.fields(x[:members], fallen)
             for m in range(members):
                 stamp = Stamp(cycle.start, hours, m + 1, members)
@@ -134,14 +175,17 @@ class Chain:
                 out["ensemble_pl"].append(pl)
                 out["ensemble_sfc"].append(sfc)
         arrays = {key: np.frombuffer(b"".join(value), np.uint8) for key, value in out.items()}
-        # The gate looks at the last step, which `upper` holds now.
+        # The check of realism looks at the last step, which `upper` holds now.
         arrays |= self._gate("mean", {k: v.mean(0) for k, v in upper.items()})
         arrays |= self._gate("variance", {k: v.var(0, ddof=1) for k, v in upper.items()})
         arrays |= self._truth(cycle, truths)
         save(self.year.part(self.output, cycle), arrays)
 
     def _truth(self, cycle: Cycle, truths: list) -> dict[str, np.ndarray]:
-        """Encode the truth of each valid time; the last one repeats as the next cycle's first, and is dropped then."""
+        """Encode the truth of each valid time.
+
+        The last one is repeated as the first of the next cycle, and `assemble` keeps only one.
+        """
         arrays: dict[str, np.ndarray] = {}
         for k, (x, rain) in enumerate(truths):
             upper, surface = self.nature.fields(x, rain)
@@ -151,12 +195,14 @@ class Chain:
         return arrays | self._gate("truth", {name: field[0] for name, field in upper.items()})
 
     def _gate(self, kind: str, upper: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the fields of one kind that the check of realism needs."""
         return {
             f"{name}_{kind}": upper[variable][self.config.levels.index(level)].astype(np.float32)
             for name, (variable, level) in GATE.items()
         }
 
     def _load(self) -> State | None:
+        """Return the saved state of the year, or None if it has not begun."""
         if not self._state_file.exists():
             return None
         with np.load(self._state_file) as arrays:
@@ -167,24 +213,35 @@ class Chain:
 
 
 def _two_days(model: Atmosphere, x_nkml: np.ndarray, day: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return states and the rain of the day before them at 0, 24 and 48 h; no rain has fallen at the start."""
+    """Return the states at 0, 24 and 48 h, each with the rain of the day before. The rain at the start is zero."""
     first, rain = model.advance(x_nkml, day)
     second, more = model.advance(first, day + 1)
     return [(x_nkml, np.zeros_like(rain)), (first, rain), (second, more)]
 
 
 def _one(upper: dict, surface: dict, member: int) -> tuple[dict, dict]:
+    """Return the fields of one member."""
     return {k: v[member] for k, v in upper.items()}, {k: v[member] for k, v in surface.items()}
 
 
 def write_static(weather: Weather, path: Path) -> None:
-    """Write orography and land mask of a model to `path`, whole or not at all."""
+    """Write orography and land mask of a model to a file, completely or not at all.
+
+    Args:
+        weather: the model.
+        path: the file.
+    """
     encoder, fields = Encoder(*weather.grid), weather.static()
     write_whole(path, b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays to `path` so that the file is either whole or not there."""
+    """Write arrays to a file that is either complete or does not exist.
+
+    Args:
+        path: the file.
+        arrays: the arrays by name.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy types its options, not the arrays

@@ -1,6 +1,6 @@
-"""`ensemble-ml simulate`: run all model years, assemble the archive, measure its realism.
+"""Run `ensemble-ml simulate`: run all model years, assemble the archive and measure its realism.
 
-What is finished lies in `.parts`; archive.json is written last and marks a finished archive.
+Finished parts are in `.parts`. archive.json is written last and marks a finished archive.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STATEMENT = (
 
 
 def simulate(config: SimulateConfig) -> Path:
-    """Make the embedded archive, or go on with one that was interrupted.
+    """Make the simulated archive, or continue one that was interrupted.
 
     Args:
-        config: size, output folder, seed and what conf/simulate sets.
+        config: size, output folder, seed and the settings of conf/simulate.
 
     Returns:
-        The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib (of the truth's
-        model), forecast_static.grib, archive.json.
+        The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib (of the truth's model),
+        forecast_static.grib, archive.json.
 
     Raises:
         UserError: `output` holds something else, or a package is missing.
@@ -68,12 +68,13 @@ def simulate(config: SimulateConfig) -> Path:
 
 
 def _identity(config: SimulateConfig) -> dict:
-    """What decides the content of the files."""
+    """Return everything that determines the content of the files."""
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers")}
     return {"format": FORMAT, "config": settings, "model_error": MODEL_ERROR}
 
 
 def _finished(config: SimulateConfig, output: Path) -> bool:
+    """Return whether the archive is complete, or raise a UserError if it was made with other settings."""
     record = output / "archive.json"
     if not record.exists():
         return False
@@ -84,7 +85,7 @@ def _finished(config: SimulateConfig, output: Path) -> bool:
 
 
 def _claim(config: SimulateConfig, output: Path) -> None:
-    """Mark the folder as this configuration's, or refuse it."""
+    """Mark the folder with this configuration, or raise a UserError if it holds something else."""
     mark = output / ".parts" / "config.json"
     if mark.exists():
         if _read_json(mark) != _identity(config):
@@ -97,7 +98,7 @@ def _claim(config: SimulateConfig, output: Path) -> None:
 
 
 def _read_json(path: Path) -> dict:
-    """Raises a UserError where it holds something else."""
+    """Read a JSON object, or raise a UserError if the file cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -106,7 +107,13 @@ def _read_json(path: Path) -> dict:
 
 
 def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> dict:
-    """Return the content of archive.json: what the archive is, what it holds, and how real it is."""
+    """Return the content of archive.json: what the archive is, what it holds, and how realistic it is.
+
+    Args:
+        config: the settings of the simulation.
+        years: all model years.
+        figures: the result of `assemble.realism`.
+    """
     splits: dict[str, list[str]] = defaultdict(list)
     for year in years:
         splits[year.split] += [f"{cycle.start:%Y-%m-%dT%H}" for cycle in year.written]

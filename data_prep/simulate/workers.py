@@ -1,7 +1,7 @@
-"""Model years spread over processes, and what the user sees of them.
+"""Run model years in several processes, and show their progress.
 
-Years are independent, so each core takes years of its own in a process of its own: a third faster on two cores, as
-measured, than one process with two threads.
+Years are independent, so each core takes years of its own in its own process. On two cores this was measured to be a
+third faster than one process with two threads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 
-_SILENCE = 30.0  # seconds without a line after which there is one
+_SILENCE = 30.0  # seconds without a line, after which one is printed
 _GO_ON = "what is finished stays: run the same command to go on"
 
 
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
-    """Run the `missing` ones of all `years`, the longest first, one process a core.
+    """Run the model years that are missing, the longest first, with one process for each core.
+
+    Args:
+        config: the settings of the simulation.
+        missing: the years to run.
+        years: all years, for the progress.
 
     Raises:
         UserError: a worker failed or was killed; its own message is given.
     """
-    context = multiprocessing.get_context("spawn")  # jax must not be forked
+    context = multiprocessing.get_context("spawn")  # jax does not survive a fork
     tasks, events = context.Queue(), context.Queue()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     count = min(len(missing), config.workers or len(cores))
@@ -52,8 +57,11 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a plain line for every twentieth part of the work, and whenever there was none for
-    a while."""
+    """The display of the progress.
+
+    It is a bar on a terminal. Elsewhere it is a plain line for every twentieth part of the work, and another one if
+    none was printed for a while.
+    """
 
     def __init__(self, total: int, before: int):
         self.total, self.count, self.began = total, before, time.perf_counter()
@@ -61,7 +69,12 @@ class _Progress:
         self.bar = tqdm(total=total, initial=before, unit="date", desc="simulate", disable=not sys.stderr.isatty())
 
     def update(self, text: str, finished: bool) -> None:
-        """Show that the step `text` was taken; `finished`: it completes a start date."""
+        """Show that a step was taken.
+
+        Args:
+            text: the step.
+            finished: whether it completes a start date.
+        """
         self.count += finished
         self.latest = text
         if not self.bar.disable:
@@ -72,7 +85,7 @@ class _Progress:
         self.wait()
 
     def wait(self) -> None:
-        """Say that the work goes on where nothing was said for a while."""
+        """Print that the work goes on if nothing was printed for a while."""
         if self.bar.disable and time.perf_counter() - self.told >= _SILENCE:
             self._tell(f"{self.latest} is done, the next is under way")
 
@@ -82,7 +95,7 @@ class _Progress:
 
 
 def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None:
-    """Show progress until every worker has said that it is done."""
+    """Show progress until every worker has reported that it is done."""
     done = sum(year.part(output, cycle).exists() for year in years for cycle in year.written)
     progress = _Progress(sum(len(year.written) for year in years), done)
     running = len(workers)
@@ -103,23 +116,24 @@ def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None
 
 
 def _check(workers: list) -> None:
+    """Raise a UserError if a worker has failed."""
     for worker in workers:
         if worker.exitcode not in (None, 0):
             raise UserError(f"simulate: a worker ended with status {worker.exitcode} (out of memory?); {_GO_ON}")
 
 
 def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) -> None:
-    """Body of a worker: build the two models once, then run years until none is left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    """Build the two models once, then run years until none is left. This is the body of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # before jax sizes its pool of threads
+        os.sched_setaffinity(0, cores)  # before jax chooses the size of its thread pool
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # On a busy machine XLA takes minutes to compile a model, and asks in the terminal for a bug report. It has no other
-    # switch for that; errors that end a run are raised as exceptions all the same.
+    # On a busy machine XLA takes minutes to compile a model, and then asks in the terminal for a bug report. Only this
+    # variable turns that off. Errors that end a run are still raised as exceptions.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def progress(text: str, finished: bool) -> None:
-        if os.getppid() != parent:  # the parent was killed; the state is as the last cycle wrote it
+        if os.getppid() != parent:  # the parent was killed; the last cycle has saved its state
             os._exit(1)
         events.put(("cycle", text, finished))
 
@@ -132,6 +146,7 @@ def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) 
 
 
 def _run_tasks(config: SimulateConfig, tasks, progress) -> None:
+    """Build both models, write their static files, and run years from the queue."""
     from data_prep.simulate.chain import Chain, Weather, write_static
     from data_prep.simulate.model import Recipe
 
