@@ -111,7 +111,7 @@ class Catalogue:
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
 
     def onto(self, geometry: Geometry) -> None:
-        """Return all values on another grid from now on.
+        """Convert all values to another grid from now on.
 
         Args:
             geometry: the conversion from the grid of the files to the new one.

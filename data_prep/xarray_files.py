@@ -1,7 +1,8 @@
-"""NetCDF files and Zarr stores through xarray: other people's names of axes and variables, brought to ours.
+"""Read NetCDF files and Zarr stores through xarray.
 
-Values are read as float32 (packed integers of NetCDF decode through xarray). One file may lack any axis: a scalar
-coordinate, or nothing, stands for an axis of length one.
+Names of axes and variables that other programs use are converted to those of the registry. Values are read as float32
+(xarray decodes the packed integers of NetCDF). A file may lack any axis: a scalar coordinate, or nothing, then counts
+as an axis of length one.
 """
 
 from __future__ import annotations
@@ -74,45 +75,53 @@ from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
-_UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
-_AT_BOUND = 0.01  # steps of packing: float32 arithmetic errs by 0.002
-_BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
-_netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
+# NetCDF's fill value, which stands where nothing was written, is just above this, whether or not an attribute states
+# it.
+_UNWRITTEN = 9.9e36
+_AT_BOUND = 0.01  # steps of packing; float32 arithmetic errs by 0.002 of them
+# No variable comes near this value in any units, so it is a missing value that no attribute names.
+_BEYOND = 1e15
+_netcdf_lock = threading.RLock()  # one lock for all files, because the HDF5 library is not safe for threads
 
 
 @dataclass(frozen=True, eq=False)
 class _Variable:
-    """A data variable whose leading axes are brought to (init, member, lead, level), each maybe of length one."""
+    """A data variable, whose leading axes are converted to (init, member, lead, level).
+
+    Any of these may have length one.
+    """
 
     name: Hashable
     base: int  # offset of its first field
     dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
     shape: tuple[int, ...]
-    rows: np.ndarray  # (Y,), (X,): where the file has the program's rows and columns
+    rows: np.ndarray  # (Y,), and (X,) for columns: where the file has our rows and columns
     columns: np.ndarray
     factor: float
     shift: float
-    step: float  # of integers that the file's values are packed in, in the registry's units; 0 of floats
-    limits: tuple[float, float]  # of valid values, in the file's units
-    written: Written | None = None  # of Zarr, where values do not tell what was never written
+    step: float  # step of packed integers in the registry's units; 0 for floats
+    limits: tuple[float, float]  # valid values, in the file's units
+    written: Written | None = None  # for Zarr, if values do not show which fields were never written
 
 
 class XarrayFile:
-    """One NetCDF file or Zarr store, or a Dataset that is open (see `data_prep.records.Reader`).
-
-    `names` are those of its variables. `assumed` are units that it does not state, and that the convention of a
-    name fixes, by our names; `without_units` are variables that were left out for having none: its names and ours.
-    `elsewhere` are labels of `skipped`, of variables that a scalar coordinate leaves out. `found` are the variables of
-    ours that are read.
+    """A NetCDF file, a Zarr store or an open Dataset (implements `data_prep.records.Reader`).
 
     Args:
-        path: where it lies.
-        overrides: what the user states of its variables.
-        data: a Dataset that is open, which is read in the place of a file; see `of_dataset`.
+        path: path of the file or store.
+        overrides: names and units of variables that the user states.
+        data: an open Dataset, which is read in place of a file (`of_dataset`).
+
+    Attributes:
+        names: names of the variables in the file.
+        found: short names of the variables that are read.
+        assumed: units that the file does not state but that the convention of a name fixes, by short name.
+        without_units: variables that are left out because they have no units: the file's names and ours.
+        elsewhere: labels in `skipped` of variables that a scalar coordinate makes another quantity.
 
     Raises:
-        UserError: it cannot be opened, changes meanwhile, has no latitude or longitude, or an axis in units that are
-            not known.
+        UserError: the file cannot be opened, changes meanwhile, has no latitude or longitude, or an axis has unknown
+            units.
     """
 
     keyed = False
@@ -133,7 +142,7 @@ class XarrayFile:
         self._given = None if data is None else with_start(data)
         self._data: xr.Dataset | None = self._given
         self._lock = self._own_lock()
-        self._listed = 0  # fields listed so far
+        self._listed = 0  # number of fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
         self.stamp = Stamp.of_archive(path)
         try:
@@ -141,29 +150,44 @@ class XarrayFile:
                 self.records = self._index(self._dataset())
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
-        finally:  # a file that is being written looks damaged: say what it is
+        # A file that is being written looks damaged. If it has changed, the error says so.
+        finally:
             self._check_unchanged()
         self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
 
     @classmethod
     def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> XarrayFile:
-        """Read a Dataset that is open, of any arrays: lazy ones are computed field by field, by the scheduler that is
-        active then. A digest stands for its path: of lazy arrays of their names, of others of their values."""
+        """Read an open Dataset with any kind of arrays.
+
+        Lazy arrays are computed field by field, with the Dask scheduler that is active then. A digest stands for the
+        path: it covers the names of lazy arrays, and the values of others.
+
+        Args:
+            data: the Dataset.
+            overrides: names and units of variables that the user states.
+        """
         return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data)
 
     def _own_lock(self) -> Any:
-        """Return the lock that is held while values are read; none for a Dataset, whose arrays lock what they need."""
+        """Return the lock that is held while values are read.
+
+        A Dataset needs none, because its arrays lock what they use.
+        """
         if self._given is not None:
             return contextlib.nullcontext()
         return threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
 
     def _check_unchanged(self) -> None:
-        """Raise a UserError where the file is not what it was. Of a Zarr store, which may have millions of files, that
-        takes too long for each read; builds look in the end."""
+        """Raise a UserError if the file has changed.
+
+        A Zarr store may consist of millions of files, so this would take too long at each read. Builds check it at
+        their end.
+        """
         if not os.path.isdir(self.path):
             self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
+        """Return the opened file."""
         if self._data is None:
             try:
                 with warnings.catch_warnings():
@@ -172,12 +196,13 @@ class XarrayFile:
                     self._data = with_start(open_zarr(self.path) if zarr else open_netcdf(self.path))
             except UserError:
                 raise
-            except Exception as error:  # every back end has errors of its own, for what is one case to the user
+            except Exception as error:  # each back end has its own errors, which mean the same to the user
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
         return self._data
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
+        """Return the records of all variables that are fields of the registry."""
         tables: list[np.ndarray] = []
         strange: list[OfSomethingElse] = []
         self.names = frozenset(map(str, data.data_vars))
@@ -188,8 +213,8 @@ class XarrayFile:
         data = data.drop_vars(others)
         with_members = variables_with_members(data, self._overrides)
         for name in sorted(map(str, data.data_vars)):
-            array = data[name]  # sorted: the order of variables in a file means nothing
-            number = array.dtype.kind in "iufb"  # a mask of land may be true and false
+            array = data[name]  # sorted, because the order of variables in a file has no meaning
+            number = array.dtype.kind in "iufb"  # a land mask may be boolean
             if array.ndim < 1 or not number or name.endswith(("_bnds", "_bounds")):
                 continue
             try:
@@ -208,14 +233,14 @@ class XarrayFile:
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
 
     def _without_nothing(self, data: xr.Dataset) -> xr.Dataset:
-        """`data` without variables that have no value, for an axis of theirs has none: nothing was written yet."""
+        """Return `data` without variables that have an axis of length 0, for which nothing was written yet."""
         empty = [name for name, array in data.data_vars.items() if not array.size]
         for name in empty:
             self._skip(f"{name} (an axis of length 0)")
         return data.drop_vars(empty)
 
     def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
-        """The records of a data variable; none where it is left out."""
+        """Return the records of a data variable, or none if it is left out."""
         identity = identify(data, array, self._overrides)
         field = identity.field
         if field is None:
@@ -243,8 +268,10 @@ class XarrayFile:
         return [records]
 
     def _agrees(self, variable: _Variable, field: Field, records: np.ndarray, grid: Grid) -> bool:
-        """Return whether values of a variable that states no units are those of `field` in the registry's: all levels
-        of the first date and member, at the first lead that has any."""
+        """Return whether the values of a variable that states no units agree with the registry's units.
+
+        They are all levels of the first date and member, at the first lead that has any value.
+        """
         levels = records["level"][: variable.shape[3]]
         for lead in range(variable.shape[2]):
             block = self._read(variable, np.array([0, 0, lead, 0]), np.array([1, 1, lead + 1, variable.shape[3]]), None)
@@ -254,10 +281,11 @@ class XarrayFile:
         return False
 
     def _skip(self, label: str, count: int = 1) -> None:
+        """Count a field, or several, that are left out."""
         self.skipped[label] = self.skipped.get(label, 0) + count
 
     def _locate(self, array: xr.DataArray) -> tuple[Grid, np.ndarray, np.ndarray]:
-        """Return the program's grid of a variable, and where its rows and columns lie there: (Y,) and (X,)."""
+        """Return the grid of a variable in our order, and where its rows and columns are in the file: (Y,) and (X,)."""
         axes = [find_axis(array, role) for role in ("latitude", "longitude")]
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
             text = f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read"
@@ -269,7 +297,8 @@ class XarrayFile:
                 raise OfSomethingElse(text, f"on {standard}")
         check_degrees(array, *axes)  # type: ignore[arg-type]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
-        if grid.gaussian:  # whose outermost cells end at the poles, and these would not
+        # The outermost cells of a Gaussian grid end at the poles. With bounds like those of a regular grid they would not.
+        if grid.gaussian:
             raise UserError(f"{array.name}: a Gaussian grid; only regular ones are read: cdo remapcon brings it to one")
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
@@ -322,7 +351,8 @@ class XarrayFile:
         self._listed += len(records)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
-        if array.attrs.get("GRIB_dataType") == "cf":  # joined with its members, as number 0, the control keeps its type
+        # When a control is joined with its members, as number 0, it keeps its type.
+        if array.attrs.get("GRIB_dataType") == "cf":
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
         places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
@@ -333,7 +363,7 @@ class XarrayFile:
         between = records["level"] == BETWEEN
         if between.any():
             self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
-        # Hours that a name says are those of every lead, and there is nothing before the start of a forecast.
+        # Hours in a name apply to every lead, but there is nothing before the start of a forecast.
         of_hours = field.accumulated and hours_of_sum(array) > 0
         early = (records["lead_start"] < 0) & of_hours & (axes["lead"] is not None)
         if early.any():
@@ -341,16 +371,22 @@ class XarrayFile:
         return records[~between & ~early]
 
     def _number_of(self, origin: Origin) -> int:
-        """Return the number of an origin, a new one where it was not met before."""
+        """Return the number of an origin, a new one if it has not occurred before."""
         if origin not in self.origins:
             self.origins += (origin,)
         return self.origins.index(origin)
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Which of `records` are all NaN (see `data_prep.records.Reader`): by one row of each, then by all of it.
+        """Return which of `records` are all NaN (see `data_prep.records.Reader`).
+
+        One row of each field is read first, and the whole field only if that row is NaN.
+
+        Args:
+            records: (N,) RECORD rows of this file.
+            index: remembers the results.
 
         Raises:
-            UserError: the file cannot be read, or changed meanwhile.
+            UserError: the file cannot be read, or has changed.
         """
         found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
         places = [
@@ -380,12 +416,17 @@ class XarrayFile:
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield float32 values (see `data_prep.records.Reader`); one variable and start date is read at once.
+        """Yield float32 values (see `data_prep.records.Reader`). One variable and start date is read at once.
 
-        NaN of a variable that the registry marks as maskable are points without a value.
+        NaN marks points without a value if the registry allows these for the variable.
+
+        Args:
+            records: (N,) RECORD rows of this file.
+            rows: band of latitudes (start, stop); None for all.
+            into: not used here, because values are floats.
 
         Raises:
-            UserError: another value is NaN or infinite, or the file cannot be read, or changed since it was indexed.
+            UserError: another value is NaN or infinite, or the file cannot be read or has changed since it was indexed.
         """
         places = [self._place(record) for record in records]
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
@@ -398,10 +439,12 @@ class XarrayFile:
                 yield self._checked(records[number], _on_bounds(block[tuple(place[1:])], step, bounds))
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
+        """Return the variable of a record, and the position of its field in it."""
         variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
+        """Return the values of a field after a check for missing and implausible ones."""
         units = field_of(record).units
         low, high = plausible(field_of(record), self._place(record)[0].step, int(record["level"]))
         bad = ~((values > low) & (values < high))
@@ -424,7 +467,7 @@ class XarrayFile:
         return RawField(values, mask=hidden, step=self._place(record)[0].step)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
-        """A stretch of one start date (member, lead, level, Y, X) float32 in the program's order and units."""
+        """Read a block of one start date, (member, lead, level, Y, X) float32 in our order and units."""
         chosen = variable.rows[rows or slice(None)]
         north = int(chosen.min())
         with self._lock:
@@ -437,7 +480,8 @@ class XarrayFile:
             array = array.isel(where | {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)})
             order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
-            try:  # turned afterwards: a lazy transpose asks a Zarr store for point after point
+            # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.
+            try:
                 values = np.asarray(array.values).transpose([array.dims.index(dim) for dim in order])
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -458,7 +502,7 @@ class XarrayFile:
         return values.astype(np.float32, copy=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs; it opens the file for itself."""
+        """Return what another process needs. That process opens the file for itself."""
         return self.__dict__ | {"_data": self._given, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -467,26 +511,26 @@ class XarrayFile:
 
 
 def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:
-    """Return who made a variable, by the attributes that cfgrib and others write."""
+    """Return who made a variable, from the attributes that cfgrib and other programs write."""
 
     def stated(*names: str) -> str:
         texts = [str(about[name]).strip() for about in (array.attrs, data.attrs) for name in names if name in about]
         return next((text for text in texts if text), "")
 
     experiment = stated("GRIB_experimentVersionNumber", "GRIB_expver", "expver")
-    if not experiment and "expver" in array.coords:  # ERA5 is followed by its preliminary version in one file
+    if not experiment and "expver" in array.coords:  # a file may hold ERA5 and its preliminary version
         versions = np.unique(array.coords["expver"].values.astype(str))
         experiment = versions[0] if versions.size == 1 else ""
     if experiment.isdigit():
-        experiment = experiment.zfill(4)  # as GRIB has it
+        experiment = experiment.zfill(4)  # as in GRIB
     return Origin(stated("GRIB_centre"), stated("GRIB_class"), experiment, stated("institution"))
 
 
 def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
-    """`values` that were packed by `step`, those at a bound of their variable put on it.
+    """Return the values of a packed field, with those near a bound of the variable moved onto it.
 
-    No rain and a clear sky are integers of the packing, but scale and offset are rounded: what they give is off by some
-    1e-17, and would be above or below nothing at all dry points alike.
+    No rain and a clear sky are integers of the packing. But scale and offset are rounded, so decoding gives values that
+    differ from the bound by about 1e-17. All dry points would then lie above, or below, zero.
     """
     for bound in bounds:
         if step and np.isfinite(bound):
