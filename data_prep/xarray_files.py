@@ -297,7 +297,8 @@ class XarrayFile:
                 raise OfSomethingElse(text, f"on {standard}")
         check_degrees(array, *axes)  # type: ignore[arg-type]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
-        # The outermost cells of a Gaussian grid end at the poles. With bounds like those of a regular grid they would not.
+        # The outermost cells of a Gaussian grid end at the poles. With bounds like those of a regular grid they would
+        # not.
         if grid.gaussian:
             raise UserError(f"{array.name}: a Gaussian grid; only regular ones are read: cdo remapcon brings it to one")
         if self.grid is not None and not grid.same_as(self.grid):

@@ -1,11 +1,11 @@
-"""Compressed Lion against fp32, fp16, PowerSGD, Distributed Lion and published Lion Cub, over emulated links.
+"""Compare compressed Lion with fp32, fp16, PowerSGD, Distributed Lion and published Lion Cub, over emulated links.
 
     ensemble-ml benchmark benchmark=lion [only=[packing,simulation,communication,steps,replicas,quality]]
         [lion.store=STORE] [lion.rates=[100mbit,1gbit]] [repeats=5]
 
-Hosts are network namespaces joined by shaped links (scripts/links.sh; needs root); where they cannot be made, or
-`lion.rates=[]`, ranks talk over the loopback, and no claim about networks is made. All hosts share this
-machine's cores.
+Hosts are network namespaces joined by shaped links (scripts/links.sh; needs root). If they cannot be made, or with
+`lion.rates=[]`, ranks communicate over the loopback, and no claim about networks is made. All hosts share the cores of
+this machine.
 """
 
 from __future__ import annotations
@@ -35,15 +35,27 @@ _SHAPES: dict[BenchmarkSize, dict[str, Any]] = {
 
 
 class LionBench(Bench):
-    """Sections' findings, and jobs of voting ranks."""
+    """The results of all sections, and a way to run jobs of voting ranks."""
 
     def job(self, hosts: Hosts, work: str, *, seconds: float, **settings: Any) -> Any:
-        """What rank 0 of a job of all hosts found."""
+        """Run a job on all hosts, and return the result of rank 0.
+
+        Args:
+            hosts: the hosts, one rank each.
+            work: name of a function of `voting.worker`.
+            seconds: time limit.
+            **settings: further settings of the job.
+        """
         job = {"work": work, "repeats": self.config.repeats, **settings}
         return hand_out(hosts, "ensemble_ml.benchmarks.voting.worker", job, self.folder, seconds=seconds)
 
     def on_links(self, section: Callable[[Hosts], None], ranks: int) -> None:
-        """Run a section at each rate, or once over the loopback."""
+        """Run a section at each rate, or once over the loopback.
+
+        Args:
+            section: the section, which receives the hosts.
+            ranks: number of hosts.
+        """
         why = available() if self.config.lion.rates else "lion.rates=[]"
         if why:
             self.notes.append(f"Loopback instead of links ({why}): times say nothing of networks.")
@@ -55,13 +67,16 @@ class LionBench(Bench):
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`; write results.json and report.html.
+    """Run all sections, or those of `only`, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
 
     Returns:
         The path of results.json.
 
     Raises:
-        UserError: `only` names a section that is not there, or a rank failed.
+        UserError: `only` names an unknown section, or a rank failed.
     """
     folder = Path(config.output) / "lion"
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +85,7 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _packing(bench: LionBench) -> None:
+    """Time packing, voting and unpacking without communication, against reading and writing the data once."""
     elements = bench.config.lion.elements
     times = packing.times(elements, bench.config.lion.ranks, bench.config.repeats)
     for name, values in times.items():
@@ -83,6 +99,7 @@ def _packing(bench: LionBench) -> None:
 
 
 def _simulation(bench: LionBench) -> None:
+    """Measure how often a vote of up to 4096 simulated ranks finds the right sign."""
     most = {BenchmarkSize.full: 4096, BenchmarkSize.small: 512, BenchmarkSize.tiny: 64}[bench.config.size]
     for ranks in (r for r in (8, 64, 512, 4096) if r <= most):
         runs = [simulation.agreement(ranks, noise=3.0, elements=1024, seed=s) for s in range(bench.config.repeats)]
@@ -93,6 +110,7 @@ def _simulation(bench: LionBench) -> None:
 
 
 def _communication(bench: LionBench) -> None:
+    """Time votes and averages alone, without any computation of a model."""
     lion = bench.config.lion
 
     def section(hosts: Hosts) -> None:
@@ -115,7 +133,10 @@ def _communication(bench: LionBench) -> None:
 
 
 def _predictions(bench: LionBench, hosts: Hosts, found: dict[str, list[float]]) -> None:
-    """Seconds of a vote from alpha, beta and pack speed, where it was measured too and where it could not be."""
+    """Predict the seconds of a vote from alpha, beta and the speed of packing.
+
+    The numbers of ranks include the measured one, for comparison, and larger ones that could not be measured.
+    """
     elements, where = bench.config.lion.elements, hosts.where
     costs = simulation.Costs.measured(found, elements, hosts.count)
     bench.notes.append(
@@ -131,6 +152,8 @@ def _predictions(bench: LionBench, hosts: Hosts, found: dict[str, list[float]]) 
 
 
 def _steps(bench: LionBench) -> None:
+    """Time whole training steps of all entrants, and count the bytes they send."""
+
     def section(hosts: Hosts) -> None:
         shape, where = _SHAPES[bench.config.size], hosts.where
         found = bench.job(hosts, "steps", seconds=1800, entrants=[DDP, *ENTRANTS], **shape)
@@ -146,6 +169,7 @@ def _steps(bench: LionBench) -> None:
 
 
 def _step_claims(bench: LionBench, hosts: Hosts, found: dict[str, dict[str, list[float]]]) -> None:
+    """Add the claims about bytes and steps a second at one rate."""
     rounds = {name: values["seconds"] for name, values in found.items()}
     sent = {name: statistics.median(values["bytes"]) for name, values in found.items()}
     where, count = hosts.where, hosts.count
@@ -164,6 +188,7 @@ def _step_claims(bench: LionBench, hosts: Hosts, found: dict[str, dict[str, list
 
 
 def _replicas(bench: LionBench) -> None:
+    """Check that all replicas have equal weights, and that a resumed run equals an uninterrupted one."""
     steps = 200 if bench.config.size is BenchmarkSize.full else 20
     counts = (2, 3, 4) if bench.config.size is BenchmarkSize.full else (2,)
     good = {"replicas equal": True, "resumed equal": True, "exact zeros in gradients": True}
@@ -179,6 +204,7 @@ def _replicas(bench: LionBench) -> None:
 
 
 def _quality(bench: LionBench) -> None:
+    """Train with each variant of compression, and compare the validation CRPS with that of uncompressed Lion."""
     lion = bench.config.lion
     if lion.store is None:
         bench.notes.append("The quality section was left out: give lion.store=STORE.")
@@ -206,6 +232,7 @@ def _quality(bench: LionBench) -> None:
 
 
 def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) -> None:
+    """Add the figures and claims of the trainings."""
     reference = found[quality.REFERENCE]
     goal = max((statistics.fmean(t.losses[-5:]) for ts in found.values() for t in ts), default=0.0)
     for name, trainings in found.items():

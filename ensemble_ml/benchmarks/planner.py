@@ -1,10 +1,10 @@
-"""The planner's predictions against measured steps of every partition, over links of several rates.
+"""Compare the planner's predictions with measured steps of every partition, over links of several rates.
 
     ensemble-ml benchmark benchmark=planner [planner.rates=[none,1gbit,100mbit]] [planner.ranks=4] [repeats=5]
 
-Hosts are network namespaces joined by links of a rate (scripts/links.sh; `none` is unshaped; needs root), one thread a
-rank. Where the machine has fewer cores than hosts, each host gets its share of them by a control group: what it leaves
-while it waits for a message is lost, as on hosts of their own, and not lent to another.
+Hosts are network namespaces joined by links of a rate (scripts/links.sh; `none` is unshaped; needs root), with one
+thread a rank. If the machine has fewer cores than hosts, a control group gives each host its share of them. Time that a
+host does not use while it waits for a message is then lost, as on separate hosts, and not lent to another one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ _BATCHES = {BenchmarkSize.full: (2, 4), BenchmarkSize.small: (2, 4), BenchmarkSi
 
 
 class Comparison(Bench):
-    """Rows of all rates, and what follows from them."""
+    """The rows of all rates, with the figures and claims that follow from them."""
 
     def add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Take the rows of one rate in: figures, a table, two claims."""
+        """Add the rows of one rate: figures, a table and two claims.
+
+        Args:
+            where: the hosts and links, in words.
+            rows: one row for each case and partition, with predicted and measured seconds.
+        """
         for row in rows:
             name = f"{where}, {row['case']}, data={row['data']} lat={row['lat']} lon={row['lon']}"
             self.figures[f"{name}: measured"] = Figure.of([1e3 * s for s in row["measured"]], "ms")
@@ -48,13 +53,14 @@ class Comparison(Bench):
 
 
 def _behind(rows: Sequence[dict[str, Any]]) -> float:
-    """By how much the picked partition's measured step is longer than the shortest."""
+    """Return by which fraction the step of the picked partition is longer than the shortest step."""
     times = [statistics.median(row["measured"]) for row in rows]
     picked = next(i for i, row in enumerate(rows) if row["picked"])
     return times[picked] / min(times) - 1
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the published table."""
     seconds = statistics.median(row["measured"])
     shown = {key: row[key] for key in ("case", "data", "lat", "lon")}
     shown |= {f"{key}, ms": round(1e3 * row[key], 2) for key in ("compute", "halo", "norm", "exposed", "predicted")}
@@ -64,7 +70,10 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Compare at each rate; write results.json and report.html.
+    """Compare predictions and measurements at each rate, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
 
     Returns:
         The path of results.json.
@@ -85,6 +94,7 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
+    """Yield hosts joined by links of each rate, each with a note; or hosts on the loopback if there can be no links."""
     ranks = config.planner.ranks
     why = available() if config.planner.rates else "planner.rates=[]"
     if why:
@@ -97,20 +107,27 @@ def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
 
 
 def _where(hosts: Hosts) -> str:
+    """Return hosts and links in words."""
     return f"{hosts.count} hosts, {hosts.where}" if hosts.rate else hosts.where
 
 
 def _rows(config: BenchmarkConfig, hosts: Hosts, scratch: Path) -> list[dict[str, Any]]:
+    """Run all cases on the hosts, and return their rows."""
     job = {
         "cases": cases(config), "repeats": config.repeats, "seconds": config.planner.seconds,
-        "cache": str(scratch / (hosts.rate or "loopback")),  # measured anew at each rate: the machine's pace changes
+        # The machine is measured anew at each rate, because its speed changes.
+        "cache": str(scratch / (hosts.rate or "loopback")),
         "followed": str(scratch),
     }  # fmt: skip
     return hand_out(hosts, "ensemble_ml.benchmarks.planning.worker", job, scratch, seconds=900)
 
 
 def cases(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """Two model sizes and two batch sizes."""
+    """Return the cases: two model sizes and two batch sizes, or those that the settings name.
+
+    Args:
+        config: the settings of the benchmark.
+    """
     depth = 1 if config.size is BenchmarkSize.tiny else 2
     common = {"shape": _SHAPES[config.size], "exchange": "allreduce"}
     return [

@@ -1,9 +1,9 @@
-"""`prepare` against what people use: conversion, decoding, reductions, reading, memory, kills and workers.
+"""Compare `prepare` with other tools: conversion, decoding, reductions, reading, memory, kills and workers.
 
     ensemble-ml benchmark benchmark=prepare [size=full] [only=[conversion,decoding]] [workspace=FOLDER]
 
-The archive is made by the benchmark (`preparing.data`): one date of ENS-10's size, 1.2 GB of 16-bit GRIB. Entrants run
-in processes of their own and take turns. Every section can be run alone.
+The benchmark makes the archive itself (`preparing.data`): one date of ENS-10's size, 1.2 GB of 16-bit GRIB. Entrants
+run in their own processes and take turns. Every section can be run alone.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ SECTIONS: dict[str, Callable[[Workspace], Section]] = {
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`; write results.json and report.html.
+    """Run all sections, or those of `only`, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
 
     Returns:
         The path of results.json.
 
     Raises:
-        UserError: `only` names a section that is not there, or an entrant failed.
+        UserError: `only` names an unknown section, or an entrant failed.
     """
     names = chosen(config.only, SECTIONS)
     if config.workspace is not None:
@@ -52,7 +55,9 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _run(config: BenchmarkConfig, names: list[str], folder: Path) -> Path:
+    """Run sections in a folder, and write the results."""
     work, total = Workspace(folder, config.size, config.repeats), Section()
+    # The archive is made here, so that no section's time includes it.
     _ = work.archive
     for name in names:
         start = time.monotonic()

@@ -1,7 +1,7 @@
-"""The main job as a benchmark: the claims that the scores of `scripts/quickstart.sh` make, as a results file.
+"""Turn the scores of `scripts/quickstart.sh` into a results file with claims.
 
-Nothing is computed here: `scores.json` holds ours and every baseline, scored in one run on the same test dates. A
-figure's range is its confidence interval, for there is one run.
+Nothing is computed here. `scores.json` holds the scores of our model and of every baseline, from one run on the same
+test dates. The range of a figure is its confidence interval, because there is only one run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ _WITHOUT_SP = ", without surface pressure"
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Turn `config.run`/scores.json into OUTPUT/quickstart/results.json.
+    """Convert `config.run`/scores.json to OUTPUT/quickstart/results.json.
+
+    Args:
+        config: the settings of the benchmark.
+
+    Returns:
+        The path of results.json.
 
     Raises:
         UserError: there are no scores yet, or they are older than the commit that would be named beside them.
@@ -49,13 +55,17 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _claims(entry: dict[str, Any]) -> list[Claim]:
-    """Ratios stay below their target, gains in per cent reach theirs; and the interval excludes no difference."""
+    """Return the claims of one entry of the scores.
+
+    Ratios have to stay below their target, and gains in per cent have to reach it. A second claim says that the
+    interval excludes a difference of zero.
+    """
     text, unit, ratio = entry["claim"], entry["unit"], entry["unit"] == "ratio"
     end = entry.get("high" if ratio else "low")
     found = [Claim(text, entry["value"], unit, entry["target"], at_most=ratio)]
-    if end is not None:  # one block has no interval
+    if end is not None:  # a single block has no interval
         words = f"{text}: {'upper' if ratio else 'lower'} end of the interval"
-        sure = entry["enough_blocks"] and not entry["advantage"]  # as evaluate counts what is sure
+        sure = entry["enough_blocks"] and not entry["advantage"]  # the rule by which evaluate calls a difference sure
         found.append(Claim(words, end if sure else math.nan, unit, 1.0 if ratio else 1e-9, at_most=ratio))
     if rest := entry.get("without_sp"):
         found.append(Claim(f"{text}{_WITHOUT_SP}", rest["value"], unit, entry["target"], at_most=ratio))
@@ -63,9 +73,11 @@ def _claims(entry: dict[str, Any]) -> list[Claim]:
 
 
 def _name(entry: dict[str, Any]) -> str:
+    """Return the name of a figure."""
     return f"{entry['metric']} {entry['lead_hours']} h: {entry['entrant']} over {entry['reference']}"
 
 
 def _figure(entry: dict[str, Any], key: str) -> Figure:
+    """Return a value with its confidence interval. A single block has none."""
     low, high = (float("nan") if entry[end] is None else entry[end] for end in ("low", "high"))  # one block has none
     return Figure(entry[key], low, high, "ratio")

@@ -1,8 +1,8 @@
-"""What every benchmark leaves: results.json, and the same as a page that needs nothing else.
+"""Write the results of a benchmark: results.json, and the same content as a page that needs no other file.
 
 results.json holds `machine`, `commit`, `command`, `runs`, `figures` (name -> median, min, max, unit, for ours and for
-each peer) and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim
-that does not hold stands there as such.
+each peer) and `claims`: one entry `{claim, value, unit, target, holds}` for each figure that was promised. A claim that
+does not hold is published as such.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Figure:
-    """Median and range of what several runs gave."""
+    """The median and range of the values of several runs."""
 
     median: float
     min: float
@@ -41,21 +41,41 @@ class Figure:
 
     @classmethod
     def of(cls, values: Sequence[float], unit: str) -> Figure:
-        """Summarise one value a run."""
+        """Summarise values, one for each run.
+
+        Args:
+            values: the values.
+            unit: their unit.
+        """
         return cls(float(statistics.median(values)), float(min(values)), float(max(values)), unit)
 
 
-LOST = "Lost: "  # how a note begins that tells where another does better
+LOST = "Lost: "  # beginning of a note about a case in which another tool does better
 
 
 def times_as_long(theirs: Sequence[float], ours: Sequence[float]) -> Figure:
-    """How many times as long theirs takes, round by round: entrants take turns, so one round shares its noise."""
+    """Return how many times as long theirs takes as ours.
+
+    The ratio is taken round by round: entrants take turns, so those of one round have the same noise of the machine.
+
+    Args:
+        theirs: seconds of the other tool, one for each round.
+        ours: our seconds.
+    """
     return Figure.of([a / b for a, b in zip(theirs, ours, strict=True)], "times")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One promise in its own words; `target` is the least value that keeps it, the most where `at_most`."""
+    """A promise in its own words.
+
+    Attributes:
+        claim: the promise.
+        value: the measured value.
+        unit: its unit.
+        target: the smallest value that keeps the promise, or the largest one with `at_most`.
+        at_most: whether the target is an upper limit.
+    """
 
     claim: str
     value: float
@@ -65,17 +85,17 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the value keeps the promise; not a number never does."""
+        """Return whether the value keeps the promise. NaN never does."""
         return self.value <= self.target if self.at_most else self.value >= self.target
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of results.json."""
+        """Return the entry of results.json."""
         plain = {"claim": self.claim, "value": self.value, "unit": self.unit, "target": self.target}
         return plain | {"holds": self.holds}
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, threads, memory, accelerator, versions."""
+    """Return what the figures depend on: processor, cores, threads, memory, accelerator, versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return {
         "processor": next(iter(processors()), platform.machine()),
@@ -91,21 +111,21 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that ran, with `+` where files differ from it; `unknown` outside a checkout."""
+    """Return the current commit, with `+` if files differ from it, or `unknown` outside a checkout."""
     head, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     return "unknown" if head is None or changed is None else head + "+" * bool(changed)
 
 
 def committed() -> float:
-    """When that commit was made, in seconds since 1970; 0 outside a checkout."""
+    """Return the time of the commit in seconds since 1970, or 0 outside a checkout."""
     return float(_git("log", "-1", "--format=%ct") or 0)
 
 
 def _git(*command: str) -> str | None:
-    """What git says of the checkout of this package; None where it lies in none."""
+    """Return the output of a git command in this package's checkout, or None if it is in none."""
     here = Path(__file__).resolve().parent
     try:
-        # The package may lie in an environment inside somebody else's repository.
+        # The package may be installed in an environment inside another repository, whose commit would be wrong here.
         subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
         said = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True)
         return said.stdout.strip()
@@ -124,11 +144,22 @@ def write_results(
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     size: BenchmarkSize = BenchmarkSize.full,
 ) -> Path:
-    """Write `folder`/results.json and `folder`/report.html; return the path of the former. What an earlier run left
-    there, of other sections perhaps, is kept beside them as results.previous.json, and told.
+    """Write results.json and report.html to a folder.
 
-    `tables`: what else should be published, as rows with the same keys, by title. `size`: of what was run; targets are
-    of the full one.
+    Results of an earlier run, perhaps of other sections, are kept beside them as results.previous.json, with a warning.
+
+    Args:
+        folder: the folder.
+        title: title of the page.
+        runs: number of runs of each measurement.
+        figures: the figures by name.
+        claims: the claims.
+        notes: sentences for the page.
+        tables: further rows to publish, by title; the rows of a table have the same keys.
+        size: the size that was run. Targets are those of the full size.
+
+    Returns:
+        The path of results.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -151,7 +182,13 @@ def write_results(
 
 
 def summary(figures: Mapping[str, Figure], claims: Sequence[Claim], size: BenchmarkSize = BenchmarkSize.full) -> str:
-    """The same for a terminal."""
+    """Return figures and claims as text for a terminal.
+
+    Args:
+        figures: the figures by name.
+        claims: the claims.
+        size: the size that was run.
+    """
     width = max((len(name) for name in figures), default=0)
     lines = [f"{n:{width}}  {f.median:10.4g} {f.unit}  ({f.min:.4g} to {f.max:.4g})" for n, f in figures.items()]
     for c in claims:
@@ -172,6 +209,7 @@ _STYLE = (
 
 
 def _page(content: Mapping[str, Any]) -> str:
+    """Return the content of results.json as a page in HTML."""
     figures = [
         [n, *(f"{f[k]:.4g}" for k in ("median", "min", "max")), f["unit"]] for n, f in content["figures"].items()
     ]
@@ -192,15 +230,18 @@ def _page(content: Mapping[str, Any]) -> str:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of rows, whose keys are the heads."""
     heads = list(dict.fromkeys(key for row in rows for key in row))
     return _table(heads, [["" if row.get(k) is None else str(row[k]) for k in heads] for row in rows])
 
 
 def _verdict(claim: Mapping[str, Any]) -> str:
+    """Return whether a claim holds, in a word."""
     return "yes" if claim["holds"] else "no"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in HTML. Numbers are aligned to the right."""
     if not rows:
         return ""
 

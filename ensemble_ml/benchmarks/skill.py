@@ -1,10 +1,11 @@
-"""Forecast skill: our network beside EMOS, DRN, ENS-10's U-Net and a PoET-like network, trained and scored alike.
+"""Compare the forecast skill of our network with EMOS, DRN, ENS-10's U-Net and a network like PoET.
 
-    OUTPUT/skill/runs/NAME-trialT-seedS     trainings; OUTPUT/skill/forecasts/...-fromM  forecasts of the test dates
+    OUTPUT/skill/runs/NAME-trialT-seedS     trainings
+    OUTPUT/skill/forecasts/...-fromM        forecasts of the test dates
     OUTPUT/skill/{results.json, report.html}
 
-Trials and checkpoints are chosen on validation dates, everything is scored on test dates that had no part in a run. Run
-again, it goes on where it stopped.
+All models are trained and scored in the same way. Trials and checkpoints are chosen on validation dates, and everything
+is scored on test dates that had no part in a run. If the benchmark is run again, it continues where it stopped.
 """
 
 from __future__ import annotations
@@ -44,14 +45,20 @@ from ensemble_ml.verification.samples import settled
 
 log = logging.getLogger(__name__)
 
-_OROGRAPHY = "archive/forecast_static.grib"  # beside the store that the quickstart, or the README, makes
+_OROGRAPHY = "archive/forecast_static.grib"  # beside the store that the quickstart or the README makes
 _STORES = ("runs/full-data/store.zarr", "runs/quickstart-data/store.zarr")
 _HEADLINE = 48
 _CONFIDENCE = 0.95
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Train, forecast, score; return OUTPUT/skill/results.json.
+    """Train all models, make their forecasts, and score them.
+
+    Args:
+        config: the settings of the benchmark.
+
+    Returns:
+        The path of results.json.
 
     Raises:
         UserError: there is no store, it holds no truth, or it has too few members.
@@ -60,7 +67,7 @@ def run(config: BenchmarkConfig) -> Path:
     skill, folder = config.skill, Path(config.output) / "skill"
     store = _store(skill)
     dates = split(skill, store.layout.init_time)
-    start = start_of_ours(skill, dates, store, folder / "runs", config.size)  # its fits are those of ours
+    start = start_of_ours(skill, dates, store, folder / "runs", config.size)  # its fits are also those of our trainings
     trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
     trained.append(start)
     forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
@@ -91,6 +98,7 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _store(skill: SkillConfig) -> TensorStore:
+    """Open the store, and refuse one with gaps, without a truth or with too few members."""
     path = skill.store or next((path for path in _STORES if Path(path).exists()), None)
     if path is None:
         raise UserError(f"skill.store: none given, and neither {' nor '.join(_STORES)} exists; give a tensor store")
@@ -108,7 +116,7 @@ def _store(skill: SkillConfig) -> TensorStore:
 
 
 def _heights(skill: SkillConfig, store: TensorStore) -> Heights | None:
-    """Read how high the ground lies in model and truth, where files say so."""
+    """Read the orographies of model and truth, or return None if no file states them."""
     beside = Path(store.path).parent / _OROGRAPHY
     forecast = skill.orography or (str(beside) if beside.is_file() else None)
     ground = open_orographies(forecast, skill.truth_orography, store)
@@ -120,7 +128,10 @@ def _heights(skill: SkillConfig, store: TensorStore) -> Heights | None:
 
 
 def _whole(store: TensorStore, date: int) -> bool:
-    """Whether all members, and the truth, have all fields of a start date beyond its first hour (rain has none)."""
+    """Return whether all members and the truth have all fields of a start date.
+
+    Lead zero is left out, because it has no rain yet.
+    """
     later = np.array([hour > 0 for hour in store.layout.lead_hours])
     parts = (there for part in (Part.FORECAST, Part.TRUTH) for there in store.present(part, date))
     return all(there[:, later].all() for there in parts)
@@ -129,7 +140,10 @@ def _whole(store: TensorStore, date: int) -> bool:
 def _forecasts(
     trained: list[Trained], skill: SkillConfig, dates: Dates, store: TensorStore, folder: Path
 ) -> dict[str, dict[int, dict[str, Path]]]:
-    """Folders by model, ensemble size and label: all seeds from `members`, the first seed from every size."""
+    """Make the forecasts, and return their folders by model, ensemble size and label.
+
+    All seeds predict from `members` members, and the first seed predicts from every size.
+    """
     found: dict[str, dict[int, dict[str, Path]]] = {}
     for one in trained:
         for size in skill.sizes if one.trials else [skill.members]:
@@ -143,6 +157,7 @@ def _forecasts(
 def _contest(
     forecasts: dict[str, dict[int, dict[str, Path]]], skill: SkillConfig, dates: Dates, store: TensorStore
 ) -> Contest:
+    """Score all forecasts, and return all that the claims need."""
     times = store.layout.init_time
     train, test = (select_dates(times, part) for part in (dates.train, dates.test))
     hours = [hour for hour in store.layout.lead_hours if hour > 0] or list(store.layout.lead_hours)
@@ -168,6 +183,7 @@ def _contest(
 
 
 def _split_in_words(dates: Dates, store: TensorStore) -> str:
+    """Return a sentence on the dates of training, validation and test."""
     parts = {"trained on": dates.train, "chosen on": dates.validation, "scored on": dates.test}
     told = ", ".join(f"{word} {' '.join(part)}" for word, part in parts.items())
     return f"{Path(store.path).name} ({store.fingerprint()}): {told}."

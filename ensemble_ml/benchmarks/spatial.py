@@ -1,10 +1,10 @@
-"""One sample over several ranks: exactness, scaling, memory, and the split convolutions of others.
+"""Measure one sample on several ranks: exactness, scaling, memory, and the partitioned convolutions of other packages.
 
     ensemble-ml benchmark benchmark=spatial [only=[exactness,networks,rivals,periodic,memory,scaling,links,gpu]]
         [repeats=5] [spatial.rates=[1gbit,100mbit]] [spatial.physicsnemo=FOLDER]
 
-Ranks run on one thread each. Hosts of the section `links` are network namespaces joined by shaped links
-(scripts/links.sh; needs root); all hosts share this machine's cores.
+Each rank runs on one thread. The hosts of the section `links` are network namespaces joined by shaped links
+(scripts/links.sh; needs root), and share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ensemble_ml.benchmarks.results import Figure, times_as_long
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 _EXACT = 1e-12
-_SURE_STEP = 1e-6  # of a step: AdamW divides by |gradient| + 1e-8, which repeats relative errors of tiny gradients
+_SURE_STEP = 1e-6  # of a step; AdamW divides by |gradient| + 1e-8, which repeats relative errors of tiny gradients
 _LINKED = {2: [(2, 1)], 4: [(4, 1), (2, 2)]}
 _MESHES = {
     BenchmarkSize.full: [(1, 2), (2, 1), (2, 2), (3, 1), (4, 2)],
@@ -35,17 +35,24 @@ _MESHES = {
 
 
 class SpatialBench(Bench):
-    """Sections' findings, and jobs of lat x lon ranks."""
+    """The results of all sections, and a way to run jobs of lat x lon ranks."""
 
     @property
     def network(self) -> dict[str, Any]:
-        """Shape and settings of the U-Net that is timed."""
+        """Return the shape and settings of the U-Net that is timed."""
         if self.tiny:
             return {"shape": [2, 16, 32], "config": {"hidden": 8, "max_hidden": 8, "depth": 1}}
         return {"shape": list(self.config.spatial.shape), "config": {}}
 
     def job(self, work: str, mesh: tuple[int, int], hosts: Hosts | None = None, **settings: Any) -> Any:
-        """What rank 0 of a job of lat x lon ranks found."""
+        """Run a job of lat x lon ranks, and return the result of rank 0.
+
+        Args:
+            work: name of the work in `partitioning.worker`.
+            mesh: ranks along latitude and longitude.
+            hosts: the hosts; None takes the loopback.
+            **settings: further settings of the job.
+        """
         lat, lon = mesh
         hosts = hosts or Hosts(lat * lon)
         job = {"work": work, "lat": lat, "lon": lon, "repeats": self.config.repeats, **settings}
@@ -53,13 +60,16 @@ class SpatialBench(Bench):
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`; write results.json and report.html.
+    """Run all sections, or those of `only`, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
 
     Returns:
         The path of results.json.
 
     Raises:
-        UserError: `only` names a section that is not there, or a rank failed.
+        UserError: `only` names an unknown section, or a rank failed.
     """
     folder = Path(config.output) / "spatial"
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +77,7 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _exactness(bench: SpatialBench) -> None:
+    """Compare partitioned convolutions with those of one process, in output and gradients."""
     kernels = [3] if bench.tiny else list(range(1, 8))
     rows: list[dict[str, Any]] = []
     for mesh in _MESHES[bench.config.size]:
@@ -82,6 +93,7 @@ def _exactness(bench: SpatialBench) -> None:
 
 
 def _worst(rows: list[dict[str, Any]], keys: tuple[str, ...], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the largest errors of each group of rows that agree in `keys`."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[k] for k in keys), []).append(row)
@@ -94,10 +106,12 @@ def _worst(rows: list[dict[str, Any]], keys: tuple[str, ...], names: tuple[str, 
 
 
 def _networks(bench: SpatialBench) -> None:
+    """Compare the whole partitioned U-Net with that of one process."""
     _compare_networks(bench, "whole U-Net", _MESHES[bench.config.size], {})
 
 
 def _compare_networks(bench: SpatialBench, what: str, meshes: list[tuple[int, int]], job: dict[str, Any]) -> None:
+    """Compare networks on several meshes, and add a table and claims."""
     rows: list[dict[str, Any]] = []
     for mesh in meshes:
         rows += bench.job("networks", mesh, **job)
@@ -111,6 +125,7 @@ def _compare_networks(bench: SpatialBench, what: str, meshes: list[tuple[int, in
 
 
 def _rivals(bench: SpatialBench) -> None:
+    """Compare with the partitioned convolutions of other packages: whether they are right, and how fast they are."""
     found = bench.job("rivals", (2, 1), physicsnemo=bench.config.spatial.physicsnemo, **bench.network)
     if not bench.config.spatial.physicsnemo:
         bench.notes.append("PhysicsNeMo was left out: give spatial.physicsnemo=FOLDER.")
@@ -124,10 +139,12 @@ def _rivals(bench: SpatialBench) -> None:
 
 
 def _periodic(bench: SpatialBench) -> None:
+    """Time our periodic convolution on one rank against plain padding."""
     _compare_periodic(bench, "one rank, periodic convolution", "one-rank periodic path")
 
 
 def _compare_periodic(bench: SpatialBench, where: str, ours_there: str, **job: Any) -> None:
+    """Time periodic convolutions, and claim that ours is not slower."""
     found = bench.job("periodic", (1, 1), **job, **bench.network)
     for name, values in found.items():
         bench.figures[f"{where}, {name}"] = Figure.of([1e3 * v for v in values], "ms")
@@ -139,6 +156,7 @@ def _compare_periodic(bench: SpatialBench, where: str, ours_there: str, **job: A
 
 
 def _memory(bench: SpatialBench) -> None:
+    """Measure the activation memory of each rank against its shard and halo."""
     for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2), (2, 2), (4, 1)]:
         found = bench.job("memory", mesh, **bench.network)
         name = f"{mesh[0]}x{mesh[1]}"
@@ -152,6 +170,7 @@ def _memory(bench: SpatialBench) -> None:
 
 
 def _scaling(bench: SpatialBench) -> None:
+    """Time a step on one and on two ranks."""
     entrants = [ONE, OURS, OVERLAP, HALVES, GATHER]
     for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2)]:
         for precision in ["float32"] if bench.tiny else bench.config.spatial.precisions:
@@ -170,12 +189,13 @@ def _scaling(bench: SpatialBench) -> None:
 
 
 def _best(seconds: dict[str, list[float]]) -> tuple[list[float], str]:
-    """Ours, with or without overlap: the one whose median is lower, as `parallel.overlap=auto` chooses."""
+    """Return our seconds with or without overlap, those with the lower median, as `parallel.overlap=auto` chooses."""
     name = min((OURS, OVERLAP), key=lambda name: statistics.median(seconds[name]))
     return seconds[name], name
 
 
 def _gpu(bench: SpatialBench) -> None:
+    """Repeat the comparisons with several ranks on one GPU."""
     if not torch.cuda.is_available():
         bench.notes.append("No GPU here: tensors on one, and its step in bfloat16, were left out.")
         return
@@ -192,6 +212,7 @@ def _gpu(bench: SpatialBench) -> None:
 
 
 def _tell_steps(bench: SpatialBench, found: dict[str, Any], where: str) -> None:
+    """Add the figures of steps: seconds, core time, share of the halo exchange, and bytes."""
     for name, values in found["seconds"].items():
         bench.figures[f"step, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
         busy = [1e3 * v for v in found["core seconds"][name]]
@@ -206,6 +227,7 @@ def _tell_steps(bench: SpatialBench, found: dict[str, Any], where: str) -> None:
 
 
 def _links(bench: SpatialBench) -> None:
+    """Time steps over links of several rates."""
     why = available() if bench.config.spatial.rates else "spatial.rates=[]"
     if why:
         bench.notes.append(f"The links were left out ({why}).")
@@ -213,13 +235,14 @@ def _links(bench: SpatialBench) -> None:
     for count in bench.config.spatial.hosts:
         for rate in bench.config.spatial.rates:
             with linked(count, rate) as hosts:
-                slow = rate == "100mbit"  # where a step that gathers takes a minute, and precision matters little
+                slow = rate == "100mbit"  # a step that gathers takes a minute here, and precision matters little
                 for mesh in _LINKED[count]:
                     for precision in ["float32"] if slow else bench.config.spatial.precisions:
                         _on_links(bench, hosts, mesh, precision, gathering=not slow)
 
 
 def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int], precision: str, *, gathering: bool) -> None:
+    """Time steps of one mesh over links of one rate."""
     where = f"{hosts.count} hosts at {hosts.where}, {mesh[0]}x{mesh[1]}, {precision}"
     entrants = [OURS, OVERLAP] + [GATHER] * gathering
     found = bench.job("steps", mesh, hosts, entrants=entrants, precision=precision, **bench.network)

@@ -1,9 +1,11 @@
-"""Real ensembles: a station's temperature with observations, and the spread of ERA5's ten members.
+"""Score models on real ensembles: a station's temperature with observations, and the spread of ERA5's ten members.
 
-`innsbruck` (gefs_innsbruck_temperature.nc): 11 members of the GEFS reforecast, minimum temperature 18-30 h ahead.
-Fitted on 2000-2010, scored on 2011-2015, CRPS with block-bootstrap intervals. `era5` (era5-levels-members.grib): four
-times of ten members; three to fit and train on, one to test the spread of ten from 1, 3 and 5. Sections whose file is
-absent are skipped, and the log says so.
+    innsbruck   gefs_innsbruck_temperature.nc: 11 members of the GEFS reforecast, minimum temperature 18-30 h ahead.
+                Fitted on 2000-2010, scored on 2011-2015, CRPS with block-bootstrap intervals.
+    era5        era5-levels-members.grib: four times of ten members. Three are for the fits and the training, one tests
+                the spread of ten members from 1, 3 and 5.
+
+A section whose file is absent is skipped, with a note in the log.
 """
 
 from __future__ import annotations
@@ -52,10 +54,16 @@ Result = tuple[dict[str, Figure], list[Claim], list[str]]
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Run the sections whose files are in `config.files` and write OUTPUT/stations/results.json.
+    """Run the sections whose files are in `config.files`.
+
+    Args:
+        config: the settings of the benchmark.
+
+    Returns:
+        The path of results.json.
 
     Raises:
-        UserError: there is no such file at all, or no folder is named.
+        UserError: none of the files is there, or no folder is named.
     """
     figures: dict[str, Figure] = {}
     claims: list[Claim] = []
@@ -83,7 +91,15 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def innsbruck(config: BenchmarkConfig, path: Path) -> Result:
-    """Post-processing of a station's temperature."""
+    """Score the post-processing of a station's temperature.
+
+    Args:
+        config: the settings of the benchmark.
+        path: the file of the station.
+
+    Returns:
+        Figures, claims and notes.
+    """
     series = read_series(path)
     train_dates, test = series.select(*_TRAIN), series.select(*_TEST)
     tiny = config.size is BenchmarkSize.tiny
@@ -133,6 +149,7 @@ def innsbruck(config: BenchmarkConfig, path: Path) -> Result:
 
 
 def _raw(test: Series) -> dict[str, np.ndarray]:
+    """Return the CRPS of the raw ensemble, as a normal distribution and as members."""
     scores = {}
     for count in (5, test.members.shape[1]):
         mean, variance = test.moments(count)
@@ -144,19 +161,23 @@ def _raw(test: Series) -> dict[str, np.ndarray]:
 
 
 def _debiased(fit: Series, test: Series, count: int) -> np.ndarray:
-    """Raw less the mean error of the training dates: N(m + b, (1 + 1/M) s^2)."""
+    """Return the CRPS of N(m + b, (1 + 1/M) s^2), where b is the mean error of the training dates."""
     bias = (fit.observed - fit.moments(count)[0]).mean()
     mean, variance = test.moments(count)
     return crps(Family.NORMAL, mean + bias, np.sqrt((1 + 1 / count) * variance), test.observed)
 
 
 def _emos(fit: Series, count: int, harmonics: int) -> Emos:
+    """Fit EMOS with `harmonics` seasonal terms."""
     season = fit.season(harmonics) if harmonics else None
     return fit_emos(*fit.moments(count), fit.observed, season=season)
 
 
 def _apart(fit: Series, count: int, found: Emos) -> float:
-    """Largest difference of a, b, root c and root d from those of scipy on the closed form."""
+    """Return the largest difference of a, b, root c and root d from an independent fit by scipy.
+
+    Both minimise the same closed-form CRPS.
+    """
     mean, variance = fit.moments(count)
 
     def loss(p: np.ndarray) -> float:
@@ -171,20 +192,31 @@ def _apart(fit: Series, count: int, found: Emos) -> float:
 
 
 def _interval(values: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> Interval:
+    """Return the mean score with its bootstrap interval."""
     return interval(float(values.mean()), counts @ values / counts.sum(1), 0.95, int(blocks.max()) + 1)
 
 
 def _gain(ours: np.ndarray, theirs: np.ndarray, counts: np.ndarray, blocks: np.ndarray) -> Interval:
+    """Return by how many per cent our score is lower, with its bootstrap interval."""
     draws = 100 * (1 - (counts @ ours) / (counts @ theirs))
     return interval(float(100 * (1 - ours.mean() / theirs.mean())), draws, 0.95, int(blocks.max()) + 1)
 
 
 def _figure(found: Interval, unit: str) -> Figure:
+    """Return an interval as a figure."""
     return Figure(found.value, found.low, found.high, unit)
 
 
 def era5(config: BenchmarkConfig, path: Path) -> Result:
-    """Spread of ten members from 1, 3 and 5: trained on three times, tested on the fourth."""
+    """Predict the spread of ten members from 1, 3 and 5, trained on three times and tested on the fourth.
+
+    Args:
+        config: the settings of the benchmark.
+        path: the file of ERA5's members.
+
+    Returns:
+        Figures, claims and notes.
+    """
     figures: dict[str, Figure] = {}
     claims = []
     notes = [
@@ -227,6 +259,7 @@ def era5(config: BenchmarkConfig, path: Path) -> Result:
 
 
 def _era5_training(config: BenchmarkConfig, store: str, folder: str, dates: list[str]) -> TrainConfig:
+    """Return the settings of the training run."""
     steps = {BenchmarkSize.tiny: 3, BenchmarkSize.small: 30, BenchmarkSize.full: 100}[config.size]
     return TrainConfig(
         run="era5", output=folder, steps=steps, batch_size=3, validate_every=steps, checkpoint_every=steps,
@@ -237,7 +270,7 @@ def _era5_training(config: BenchmarkConfig, store: str, folder: str, dates: list
 
 
 def _ratios(folder: Path, count: int) -> dict[str, float]:
-    """Geometric means over variables and levels of the network's spread RMSE over everyone else's."""
+    """Return the network's spread RMSE over that of each competitor, as geometric means over variables and levels."""
     rows = json.loads((folder / "scores.json").read_text())["scores"]
     rmse: dict[str, dict[tuple, float]] = {}
     for row in rows:

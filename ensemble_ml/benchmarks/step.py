@@ -1,10 +1,13 @@
-"""A training step of our network against the naive form of the same network, in one run, on a GPU where there is one.
+"""Time a training step of our network against the naive form of the same network, on a GPU if there is one.
 
-Axes: B date, C channel, Z plane, Y latitude, X longitude. Naive is what one writes first: tensors (B, C, Z, Y, X) in
-float32, padding by `torch.cat` and `F.pad`, conv3d, pooling and upsampling in 3D. It has the same parameters and gives
-the same numbers, which a test holds it to; features, base, heads, loss and optimizer are one code for both. A step is
-forward, closed-form CRPS and spread loss, backward, Lion. A GPU's naive form is timed in bfloat16 as well, and
-ours as it is called besides as it is recorded (`training.recorded`).
+The naive form is what one writes first: tensors (B, C, Z, Y, X) in float32, padding by `torch.cat` and `F.pad`, conv3d,
+and pooling and upsampling in 3D. It has the same parameters and gives the same numbers, which a test checks. Features,
+base, heads, loss and optimizer are the same code in both forms.
+
+A step is forward, closed-form CRPS and spread loss, backward, and Lion. On a GPU the naive form is also timed in
+bfloat16, and our form is timed both with and without a CUDA graph (`training.recorded`).
+
+Axes: B date, C channel, Z plane, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -49,7 +52,14 @@ _NAIVE, _NAIVE_LOW = "naive", "naive in bfloat16"
 
 @dataclass(frozen=True)
 class Case:
-    """One shape that is raced: levels, rows, columns, start dates a step, and what differs from the default model."""
+    """A shape that is raced.
+
+    Attributes:
+        name: the shape in words.
+        shape: levels, rows and columns.
+        batch: start dates a step.
+        config: settings that differ from the default model.
+    """
 
     name: str
     shape: tuple[int, int, int]
@@ -65,13 +75,16 @@ GPU_CASES = (*CASES, Case("8 x 361 x 720, hidden 32, batch 1", (8, 361, 720), 1)
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Time both forms in turn, at every shape; write results.json and report.html.
+    """Time both forms in turn, at every shape, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
 
     Returns:
         The path of results.json.
     """
     chosen(config.only, {})
-    keep_freed_memory()  # as training does; both forms gain
+    keep_freed_memory()  # as in training; both forms gain from it
     bench = Bench(config, Path(config.output) / "step")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
@@ -85,7 +98,7 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str, Figure], str]:
-    """Figures of one shape, and a sentence on how they came about."""
+    """Return the figures of one shape, and a sentence on how they were measured."""
     spec = benchmark_spec(*case.shape, **case.config)
     batch = random_batch(spec, case.batch).to(device)
     torch.manual_seed(0)
@@ -117,7 +130,16 @@ def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str
 
 
 def benchmark_spec(levels: int, rows: int, columns: int, **config: object) -> ModelSpec:
-    """Five variables on `levels` levels of a global grid without rows on the poles, no surface, lead 48 h."""
+    """Return a spec of five variables on levels of a global grid, without surface variables, at lead 48 h.
+
+    The grid has no rows on the poles.
+
+    Args:
+        levels: number of levels.
+        rows: latitudes.
+        columns: longitudes.
+        **config: settings of the model.
+    """
     latitude = 90 - (np.arange(rows) + 0.5) * 180 / rows
     names, hours = ("t", "z", "u", "v", "q"), (48,)
     pressures = tuple(int(p) for p in np.linspace(1000, 50, levels)[::-1])
@@ -126,7 +148,12 @@ def benchmark_spec(levels: int, rows: int, columns: int, **config: object) -> Mo
 
 
 def random_batch(spec: ModelSpec, batch: int) -> EnsembleInput:
-    """Five members of noise."""
+    """Return a batch of five members of random noise.
+
+    Args:
+        spec: the inputs of the model.
+        batch: number of start dates.
+    """
     generator = torch.Generator().manual_seed(0)
     leads = len(spec.leads_in)
     members_p = torch.randn(batch, 5, leads, *spec.pressure_shape[1:], generator=generator)
@@ -135,7 +162,7 @@ def random_batch(spec: ModelSpec, batch: int) -> EnsembleInput:
 
 
 def _pass(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], Tensor]:
-    """Forward and backward on a truth of zero."""
+    """Return a function that runs forward and backward on a truth of zero."""
 
     def run_once() -> Tensor:
         found = model(batch)
@@ -149,7 +176,10 @@ def _pass(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], Tensor]:
 
 
 def _stepper(model: EnsembleModel, batch: EnsembleInput, *, recorded: bool = False) -> Callable[[], object]:
-    """A step, `recorded` as training does on a GPU."""
+    """Return a function that runs one training step.
+
+    If `recorded` is on, the step runs as a CUDA graph, as in training on a GPU.
+    """
     optimizer, known = Lion(model.param_groups(), lr=1e-5), Batch(batch, [""] * len(batch))
 
     def run(given: Batch) -> dict[str, Tensor]:
@@ -162,16 +192,20 @@ def _stepper(model: EnsembleModel, batch: EnsembleInput, *, recorded: bool = Fal
         forward_backward(known)
         optimizer.step()
 
+    # The graph is recorded in the first steps, which do not count.
     for _ in range(4 * recorded):
         step()
     return step
 
 
 def naive_form(model: EnsembleModel) -> EnsembleModel:
-    """The same network with the same weights in naive form.
+    """Return the same network with the same weights in naive form.
+
+    Args:
+        model: our network.
 
     Raises:
-        ValueError: `vertical` is separable or full; those have no second form here.
+        ValueError: `vertical` is separable or full, for which there is no naive form.
     """
     if model.spec.config.vertical not in (Vertical.shared, Vertical.affine):
         raise ValueError(
@@ -188,6 +222,7 @@ def naive_form(model: EnsembleModel) -> EnsembleModel:
 
 
 def _replace(part: nn.Module, name: str, child: nn.Module) -> None:
+    """Replace a layer of our network by its naive form."""
     if isinstance(child, Padder):
         setattr(part, name, _NaivePadder(child.geometry, child.sign, child.offset))
     elif isinstance(child, ScaleShift):
@@ -203,6 +238,8 @@ def _replace(part: nn.Module, name: str, child: nn.Module) -> None:
 
 
 class _NaiveModel(EnsembleModel):
+    """Our network with the axes Z, Y, X in their natural order."""
+
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
             shared = self.common_stem(common[:, :, None])
@@ -216,6 +253,7 @@ class _NaiveModel(EnsembleModel):
 
 
 def _naive_unet(net: UNet3d, x_BCZYX: Tensor) -> Tensor:
+    """Run the U-Net with pooling and upsampling in 3D."""
     skips = []
     for stage, down in zip(net.encoder, net.down, strict=False):
         x_BCZYX = stage(x_BCZYX)
@@ -238,7 +276,7 @@ class _NaiveScaleShift(nn.Module):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """(C,) or (Z, C) as (C, Z or 1, 1, 1)."""
+    """Return values (C,) or (Z, C) in the shape (C, Z or 1, 1, 1)."""
     return (values.T if values.ndim == 2 else values[:, None])[..., None, None].contiguous()
 
 

@@ -1,8 +1,9 @@
-"""How fast raw ensembles are scored: fair CRPS, spread/skill and rank histogram, all area-weighted, beside `scores`.
+"""Measure how fast raw ensembles are scored, beside the package `scores`.
 
-Fields of 361 x 720 points and ten members, one start date after the other, as a forecast archive gives them; both
-entrants get the same arrays in memory and keep nothing but sums. Each entrant runs in a process of its own, whose peak
-memory is read in the end: with Python, xarray and one date it is what scoring takes.
+The scores are fair CRPS, spread/skill and rank histogram, all weighted by area. Fields have 361 x 720 points and ten
+members, and come date by date, as from a forecast archive. Both entrants get the same arrays in memory and keep only
+sums. Each runs in its own process, whose peak memory is read at the end. With Python, xarray and one date, that is the
+memory that scoring needs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from ensemble_ml.verification.streaming import EnsembleSums, score_members
 
 _SIZES = {"full": (100, 361, 720), "small": (5, 361, 720), "tiny": (2, 19, 36)}  # dates, rows, columns
 _MEMBERS = 10
-_APART = 1e-3  # of a score: ours are sums in float32
-_DISTINCT = 2  # dates that are really different; the others repeat them, so that no time goes into drawing numbers
+_APART = 1e-3  # of a score; our sums are float32
+_DISTINCT = 2  # dates that differ; the others repeat them, so that no time goes into random numbers
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Time both entrants on the same dates and write OUTPUT/verification/results.json."""
+    """Time both entrants on the same dates.
+
+    Args:
+        config: the settings of the benchmark.
+
+    Returns:
+        The path of results.json.
+    """
     chosen(config.only, {})
     dates, rows, columns = _SIZES[config.size.value]
     extent = {"dates": dates, "rows": rows, "columns": columns}
@@ -71,7 +79,17 @@ def run(config: BenchmarkConfig) -> Path:
 
 
 def measure(entrant: str, dates: int, rows: int, columns: int) -> dict[str, Any]:
-    """Seconds that an entrant takes in this process, and its scores."""
+    """Time an entrant in this process.
+
+    Args:
+        entrant: "ours" or "scores".
+        dates: number of dates.
+        rows: latitudes.
+        columns: longitudes.
+
+    Returns:
+        `seconds`, and `scores`: the results, for comparison.
+    """
     score = _ENTRANTS[entrant]
     grid = Grid(np.linspace(90, -90, rows), np.arange(columns) * (360 / columns))
     rng = np.random.default_rng(0)
@@ -81,13 +99,14 @@ def measure(entrant: str, dates: int, rows: int, columns: int) -> dict[str, Any]
         fields = centre + rng.standard_normal((_MEMBERS + 1, *grid.shape), dtype=np.float32)
         archive.append((fields[:-1].copy(), fields[-1].copy()))
     weights = grid.area_weights()
-    score(archive[:1], weights)  # imports, caches
+    score(archive[:1], weights)  # imports and caches do not count
     started = time.perf_counter()
     found = score([archive[i % _DISTINCT] for i in range(dates)], weights)
     return {"seconds": time.perf_counter() - started, "scores": found}
 
 
 def _ours(dates: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> list[float]:
+    """Return our scores, from sums over all dates."""
     total = EnsembleSums.zeros(_MEMBERS)
     for members, truth in dates:
         total = total + score_members(members, truth, weights)
@@ -95,7 +114,7 @@ def _ours(dates: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> li
 
 
 def _peer(dates: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> list[float]:
-    """The same with `scores` 2.7, date by date; what it lacks (the variance) with xarray."""
+    """Return the same scores by `scores` 2.7, date by date. xarray computes the variance, which `scores` lacks."""
     from scores.continuous import mse
     from scores.probability import crps_for_ensemble, rank_histogram
 

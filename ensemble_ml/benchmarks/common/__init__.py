@@ -1,2 +1,1 @@
-"""What several benchmarks use: sections, races by turns, entrants in processes of their own, jobs of several ranks,
-hosts and the links between them."""
+"""Tools of several benchmarks: sections, races by turns, entrants in their own processes, jobs of ranks, hosts."""

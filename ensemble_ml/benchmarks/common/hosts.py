@@ -1,8 +1,8 @@
-"""Commands on several hosts: network namespaces joined by shaped links, or processes on this host's loopback.
+"""Run commands on several hosts: network namespaces joined by shaped links, or processes on this host's loopback.
 
-Namespaces need root, `ip`, `tc` and scripts/links.sh; ranks on the loopback share one machine's memory bus and no link,
-so their times say nothing of networks. In both cases a rank finds its place in RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT, and the kernel counts the bytes that cross its interface.
+Namespaces need root, `ip`, `tc` and scripts/links.sh. Ranks on the loopback share the memory bus of one machine and
+have no link, so their times say nothing about networks. In both cases a rank finds its place in RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT, and the kernel counts the bytes that cross its interface.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
 
 @dataclass(frozen=True)
 class Hosts:
-    """`count` hosts; `rate` of their links as tc writes it, None for the loopback; `cores`: how much processor each
-    linked host has of its own, None where they share what there is."""
+    """Several hosts.
+
+    Attributes:
+        count: number of hosts.
+        rate: rate of their links as tc writes it, or None for the loopback.
+        cores: cores that each linked host has for itself, or None if they share all.
+    """
 
     count: int
     rate: str | None = None
@@ -35,14 +40,19 @@ class Hosts:
 
     @property
     def where(self) -> str:
-        """The links in words."""
+        """Return the links in words."""
         return _WORDS.get(self.rate, self.rate) if self.rate is not None else "the loopback"
 
     def run(self, command: Sequence[str], *, seconds: float, environment: dict[str, str] | None = None) -> None:
-        """Run `command` once on every host.
+        """Run a command once on every host.
+
+        Args:
+            command: the command.
+            seconds: time limit.
+            environment: further variables of the environment.
 
         Raises:
-            UserError: one of them failed or took longer than `seconds`.
+            UserError: the command failed on a host, or took longer than `seconds`.
         """
         common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | (environment or {})
         if self.rate is not None:
@@ -57,7 +67,7 @@ class Hosts:
 
 
 def available() -> str:
-    """Why hosts with links of their own cannot be made here; empty where they can."""
+    """Return why linked hosts cannot be made here, or an empty text if they can."""
     if os.geteuid() != 0:
         return "not root"
     missing = [tool for tool in ("ip", "tc", "unshare", "bash") if shutil.which(tool) is None]
@@ -67,27 +77,38 @@ def available() -> str:
 
 
 def fair_share(count: int) -> float | None:
-    """Cores for each of `count` hosts where there are fewer than hosts, so that none works while another waits; None
-    where there are enough, or where control groups cannot be made."""
+    """Return the cores for each host if there are fewer cores than hosts, so that no host works while another waits.
+
+    The result is None if there are enough cores, or if control groups cannot be made.
+
+    Args:
+        count: number of hosts.
+    """
     if cores() >= count:
         return None
     return cores() / count if _control_groups() else None
 
 
 def _control_groups(root: Path = Path("/sys/fs/cgroup")) -> bool:
-    """Whether groups that limit the processor can be made, of the first version or the second."""
+    """Return whether control groups (version 1 or 2) that limit the processor can be made."""
     if (root / "cpu").is_dir():
         return os.access(root / "cpu", os.W_OK)
     try:
         (root / "cgroup.subtree_control").write_text("+cpu")
-    except OSError:  # none, not root, or a container whose processes stand in the root group
+    except OSError:  # no such file, not root, or a container whose processes are in the root group
         return False
     return os.access(root, os.W_OK)
 
 
 @contextmanager
 def linked(count: int, rate: str, cores: float | None = None) -> Iterator[Hosts]:
-    """Hosts joined by links of `rate`, gone at the end."""
+    """Provide hosts joined by links of `rate`, which are removed at the end.
+
+    Args:
+        count: number of hosts.
+        rate: rate of the links as tc writes it.
+        cores: cores for each host, or None.
+    """
     try:
         made = subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=False, capture_output=True, text=True)
         if made.returncode:
@@ -100,12 +121,17 @@ def linked(count: int, rate: str, cores: float | None = None) -> Iterator[Hosts]
 
 
 def python(*arguments: str) -> list[str]:
-    """A command of this interpreter."""
+    """Return a command of this interpreter.
+
+    Args:
+        *arguments: its arguments.
+    """
     return [sys.executable, *arguments]
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    # A group of its own, so that all of its processes can be ended.
+    """Start a command with further variables of the environment."""
+    # Each command gets its own process group, so that all of its processes can be ended.
     return subprocess.Popen(
         list(command), env=os.environ | environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
         start_new_session=True,
@@ -113,6 +139,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], command: Sequence[str], seconds: float) -> None:
+    """Wait for all commands, and raise a UserError if one of them failed or takes too long."""
     try:
         told = [process.communicate(timeout=seconds)[1] for process in started]
     except subprocess.TimeoutExpired as error:

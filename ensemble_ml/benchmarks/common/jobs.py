@@ -1,4 +1,4 @@
-"""A job of several ranks: what a benchmark asks them as JSON, and what rank 0 found.
+"""Run a job on several ranks: the benchmark sends it as JSON, and rank 0 returns its result.
 
 hand_out(hosts, MODULE, {...}, folder, seconds=600)      runs `python -m MODULE JOB FOLDER` on every host
 if __name__ == "__main__": take_part(work)               at the end of MODULE
@@ -24,7 +24,14 @@ _FOUND = "results.json"
 
 
 def hand_out(hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *, seconds: float) -> Any:
-    """Have `module` do `job` on all hosts, and return what rank 0 found.
+    """Let `module` run a job on all hosts, and return the result of rank 0.
+
+    Args:
+        hosts: the hosts.
+        module: a module that ends with `take_part`.
+        job: the settings of the job.
+        folder: a folder for temporary files.
+        seconds: time limit.
 
     Raises:
         UserError: a rank failed, or the job took longer than `seconds`.
@@ -38,7 +45,12 @@ def take_part(
     work: Callable[[Session, dict[str, Any]], Any],
     config: Callable[[dict[str, Any]], ParallelConfig] = lambda job: ParallelConfig(launcher=Launcher.torchrun),
 ) -> None:
-    """Do this rank's part of the job on the command line, on one thread; rank 0 writes what `work` found."""
+    """Run this rank's part of the job on the command line, with one thread. Rank 0 writes the result of `work`.
+
+    Args:
+        work: the function that does the work.
+        config: returns the parallel settings of a job.
+    """
     job, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -1,8 +1,8 @@
-"""Entrants run in processes of their own, so that memory is theirs alone and no import helps or hinders another.
+"""Run entrants in their own processes, so that memory and imports of one do not affect another.
 
 `python -m ensemble_ml.benchmarks.common.process MODULE FUNCTION ARGUMENTS` calls a function of a module of the
-benchmarks with keyword arguments given as JSON and prints, as its last line, what it returned (a dictionary) with
-`peak_bytes`: the largest resident memory of the process (VmHWM), or of a child of it where that is larger.
+benchmarks, with keyword arguments given as JSON. Its last line of output is the dictionary that the function returned,
+with `peak_bytes`: the largest resident memory of the process (VmHWM), or of a child if that is larger.
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ _PACKAGE = "ensemble_ml.benchmarks"
 
 
 def run(module: str, function: str, *, cores: int = 2, **arguments: Any) -> dict[str, Any]:
-    """Call `function` of `ensemble_ml.benchmarks.MODULE` in a new process that may use `cores` cores.
+    """Call a function of `ensemble_ml.benchmarks.MODULE` in a new process.
+
+    Args:
+        module: the module.
+        function: the function, which returns a dict or None.
+        cores: number of cores that the process may use.
+        **arguments: arguments of the function, which JSON can hold.
+
+    Returns:
+        The result of the function, with `peak_bytes`.
 
     Raises:
-        UserError: it failed; its last line of standard error is passed on.
+        UserError: the function failed; the message holds its last line of standard error.
     """
     command = [sys.executable, "-m", f"{_PACKAGE}.common.process", module, function, json.dumps(arguments)]
     environment = os.environ | {"ENSEMBLE_ML_CORES": str(cores), "OMP_NUM_THREADS": str(cores)}
@@ -37,20 +46,20 @@ def run(module: str, function: str, *, cores: int = 2, **arguments: Any) -> dict
 
 
 def peak_bytes() -> int:
-    """Largest resident memory so far of this process or of a finished child."""
+    """Return the largest resident memory so far of this process, or of a child that has ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    own = process_bytes("VmHWM")  # ru_maxrss of the process itself counts what its parent had, too
+    own = process_bytes("VmHWM")  # ru_maxrss of the process itself includes what its parent had
     return max(own, children)
 
 
 def bytes_read() -> int:
-    """Bytes that this process has asked the system for so far, from whatever file (/proc/self/io, rchar)."""
+    """Return the bytes that this process has read so far from any file (/proc/self/io, rchar)."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("rchar"))
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the function that the command line names."""
     module, function, arguments = sys.argv[1:]
     cores = sorted(os.sched_getaffinity(0))[: int(os.environ["ENSEMBLE_ML_CORES"])]
     os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""A benchmark in sections, each of which can be run alone: `only=[NAME,...]`."""
+"""Run a benchmark in sections, each of which can be run alone with `only=[NAME,...]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Bench:
-    """Settings, a folder to work in, and what the sections have found so far."""
+    """The settings of a benchmark, its folder, and the results so far."""
 
     config: BenchmarkConfig
     folder: Path
@@ -28,21 +28,45 @@ class Bench:
 
     @property
     def tiny(self) -> bool:
-        """Whether this run only shows that everything runs."""
+        """Return whether this run only shows that everything runs."""
         return self.config.size is BenchmarkSize.tiny
 
     def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
-        """Add a claim."""
+        """Add a claim.
+
+        Args:
+            words: the promise in its own words.
+            value: the measured value.
+            unit: its unit.
+            target: the limit that keeps the promise.
+            at_most: whether the target is an upper limit.
+        """
         self.claims.append(Claim(words, value, unit, target, at_most))
 
     def race(self, words: str, theirs: Sequence[float], ours: Sequence[float], target: float) -> None:
-        """Claim how many times as long theirs takes as ours, and keep the figure: a claim near its target shows there
-        whether all rounds reach it."""
+        """Claim how many times as long theirs takes as ours.
+
+        The figure is kept, too. If the claim is near its target, the range shows whether all rounds reach it.
+
+        Args:
+            words: the promise in its own words.
+            theirs: seconds of the other tool, one for each round.
+            ours: our seconds.
+            target: the smallest ratio that keeps the promise.
+        """
         self.figures[words] = times_as_long(theirs, ours)
         self.claim(words, self.figures[words].median, "times", target)
 
     def publish(self, folder: Path, title: str) -> Path:
-        """Tell the log, and write `folder`/results.json and report.html; returns the path of the former."""
+        """Log the results, and write results.json and report.html.
+
+        Args:
+            folder: the folder.
+            title: title of the page.
+
+        Returns:
+            The path of results.json.
+        """
         log.info("%s", summary(self.figures, self.claims, self.config.size))
         return write_results(
             folder, title=title, runs=self.config.repeats, figures=self.figures, claims=self.claims, notes=self.notes,
@@ -54,10 +78,14 @@ B = TypeVar("B", bound=Bench)
 
 
 def chosen(only: Sequence[str] | None, sections: Mapping[str, object]) -> list[str]:
-    """Names of the sections to run, in their order.
+    """Return the names of the sections to run, in the order of `sections`.
+
+    Args:
+        only: the names that the settings give, or None for all.
+        sections: all sections.
 
     Raises:
-        UserError: one is not there.
+        UserError: a name is unknown.
     """
     for name in only or ():
         there = f"sections are {', '.join(sections)}" if sections else "this benchmark has no sections"
@@ -66,7 +94,12 @@ def chosen(only: Sequence[str] | None, sections: Mapping[str, object]) -> list[s
 
 
 def run_sections(bench: B, sections: Mapping[str, Callable[[B], None]]) -> B:
-    """Let the chosen sections add to `bench`, and return it."""
+    """Run the chosen sections, which add their results to `bench`, and return it.
+
+    Args:
+        bench: the benchmark.
+        sections: all sections by name.
+    """
     for name in chosen(bench.config.only, sections):
         start = time.monotonic()
         log.info("%s: %s", bench.config.benchmark, name)

@@ -1,4 +1,7 @@
-"""What the kernel says of this process; nothing but the standard library, so that any interpreter can import it."""
+"""Read what the kernel says about this process.
+
+Any interpreter can import this file, because it needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from pathlib import Path
 
 
 def process_bytes(name: str) -> int:
-    """Bytes of this process that /proc/self/status calls `name`: VmRSS, VmHWM, VmData and others."""
+    """Return the bytes of this process under a name of /proc/self/status: VmRSS, VmHWM, VmData and others.
+
+    Args:
+        name: the name.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

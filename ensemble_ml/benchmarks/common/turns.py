@@ -1,4 +1,4 @@
-"""Forms of one thing that are raced by turns, so that what else the machine does falls on all of them alike."""
+"""Race several forms of one thing by turns, so that other load on the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ def take_turns(
     warm: int = 1,
     around: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of `repeats` calls of each form, after `warm` turns that make kernels, memory and connections.
+    """Return the seconds of `repeats` calls of each form.
 
-    `around` is called before the clock starts and once more before it stops: a barrier, or a wait for a GPU.
+    Args:
+        forms: the forms by name.
+        repeats: number of calls that count.
+        warm: number of turns before these, in which kernels, memory and connections are made.
+        around: called before the clock starts and again before it stops: a barrier, or a wait for a GPU.
     """
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for turn in range(warm + repeats):
