@@ -1,7 +1,9 @@
-"""Partitioned convolutions and the partitioned U-Net against one process, float64.
+"""Compare partitioned convolutions and the partitioned U-Net with one process, in float64.
 
-Axes: B date, C channel, Y latitude, X longitude, Z plane. The whole field is padded point by point from a table of
-indices, by code that shares nothing with the halo exchange, and convolved by torch without padding.
+The whole field is padded point by point from a table of indices, by code that shares nothing with the halo exchange.
+torch then convolves it without padding.
+
+Axes: B date, C channel, Y latitude, X longitude, Z plane.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _REPLICATE, _ZERO = EdgeRule(Beyond.REPLICATE), EdgeRule(Beyond.ZERO)
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
+    """A row of the table: one convolution on a partitioned field."""
 
     kernel: int
     stride: int
@@ -49,11 +51,16 @@ class Case:
 
     @property
     def pad(self) -> int:
-        """Points that the whole field is padded by on each side."""
+        """Return the number of points by which the whole field is padded on each side."""
         return self.dilation * (self.kernel - 1) // 2
 
     def side(self, dim: int, comm: Any) -> Side:
-        """The halo of this convolution along an axis."""
+        """Return the halo of this convolution along an axis.
+
+        Args:
+            dim: 2 for latitude, 3 for longitude.
+            comm: the ranks along this axis.
+        """
         right = self.dilation * (self.kernel - 1) - self.pad - self.stride + 1
         if dim == 2:
             return Side(2, self.pad, right, self.pad, False, *POLES[self.pole], comm)
@@ -62,7 +69,11 @@ class Case:
 
 
 def cases(kernels: list[int]) -> Iterator[Case]:
-    """All rows; a field that crosses a pole wraps in longitude."""
+    """Yield all cases. A field that crosses a pole wraps in longitude.
+
+    Args:
+        kernels: sizes of the kernel.
+    """
     for k, s, d, lon, pole, even, overlap in product(
         kernels, (1, 2), (1, 2), LONGITUDES, POLES, (True, False), (True, False)
     ):
@@ -72,7 +83,14 @@ def cases(kernels: list[int]) -> Iterator[Case]:
 
 
 def bounds(parts: int, even: bool) -> tuple[int, ...]:
-    """Where the parts of an axis begin, and its end: parts of 16, or of 16 and 18."""
+    """Return where the parts of an axis begin, and where the last one ends.
+
+    Parts have 16 points, or 18 and 16 in turn.
+
+    Args:
+        parts: number of parts.
+        even: whether all parts have 16 points.
+    """
     sizes = [16 if even or i % 2 else 18 for i in range(parts)]
     return tuple(sum(sizes[:i]) for i in range(parts + 1))
 
@@ -81,7 +99,16 @@ def serial_padding(
     x: Tensor, widths: tuple[int, int, int, int], rules: tuple[EdgeRule, EdgeRule], longitude: str,
     sign: Tensor | None = None, offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The whole field (B, C, Y, X, Z) padded by (top, bottom, left, right)."""
+    """Pad the whole field (B, C, Y, X, Z), point by point.
+
+    Args:
+        x: the field.
+        widths: points at the top, bottom, left and right.
+        rules: rules beyond the north and the south pole.
+        longitude: "circular", "replicate" or "zeros".
+        sign: factor (C, Z) of values from across a pole, or None.
+        offset: addend (C, Z) of values from across a pole, or None.
+    """
     top, bottom, left, right = widths
     rows, columns = x.shape[2:4]
     lines = []
@@ -107,9 +134,13 @@ def serial_padding(
 
 
 def convolutions(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Largest errors over all ranks of every case of `job["kernels"]`, relative to the largest value.
+    """Return the largest errors over all ranks for every case, relative to the largest value.
 
-    The ranks' part is computed on `job["device"]`, the whole on the CPU.
+    The ranks' parts are computed on `job["device"]`, the whole on the CPU.
+
+    Args:
+        session: the ranks.
+        job: `kernels`, and `device`.
     """
     rows = []
     for case in cases(job["kernels"]):
@@ -124,7 +155,7 @@ def convolutions(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
 def _errors(mesh: Mesh, case: Case, device: str) -> tuple[float, float, float]:
     lat, lon = bounds(mesh.lat.size, case.even), bounds(mesh.lon.size, case.even)
     if not case.even:
-        lat = (*lat[:-1], lat[-1] - 1)  # an odd last part
+        lat = (*lat[:-1], lat[-1] - 1)  # an odd size of the last part
     random = torch.Generator().manual_seed(1)
     x = torch.randn(2, 2, lat[-1], lon[-1], 3, dtype=torch.float64, generator=random)
     weight = torch.randn(2, 2, case.kernel, case.kernel, 2, dtype=torch.float64, generator=random)
@@ -166,14 +197,18 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _judged(error: float) -> float:
-    """Infinite for NaN, which a maximum may pass over."""
+    """Return an error, or infinity for NaN, which a maximum may pass over."""
     return error if error == error else float("inf")
 
 
 def networks(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The whole U-Net: predictions, gradients of the weights, one step of Lion and of AdamW.
+    """Compare the whole U-Net: predictions, gradients of the weights, one step of Lion and of AdamW.
 
     The ranks' parts are computed on `job["device"]`, the whole on the CPU.
+
+    Args:
+        session: the ranks.
+        job: `device`.
     """
     rows, device = [], job.get("device", "cpu")
     for even, overlap in product((True, False), (False, True)):
@@ -201,8 +236,10 @@ def networks(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _after_a_step(whole: torch.nn.Module, mine: torch.nn.Module, kind: OptimName) -> float:
-    """Largest difference of weights, in units of the step; where |gradient| > 1e-9 of its mean: below, a sign is
-    rounding."""
+    """Return the largest difference of weights after a step, in units of the step.
+
+    Weights whose |gradient| is at most 1e-9 of its mean are left out, because there a sign is a matter of rounding.
+    """
     ends = []
     for graded in (whole, mine):
         model = copy.deepcopy(graded)

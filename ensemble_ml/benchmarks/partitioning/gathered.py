@@ -1,4 +1,4 @@
-"""The rival that always works: every convolution gathers the whole field and takes its own rows and those beside."""
+"""The competitor that always works: each convolution gathers the whole field, then takes its rows and those beside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from ensemble_ml.models.padding import Padder
 
 
 def gather_the_rows(model: EnsembleModel, mesh: Mesh) -> Shard:
-    """Partition `model` with an all_gather in the place of the halo exchange."""
+    """Partition `model` with an all_gather in place of the halo exchange.
+
+    Args:
+        model: the model, which is changed.
+        mesh: the ranks.
+    """
     shard = partition_model(model, mesh)
     for module in model.modules():
         if isinstance(module, PartPadder):
@@ -27,13 +32,14 @@ def gather_the_rows(model: EnsembleModel, mesh: Mesh) -> Shard:
 
 
 class GatherPadder(PartPadder):
-    """One row and column on each side, of the whole field that every rank gathers; only the own rows are padded."""
+    """Padding by one row and column on each side, from the whole field that every rank gathers."""
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         shard = self.part_shard
         whole = _Gather.apply(x_BCYXZ, shard, self.part_mesh.spatial)
         (top, bottom), (left, right) = shard.own_rows, shard.own_columns
-        # The rows at a pole are continued by the padder; where there are more rows, what it pads beyond them is cut.
+        # The padder continues the rows at a pole. Where there are more rows of the field, the rows that it adds are cut
+        # off.
         first, last = max(0, top - 1), min(whole.shape[2], bottom + 1)
         padded = Padder.forward(self, _dense(whole[:, :, first:last]))
         start = top - first
@@ -65,8 +71,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Each rank needs the sum of its own part alone, N (P-1) / P bytes where an all-reduce sends twice that; gloo's
-        # reduce_scatter is an all-reduce inside, so parts go straight to their ranks.
+        # Each rank needs only the sum of its own part: N (P-1) / P bytes, half of what an all-reduce sends. gloo's
+        # reduce_scatter is an all-reduce inside, so parts are sent straight to their ranks.
         comm, whole = ctx.comm, grad.permute(0, 2, 3, 4, 1)
         parts = [whole[:, slice(*rows), slice(*columns)] for rows, columns in _places(ctx.shard)]
         own, sizes = parts[comm.rank].shape, [part.numel() for part in parts]
@@ -77,5 +83,5 @@ class _Gather(torch.autograd.Function):
 
 
 def _places(shard: Shard) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Rows and columns of each rank."""
+    """Return the rows and columns of each rank."""
     return [(rows, columns) for rows in shard.rows for columns in shard.columns]

@@ -1,4 +1,4 @@
-"""Peak memory of activations of a forward and backward pass, from the allocator's own events."""
+"""Measure the peak memory of activations of a forward and backward pass, from the allocator's own events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from ensemble_ml.models.blocks.unet3d import Convolution
 
 
 def peak(model: EnsembleModel, batch: EnsembleInput) -> tuple[int, int]:
-    """(bytes at the peak above what lay there before, bytes of padding that convolutions keep) of one pass.
+    """Return the bytes at the peak of one pass above those before it, and the bytes of padding that convolutions keep.
 
-    Gradients are there already and are added to, so that activations alone are counted.
+    Gradients exist before the pass and are added to, so only activations are counted.
+
+    Args:
+        model: the model.
+        batch: its input.
     """
     training_loss(model, batch).backward()
     gc.collect()
@@ -46,7 +50,15 @@ def peak(model: EnsembleModel, batch: EnsembleInput) -> tuple[int, int]:
 
 
 def activations(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Of every rank: bytes at the peak, and those of its share of one process's peak with the halo's own."""
+    """Measure the peak of every rank, and its share of one process's peak with its own halo.
+
+    Args:
+        session: the ranks.
+        job: shape and settings of the network.
+
+    Returns:
+        Bytes of all ranks: "peak", "share and halo" and, for comparison, "one process".
+    """
     spec = benchmark_spec(*job["shape"], **job["config"])
     batch = random_batch(spec, 1)
     whole = session.once(lambda: peak(network(spec), batch))

@@ -1,6 +1,7 @@
-"""The padding of one rank against `F.pad(circular)` and conv3d, forward and backward.
+"""Time the padding of one rank against `F.pad(circular)` and conv3d, forward and backward.
 
-The plain form has its weights and its input in torch's own order of axes and with channels last; the faster counts.
+The plain form runs with weights and input in torch's own order of axes, and again with channels last. The faster one
+counts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ _CALLS = {"cpu": 3, "cuda": 20}
 
 
 def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of a convolution that wraps in longitude and is zero beyond the poles, in both forms; they take turns.
+    """Time a convolution that wraps in longitude and is zero beyond the poles, in all forms, which take turns.
 
-    On `job["device"]`, in `job["precision"]`.
+    Args:
+        session: the ranks, of which one is used.
+        job: shape and settings of the network, `repeats`, `device` and `precision`.
+
+    Returns:
+        Seconds of a call by form.
     """
     device, dtype = job.get("device", "cpu"), getattr(torch, job.get("precision", "float32"))
     calls, (levels, rows, columns) = _CALLS[device], job["shape"]
@@ -46,7 +52,7 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
 
     def plain(kind: str) -> Tensor:
         wrapped = F.pad(inputs[kind], (0, 0, 1, 1, 0, 0), mode="circular")
-        return F.conv3d(wrapped, weights[kind], bias, 1, (1, 0, 1))  # zeros beyond the poles cost no copy
+        return F.conv3d(wrapped, weights[kind], bias, 1, (1, 0, 1))  # zeros beyond the poles need no copy
 
     forms: dict[str, Callable[[], Tensor]] = {"ours": lambda: layer(inputs["channels last"])}
     forms |= {f"F.pad and conv3d, {kind}": partial(plain, kind) for kind in kinds}

@@ -1,7 +1,7 @@
-"""Other people's split convolutions, held to one process: torch's DTensor, and PhysicsNeMo's ShardTensor if there.
+"""Compare the partitioned convolutions of torch's DTensor and PhysicsNeMo's ShardTensor with one process.
 
-PhysicsNeMo wants many packages that we do not: `spatial.physicsnemo=FOLDER` names a folder that they are installed in
-(`pip install --no-deps --target FOLDER nvidia-physicsnemo ...`).
+PhysicsNeMo needs many packages that this program does not. `spatial.physicsnemo=FOLDER` names a folder into which it
+was installed (`pip install --no-deps --target FOLDER nvidia-physicsnemo ...`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ _AXES = {"latitude": 2, "longitude": 3}
 
 
 def convolutions(session: Session, job: dict[str, Any]) -> dict[str, Any]:
-    """Largest relative errors, float64, of a 3 x 3 x 3 convolution, or what was raised; seconds where it was right."""
+    """Return the largest relative errors of a 3 x 3 x 3 convolution in float64, or the error that was raised.
+
+    Seconds are measured for the packages whose result is right.
+
+    Args:
+        session: the ranks.
+        job: `physicsnemo`, `repeats`, and shape and settings of the network.
+    """
     places: dict[str, Place] = {_DTENSOR: dtensor_place}
     rows: list[dict[str, Any]] = []
     if job["physicsnemo"]:
@@ -53,7 +60,7 @@ def convolutions(session: Session, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _race(session: Session, job: dict[str, Any], places: dict[str, Place]) -> dict[str, list[float]]:
-    """Seconds of one convolution, zero padding, latitude split, forward and backward; entrants take turns."""
+    """Time one convolution with zero padding and partitioned latitude, forward and backward. Entrants take turns."""
     levels, rows, columns = job["shape"]
     channels = job["config"].get("hidden", 32)
     torch.manual_seed(0)
@@ -72,6 +79,7 @@ def _race(session: Session, job: dict[str, Any], places: dict[str, Place]) -> di
 
 
 def _one(session: Session, place: Place, axis: int, circular: bool) -> dict[str, Any]:
+    """Return the errors of one package for one partitioned axis and one padding."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, 4, 16, 16, 4, dtype=torch.float64, generator=random)
     weight = torch.randn(4, 4, 3, 3, 3, dtype=torch.float64, generator=random)
@@ -91,7 +99,7 @@ def _one(session: Session, place: Place, axis: int, circular: bool) -> dict[str,
         inputs = _part(inputs, session, axis) if inputs.shape == x.shape else inputs
         errors["input gradient"] = _error(session, inputs, _part(a.grad, session, axis))
         errors["weight gradient"] = min(_error(session, found, w.grad) for found in weights)
-    except Exception as error:  # an entrant that raises is a line of the table
+    except Exception as error:  # an entrant that raises an error is a row of the table
         errors["raised"] = _told(error)
     return errors
 

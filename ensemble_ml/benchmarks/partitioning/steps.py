@@ -1,4 +1,4 @@
-"""Training steps of one sample: on one rank, shared out, as two halves that never meet, and by gathering the rows."""
+"""Time training steps of one sample: on one rank, partitioned, as two separate halves, and by gathering the rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ HALVES, GATHER = "parts that never meet", "gather the rows"
 
 @dataclass(eq=False)
 class Clock:
-    """Seconds that this rank spent in collectives of its spatial axes, waiting included."""
+    """The seconds that this rank spent in collectives of its spatial axes, including the time it waited."""
 
     seconds: float = 0.0
 
 
 class TimedCommunicator:
-    """A communicator whose exchanges of halos are timed."""
+    """A communicator that measures the time of halo exchanges."""
 
     def __init__(self, inner: Communicator, clock: Clock):
         self._inner, self._clock = inner, clock
@@ -67,7 +67,7 @@ class _TimedPending:
 
 @dataclass(eq=False)
 class Entrant:
-    """A step, and what it has told so far; the closing barrier makes its time that of the slowest rank."""
+    """A step, with its times so far. A barrier at the end makes each time that of the slowest rank."""
 
     step: Callable[[], object]
     close: Callable[[], None] = lambda: None
@@ -75,10 +75,14 @@ class Entrant:
 
 
 def race(session: Session, job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of steps of the entrants in `job["entrants"]`, which take turns; halo's share and bytes of a step.
+    """Time the steps of several entrants, which take turns, with the halo's share of the time and the bytes of a step.
 
-    Beside seconds stand those of this rank's core, its communication threads among them: a busy machine stretches the
-    former, and the latter hardly.
+    The seconds of this rank's core, including its communication threads, are measured as well. A busy machine stretches
+    the wall time, but hardly the core time.
+
+    Args:
+        session: the ranks.
+        job: `entrants`, `repeats`, `precision`, and shape and settings of the network.
     """
     spec = benchmark_spec(*job["shape"], **job["config"])
     batch = random_batch(spec, 1)
@@ -87,7 +91,7 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, Any]:
     waits: dict[str, list[float]] = {name: [] for name in entrants}
     busy: dict[str, list[float]] = {name: [] for name in entrants}
     sent: dict[str, list[float]] = {name: [] for name in entrants}
-    for repeat in range(job["repeats"] + 2):  # the first two make kernels, memory and connections
+    for repeat in range(job["repeats"] + 2):  # the first two create kernels, memory and connections
         for name, entrant in entrants.items():
             world.barrier()
             clock.seconds, before, began = 0.0, session.mesh.bytes_sent, time.perf_counter()
@@ -113,7 +117,7 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _halos(session: Session, sent: Sequence[float], formula: int) -> dict[str, float]:
-    """Of all ranks together: what the formula says, and by how much counts of any step and rank are off it."""
+    """Return the bytes by the formula for all ranks together, and the total difference of the counts from it."""
     told = torch.tensor([formula, sum(abs(count - formula) for count in sent)], dtype=torch.float64)
     session.mesh.world.all_reduce(told)
     return {"formula": float(told[0]), "off": float(told[1])}
@@ -140,7 +144,12 @@ def _entrant(
 
 
 def timed(mesh: Mesh, clock: Clock) -> Mesh:
-    """The same mesh, its exchanges of halos timed."""
+    """Return the same mesh with timed halo exchanges.
+
+    Args:
+        mesh: the mesh.
+        clock: collects the seconds.
+    """
     groups = {axes: TimedCommunicator(comm, clock) if comm.size > 1 else comm for axes, comm in mesh.groups.items()}
     return Mesh(mesh.topology, groups)  # type: ignore[arg-type]
 
@@ -162,11 +171,18 @@ def _stepper(model: EnsembleModel, batch: EnsembleInput, exchange: Any = None) -
 
 
 def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, precision: str) -> int:
-    """Bytes of halos that this rank sends in a step, from the surface of its part alone.
+    """Return the bytes of halos that this rank sends in a step, computed from the surface of its part.
 
-    One row to each neighbour in latitude, one column, with the rows beyond its ends, to each in longitude, and a row
-    across each pole where longitude is split; once forward, once backward unless nothing asks for that gradient. Where
-    latitude is whole, rows across the poles bring their corners, which with two ranks are their own.
+    The rank sends one row to each neighbour in latitude. It sends one column, including the rows beyond its ends, to
+    each neighbour in longitude, and one row across each pole if longitude is partitioned. This happens once forward and
+    once backward, unless nothing needs that gradient. If latitude is whole, rows across the poles bring their corners,
+    which with two ranks are the rank's own.
+
+    Args:
+        session: the ranks.
+        spec: the inputs and outputs of the model.
+        batch: the whole batch.
+        precision: name of the precision.
     """
     model = network(spec, precision)
     shard = partition_model(model, session.mesh)
@@ -192,7 +208,8 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
 
     for module in model.modules():
         if isinstance(module, PartConvolution | LinearCorrection):
-            bare = module if isinstance(module, PartConvolution) else module.pad  # gets a field without its rim
+            # This module receives a field without its rim.
+            bare = module if isinstance(module, PartConvolution) else module.pad
             bare.register_forward_pre_hook(partial(count, module.pad.geometry))
     model(cut_input(shard, batch))
     return total

@@ -1,6 +1,6 @@
 """One rank of the benchmark of the spatial partition: `python -m ensemble_ml.benchmarks.partitioning.worker JOB OUT`.
 
-JOB is a JSON object with `work`, the degrees `lat` and `lon`, and settings; rank 0 writes what came out to
+JOB is a JSON object with `work`, the degrees `lat` and `lon`, and settings. Rank 0 writes the result to
 OUT/results.json.
 """
 
@@ -26,7 +26,7 @@ WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
 
 
 def _config(job: dict[str, Any]) -> ParallelConfig:
-    # The variables are those that `hosts` sets, whatever a launcher above has left.
+    # `hosts` sets the variables of torchrun, whatever a launcher above has set.
     return ParallelConfig(
         lat=job["lat"], lon=job["lon"], launcher=Launcher.torchrun, backend=Backend.gloo, timeout=600.0, silence=60.0
     )

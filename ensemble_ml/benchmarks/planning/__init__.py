@@ -1,1 +1,1 @@
-"""Parts of the benchmark of the planner."""
+"""Tools of the benchmark of the planner."""

@@ -1,8 +1,8 @@
 """One rank of the benchmark of the planner: `python -m ensemble_ml.benchmarks.planning.worker JOB FOLDER`.
 
-JOB is a JSON object: `cases` (name, shape, model settings, batch), `repeats`, `seconds`, `cache` for times and
-`followed` for messages of a step. Rank 0 writes the predictions and the measured steps of every partition of every case
-to FOLDER/results.json.
+JOB is a JSON object with `cases` (name, shape, model settings, batch), `repeats`, `seconds`, `cache` for times and
+`followed` for the messages of a step. Rank 0 writes the predictions and the measured steps of every partition of every
+case to FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ from ensemble_ml.training.plan import Planner
 from ensemble_ml.training.probing import stepper
 from ensemble_ml.training.rehearsal import Rehearsal
 
-_TURN = 3  # steps of a partition before the next has its turn; the first of them brings its memory back
+_TURN = 3  # steps of a partition in a turn; the first of them brings its memory back
 
 
 def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of a step, for all partitions of all cases."""
+    """Predict and measure the seconds of a step, for all partitions of all cases.
+
+    Args:
+        session: the ranks.
+        job: the settings described at the head of this file.
+
+    Returns:
+        One row for each case and partition.
+    """
     meshes: dict[Members, Communicator] = {}
     found = []
     for case in job["cases"]:
@@ -47,7 +55,7 @@ def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
             parallel=ParallelConfig(data="auto", lat="auto", lon="auto"),
         )
         settings = PlanSettings(seconds=job["seconds"], cache=job["cache"])
-        followed = Path(job["followed"]) / f"{case['name']}.pickle"  # what a step sends does not depend on the rate
+        followed = Path(job["followed"]) / f"{case['name']}.pickle"  # the messages of a step do not depend on the rate
         known = pickle.loads(followed.read_bytes()) if session.first and followed.exists() else {}
         planner = Planner(config, spec, settings, session, session.world.size, known)
         planned = planner.candidates()
@@ -72,7 +80,18 @@ def measured(
     meshes: dict[Members, Communicator],
     repeats: int,
 ) -> list[list[float]]:
-    """Seconds of a step of each partition, on the slowest rank, one figure a turn: the machine's pace changes."""
+    """Return the seconds of a step of each partition on the slowest rank, one value for each turn.
+
+    Partitions take turns, because the speed of the machine changes.
+
+    Args:
+        config: the settings of the training.
+        spec: the inputs and outputs of the model.
+        candidates: the partitions.
+        session: the ranks.
+        meshes: communicators that were made already, by their ranks.
+        repeats: number of turns.
+    """
     entrants = [_Entrant(config, spec, candidate, session, meshes) for candidate in candidates]
     times: list[list[float]] = [[] for _ in entrants]
     for _ in range(repeats + 1):
@@ -90,7 +109,7 @@ def measured(
 
 
 class _Entrant:
-    """A partition that is ready to step."""
+    """A partition that is ready to run steps."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Tools of the benchmark on real data: the station's series, and the per-point network."""
+"""Tools of the benchmark on real data: the series of a station, and the network for a single point."""

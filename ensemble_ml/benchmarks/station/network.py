@@ -1,10 +1,16 @@
-"""The model at a single point: the same order-free features and heads, with a small network in place of the U-Net.
+"""The model at a single point: the same features and heads as ours, with a small network in place of the U-Net.
 
-    location = m + L + a s0        sigma = s0 exp(B + b)        s0 as in `models.features`
+    location = m + L + a s0
+    sigma    = s0 exp(B + b)
 
-a and b come from the network, whose last layer starts at zero; L and B are the bias and the inflation of the training
-dates, so the untrained network is a statistical correction. Training draws random subsets of the members, so one
-network serves any number. The number of steps is chosen on the last two training years; then all of them are fitted.
+    m       mean of the members
+    s0      prior spread, as in `models.features`
+    L, B    bias and inflation of the training dates
+    a, b    outputs of the network, whose last layer starts at zero
+
+So the untrained network is a statistical correction. Training draws random subsets of the members, so one network
+serves any number of members. The number of steps is chosen on the last two training years. Then all training years are
+used.
 """
 
 from __future__ import annotations
@@ -21,12 +27,12 @@ from ensemble_ml.fields import Family
 from ensemble_ml.models.distributions import crps
 from ensemble_ml.models.features import shrunk_spread
 
-_SHRINK = 2.0  # members that the climatological spread counts for
+_SHRINK = 2.0  # number of members that the climatological spread counts for
 _BATCH, _RATE, _DECAY, _AVERAGE = 256, 3e-3, 0.1, 0.99
 
 
 class PointNetwork(nn.Module):
-    """Features (D, F) to a and b (D, 2); `constants` are mean and deviation of m, s_clim, L and B."""
+    """A network from features (D, F) to a and b (D, 2). Its buffers are mean and deviation of m, s_clim, L and B."""
 
     centre: Tensor
     climate: Tensor
@@ -48,7 +54,7 @@ class PointNetwork(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, members: Tensor, season: Tensor) -> tuple[Tensor, Tensor]:
-        """Location and sigma (D,) for members (D, M), two or more."""
+        """Return location and sigma (D,) for members (D, M), two or more."""
         mean, spread = members.mean(1), members.std(1)
         count = torch.full_like(mean, members.shape[1])
         s0 = shrunk_spread(spread, count, self.climate, _SHRINK)
@@ -59,13 +65,18 @@ class PointNetwork(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """Networks of several seeds, whose locations and sigmas are averaged, and the steps that each took."""
+    """Networks of several seeds, whose locations and sigmas are averaged.
+
+    Attributes:
+        networks: the networks.
+        steps: the best number of steps of each seed.
+    """
 
     networks: list[PointNetwork]
     steps: list[int]
 
     def __call__(self, series: Series, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Location and sigma (D,) from the first `count` members."""
+        """Return location and sigma (D,) from the first `count` members."""
         members, _, season = tensors(series)
         with torch.no_grad():
             found = [network(members[:, :count], season) for network in self.networks]
@@ -74,13 +85,25 @@ class Trained:
 
 
 def tensors(series: Series) -> tuple[Tensor, Tensor, Tensor]:
-    """Members, observations and two seasonal harmonics, float32."""
+    """Return members, observations and two seasonal harmonics as float32 tensors.
+
+    Args:
+        series: the series of a station.
+    """
     arrays = (series.members, series.observed, series.season(2))
     return tuple(torch.from_numpy(array).float() for array in arrays)  # type: ignore[return-value]
 
 
 def fit_network(train: Series, inner: Series, validation: Series, *, seeds: int, steps: int) -> Trained:
-    """Choose the number of steps on `validation` after training on `inner`, then train on all of `train`."""
+    """Choose the number of steps on `validation` after training on `inner`, then train on all of `train`.
+
+    Args:
+        train: all training dates.
+        inner: the training dates without the validation dates.
+        validation: the validation dates.
+        seeds: number of networks.
+        steps: largest number of steps.
+    """
     networks, taken = [], []
     for seed in range(seeds):
         best = _train(inner, seed, steps, validation)[1]
@@ -90,7 +113,7 @@ def fit_network(train: Series, inner: Series, validation: Series, *, seeds: int,
 
 
 def _train(series: Series, seed: int, steps: int, validation: Series | None) -> tuple[PointNetwork, int]:
-    """Weights averaged over the steps; with `validation`, also the step at which they were best on it."""
+    """Return the network with averaged weights and, with `validation`, the step at which it was best there."""
     generator = torch.Generator().manual_seed(seed)
     members, y, season = tensors(series)
     with torch.random.fork_rng():
@@ -119,7 +142,7 @@ def _train(series: Series, seed: int, steps: int, validation: Series | None) -> 
 
 
 def _score(network: PointNetwork, series: Series) -> float:
-    """Mean CRPS from five and from all members."""
+    """Return the mean CRPS from five and from all members."""
     members, y, season = tensors(series)
     with torch.no_grad():
         laws = [network(members[:, :m], season) for m in (5, members.shape[1])]

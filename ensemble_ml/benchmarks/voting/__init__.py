@@ -1,1 +1,1 @@
-"""Tools of the benchmark of compressed Lion: a rank's work, simulation, quality."""
+"""Tools of the benchmark of compressed Lion: the work of a rank, simulated votes, and the quality of trainings."""

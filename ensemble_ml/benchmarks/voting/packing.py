@@ -1,4 +1,4 @@
-"""Packing, voting and unpacking of signs, against reading and writing the same data once."""
+"""Time the packing, voting and unpacking of signs, against reading and writing the same data once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from ensemble_ml.distributed.pack import pack_signs, unpack_signs
 from ensemble_ml.distributed.vote import count
 from ensemble_ml.models.speed import settle
 
-_CALLS = 20  # on a GPU in a row, as a training's buckets come
+_CALLS = 20  # calls in a row on a GPU, as the buckets of a training follow each other
 WHOLE, COPY, KERNELS = "pack, vote and unpack", "copy", ", kernels alone"
 
 
 def times(elements: int, ranks: int, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of packing `elements`, of one rank's vote on its part, of unpacking all; of a copy of the data.
+    """Time the parts of a vote on one machine, without communication.
 
-    On a GPU kernels of so few elements are done before the host has called the next, which backward hides and a race
-    does not; `KERNELS` are the same calls recorded once and played again, which costs the host nothing.
+    On a GPU the kernels of so few elements end before the host has started the next one. In training the backward pass
+    hides this, but here nothing does. Entries that end in `KERNELS` are the same calls in a CUDA graph, which costs the
+    host nothing.
+
+    Args:
+        elements: number of elements.
+        ranks: number of ranks, which decides the size of one rank's slice.
+        repeats: number of measurements.
+
+    Returns:
+        Milliseconds of packing all elements, of one rank's vote on its slice, of unpacking all, of all three together,
+        and of a copy of the data.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     u = torch.randn(elements, device=device)
@@ -54,7 +64,7 @@ def times(elements: int, ranks: int, repeats: int) -> dict[str, list[float]]:
 
 
 def _recorded(part: Callable[[], object]) -> Callable[[], object]:
-    """`_CALLS` calls of `part`, by a GPU alone."""
+    """Return a function that runs `_CALLS` calls of `part` as a CUDA graph."""
     part()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

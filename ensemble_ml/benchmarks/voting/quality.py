@@ -1,8 +1,8 @@
-"""Validation scores of whole trainings that differ in their exchange alone: same data, seeds, steps and batches.
+"""Compare the validation scores of whole trainings that differ only in their exchange.
 
-Every training is that of `experiment=quickstart` with Lion: over ranks that are threads of this process (`trials`), or
-by `ensemble-ml train` over several hosts. Seeds come in turn, every promised exchange of a seed before the next, so
-that a budget that ends early leaves whole seeds.
+Data, seeds, steps and batches are the same. Every training is that of `experiment=quickstart` with Lion. Its ranks are
+threads of this process (`trials`), or `ensemble-ml train` runs on several hosts. Seeds come in turn: every promised
+exchange is trained with one seed before the next seed begins. So a budget that ends early leaves whole seeds.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-# What must not cost quality, and what it is compared with, are trained with every seed; the others once.
+# Exchanges that must not cost quality are trained with every seed, as the reference is; all others with one.
 PROMISED = ("vote", "lion_cub", "vote, assign=locality", "lion_cub, assign=locality")
 
 
 def assigned(name: str) -> Assign:
-    """Who takes which sample in a variant: with locality a rank meets the same ones for ever."""
+    """Return how samples are assigned in a variant. With locality a rank meets the same samples in every epoch.
+
+    Args:
+        name: name of the variant.
+    """
     return Assign.locality if name.endswith("assign=locality") else Assign.fixed
 
 
@@ -58,9 +62,18 @@ Trainer = Callable[[str, int], Training]  # (name of the variant, seed)
 def train_all(
     trainer: Trainer, names: Sequence[str], *, seeds: int, minutes: float
 ) -> tuple[dict[str, list[Training]], list[str]]:
-    """Trainings of each of `names`, and the names of those that the budget did not reach.
+    """Train each variant, as far as the budget allows.
 
-    The reference and what is `PROMISED` come first, seed by seed; then the others, with the first seed alone.
+    The reference and the variants in `PROMISED` come first, seed by seed; then the others, with the first seed only.
+
+    Args:
+        trainer: trains one variant with one seed.
+        names: names of the variants.
+        seeds: number of seeds.
+        minutes: the budget. A training that has begun is completed.
+
+    Returns:
+        The trainings of each variant, and the names of those that were not reached.
     """
     until = time.monotonic() + 60 * minutes
     found: dict[str, list[Training]] = {name: [] for name in names}
@@ -75,7 +88,13 @@ def train_all(
 
 
 def in_threads(store: str, *, ranks: int, steps: int) -> Trainer:
-    """Trainings over ranks that are threads of this process."""
+    """Return a trainer whose ranks are threads of this process.
+
+    Args:
+        store: path of the tensor store.
+        ranks: number of ranks.
+        steps: number of steps.
+    """
     starts: dict[int, trials.Run] = {}
 
     def train(name: str, seed: int) -> Training:
@@ -88,7 +107,14 @@ def in_threads(store: str, *, ranks: int, steps: int) -> Trainer:
 
 
 def on_hosts(hosts: Hosts, store: str, folder: Path, *, steps: int) -> Trainer:
-    """Trainings by processes on `hosts`, whose times are measured."""
+    """Return a trainer that runs processes on `hosts` and measures their times.
+
+    Args:
+        hosts: the hosts, one rank each.
+        store: path of the tensor store.
+        folder: folder of the runs.
+        steps: number of steps.
+    """
     return lambda name, seed: _train(hosts, store, folder, name, seed, steps)
 
 
@@ -110,16 +136,20 @@ def _train(hosts: Hosts, store: str, folder: Path, name: str, seed: int, steps: 
 
 
 def read(run: Path) -> Training:
-    """What the log of a run says."""
+    """Read a training from the log of its run.
+
+    Args:
+        run: the run folder.
+    """
     lines = read_log(run / "log.jsonl")
     trained = [line for line in lines if "loss" in line]
     steps, losses, seconds = [], [], []
     total, before = 0.0, 0
     for line in trained:
-        batch = 4  # start dates a step, of experiment=quickstart
+        batch = 4  # start dates a step in experiment=quickstart
         total += (line["step"] - before) * batch / line["samples_per_s"]
         before = line["step"]
-        if line["loss"] is not None:  # else no step was taken since the line before
+        if line["loss"] is not None:  # None means that no step was taken since the line before
             steps.append(line["step"])
             losses.append(line["loss"])
             seconds.append(total)
@@ -134,12 +164,21 @@ def read(run: Path) -> Training:
 
 
 def excess(trainings: list[Training], reference: list[Training]) -> list[float]:
-    """Percent by which the CRPS of each seed exceeds the reference's."""
+    """Return by how many per cent the CRPS of each seed exceeds that of the reference.
+
+    Args:
+        trainings: the trainings, by seed.
+        reference: those of the reference, by seed.
+    """
     return [100 * (t.crps / r.crps - 1) for t, r in zip(trainings, reference, strict=False)]
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the mean, by Student's t; endless for one value."""
+    """Return the 95 % interval of the mean by Student's t, which is infinite for a single value.
+
+    Args:
+        values: the values.
+    """
     if len(values) < 2:
         return -math.inf, math.inf
     from scipy.stats import t
@@ -150,7 +189,13 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def seconds_to_loss(training: Training, loss: float, window: int = 5) -> float:
-    """Seconds until the running mean of the training loss is first at most `loss`; infinite where it never is."""
+    """Return the seconds until the running mean of the training loss first reaches `loss`, or infinity.
+
+    Args:
+        training: the training.
+        loss: the loss to reach.
+        window: number of losses in the running mean.
+    """
     for i in range(window, len(training.losses) + 1):
         if statistics.fmean(training.losses[i - window : i]) <= loss:
             return training.seconds[i - 1]
@@ -158,7 +203,12 @@ def seconds_to_loss(training: Training, loss: float, window: int = 5) -> float:
 
 
 def plot(found: dict[str, list[Training]], path: Path) -> None:
-    """Loss against step and against wall time, first seed of each variant."""
+    """Plot the loss against steps and against time, for the first seed of each variant.
+
+    Args:
+        found: the trainings of each variant.
+        path: the file to write.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,9 @@
-"""How good a vote is, by simulation in one process: many ranks, each with a noisy view of a common update.
+"""Simulate how good a vote is: many ranks in one process, each with a noisy view of a common update.
 
-An element's update is x, drawn from a Laplace distribution as those of networks about are; rank r sees x plus normal
-noise, `noise` times as large. What an exchange should give is the sign of the exact mean over ranks. Told is how often
-it does, weighted by the magnitude of that mean, since a wrong sign where the mean is near zero harms little.
+The update of an element is x, drawn from a Laplace distribution, as the updates of networks roughly are. Rank r sees x
+plus normal noise, `noise` times as large. The right result is the sign of the exact mean over ranks. The score is how
+often an exchange gives that sign, weighted by the magnitude of the mean, because a wrong sign near zero does little
+harm.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from ensemble_ml.distributed.vote import cast, count, unit
 
 
 def agreement(ranks: int, *, noise: float, elements: int = 1 << 14, seed: int = 0) -> dict[str, float]:
-    """Share of the mean's magnitude whose sign each form gets right: 1, 2, 4, 8 bits, and published 8 bits.
+    """Return the share of the mean's magnitude whose sign each exchange gets right.
 
-    One rank's numbers are in memory at a time; of the others, only the ballots.
+    The exchanges are votes of 1, 2, 4 and 8 bits, and the published Lion Cub with 8 bits.
+
+    Only one rank's numbers are in memory at a time; of the others only the ballots are.
+
+    Args:
+        ranks: number of ranks.
+        noise: scale of the noise, relative to that of the update.
+        elements: number of elements.
+        seed: seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.distributions.Laplace(0.0, 1.0).icdf(torch.rand(elements, generator=generator).clamp(1e-6, 1 - 1e-6))
@@ -50,16 +59,19 @@ def _signs(words: Tensor) -> Tensor:
 
 
 def _right(signs: Tensor, total: Tensor) -> float:
-    """1 where all signs are the mean's; a sign of 0 counts half."""
+    """Return the weighted share of right signs. A sign of 0 counts half."""
     weight = total.abs()
     return float(((1 + signs.double() * total.sign()) / 2 * weight).sum() / weight.sum())
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What predicts the time of an exchange that nothing hides.
+    """A model of the time of an exchange that no computation hides.
 
-    `alpha` seconds a message, `beta` seconds a byte, `pack` seconds an element for packing, voting and unpacking.
+    Attributes:
+        alpha: seconds for each message.
+        beta: seconds for each byte.
+        pack: seconds for packing, voting and unpacking one element.
     """
 
     alpha: float
@@ -68,7 +80,13 @@ class Costs:
 
     @classmethod
     def measured(cls, found: Mapping[str, Sequence[float]], elements: int, ranks: int) -> Costs:
-        """From the seconds of two all-to-alls, 64 bytes and one bit an element, and of packing."""
+        """Derive the costs from measured seconds.
+
+        Args:
+            found: seconds of two all-to-alls (64 bytes, and one bit an element) and of packing.
+            elements: number of elements.
+            ranks: number of ranks.
+        """
         small, large, pack = (
             statistics.median(found[name]) for name in ("all-to-all, small", "all-to-all, large", "packing")
         )
@@ -76,10 +94,21 @@ class Costs:
         return cls(small / others, max(large - small, 0.0) / (elements / 8 * others / ranks), pack / elements)
 
     def vote(self, parameters: float, bits: int, ranks: int) -> float:
-        """Seconds of a vote: ranks - 1 messages each way."""
+        """Return the seconds of a vote, which sends ranks - 1 messages each way.
+
+        Args:
+            parameters: number of elements.
+            bits: bits of a ballot.
+            ranks: number of ranks.
+        """
         sent = parameters * (bits + 1) / 8 * (ranks - 1) / ranks
         return 2 * (ranks - 1) * self.alpha + self.beta * sent + self.pack * parameters
 
     def average(self, parameters: float, ranks: int) -> float:
-        """Seconds of a ring all-reduce in float32; its additions are not counted."""
+        """Return the seconds of a ring all-reduce in float32, without its additions.
+
+        Args:
+            parameters: number of elements.
+            ranks: number of ranks.
+        """
         return 2 * (ranks - 1) * self.alpha + self.beta * parameters * 8 * (ranks - 1) / ranks

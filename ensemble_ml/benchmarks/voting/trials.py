@@ -1,9 +1,10 @@
-"""Trainings over data-parallel ranks that are threads of one process, for what an exchange does to the weights.
+"""Train on data-parallel ranks that are threads of one process, to see what an exchange does to the weights.
 
-Every rank runs the trainer's own step, loss and exchange on its share of each batch, as a process would; only the
-communicators hand tensors over in memory. So losses, scores, bytes and final weights are those of as many processes,
-while data and statistics are read and fitted once, and nothing is waited for. Wall time is therefore not that of a
-job on several hosts: `predicted` adds to the measured work of a rank what the bytes take on a link.
+Every rank runs the trainer's own step, loss and exchange on its share of each batch, as a process would. Only the
+communicators pass tensors in memory. So losses, scores, bytes and final weights equal those of as many processes, while
+the data is read and the statistics are fitted only once, and no rank waits for a network. The wall time is therefore
+not that of a job on several hosts. The predicted time adds the time of the bytes on a link to the measured work of a
+rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,17 @@ from ensemble_ml.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Training:
-    """What one training left: last CRPS ratio, curve of the training loss, bytes a step and rank, momentum bytes."""
+    """The results of one training.
+
+    Attributes:
+        crps: last CRPS ratio of the validation.
+        steps: steps at which the loss was recorded.
+        losses: training loss at these steps.
+        seconds: time at these steps.
+        sent_mb: megabytes that a rank sends in a step.
+        momentum_bytes: bytes that were sent to average momenta.
+        weights: the final weights by name.
+    """
 
     crps: float
     steps: tuple[int, ...]
@@ -60,7 +71,15 @@ class Training:
 def quickstart_config(
     store: str, *, seed: int, steps: int, optim: dict[str, Any], assign: Assign = Assign.fixed
 ) -> TrainConfig:
-    """`experiment=quickstart optim=lion` in float32; `optim` changes its exchange, `assign` who takes which sample."""
+    """Return the settings of `experiment=quickstart optim=lion` in float32.
+
+    Args:
+        store: path of the tensor store.
+        seed: the seed.
+        steps: number of steps.
+        optim: settings of the exchange.
+        assign: how samples are assigned to ranks.
+    """
     return TrainConfig(
         run="trial",
         seed=seed,
@@ -76,7 +95,11 @@ def quickstart_config(
 
 
 def prepare(config: TrainConfig) -> Run:
-    """What all trainings of a seed begin with: climate, loss, and the model as it starts."""
+    """Fit the climate and make the loss and the model, with which all trainings of a seed begin.
+
+    Args:
+        config: the settings of the training.
+    """
     torch.set_num_threads(1)
     source = open_store(config.data.store)
     reader = Reader(source, setup.build_spec(config, source))
@@ -84,17 +107,23 @@ def prepare(config: TrainConfig) -> Run:
 
 
 def _on_cpu(session: Session) -> Session:
-    """On a GPU backward of all threads is one thread's work, in which none may wait for another."""
+    """Move the session to the CPU.
+
+    On a GPU, one thread runs the backward pass of all threads, so a rank that waits for another would stop both.
+    """
     session.device = torch.device("cpu")
     return session
 
 
 def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8) -> Training:
-    """Train as `config` says from `start`, over `ranks` ranks.
+    """Train on `ranks` ranks, beginning with `start`.
 
     Args:
-        every: steps between the losses that are kept, each a mean over these.
-        rate: of the links of the predicted seconds, bits a second.
+        config: the settings of the training.
+        start: the result of `prepare`.
+        ranks: number of ranks.
+        every: number of steps between recorded losses, each of which is a mean over these steps.
+        rate: bits a second of the links in the predicted time.
     """
     others = Room(ranks)
 
@@ -108,7 +137,7 @@ def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: 
 
 
 def _own(config: TrainConfig, start: Run, session: Session, group: Communicator) -> Run:
-    """One rank's run: its own weights, optimizer and reader, its share of each batch."""
+    """Return the run of one rank: its own weights, optimizer and reader, and its share of each batch."""
     model = copy.deepcopy(start.state.model)
     exchange = exchange_between(config.optim, group, NullCommunicator())
     optimizer, schedule = build(config.optim, model.param_groups(), config.steps, exchange)
@@ -144,13 +173,13 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
 
 
 def _beside(exchange: Exchange) -> float:
-    """Seconds of work of an exchange's own thread, which packs and counts while the rank computes."""
+    """Return the seconds of work of an exchange's own thread, which packs and counts while the rank computes."""
     thread = getattr(exchange, "_thread", None)
     return 0.0 if thread is None else thread.submit(time.thread_time).result()
 
 
 def _batches(run: Run, ranks: int) -> Iterator[Batch]:
-    """A rank's share of each batch, as the loader would deal it out."""
+    """Yield a rank's share of each batch, as the loader would assign it."""
     batches = run.batches(0, run.state.steps)
     schedule = Schedule(batches, parts=ranks)
     if run.config.loading.assign is Assign.locality:

@@ -1,6 +1,6 @@
 """One rank of the benchmark of compressed Lion: `python -m ensemble_ml.benchmarks.voting.worker JOB FOLDER`.
 
-JOB is a JSON object with `work` and its settings; rank 0 writes what came out to FOLDER/results.json.
+JOB is a JSON object with `work` and its settings. Rank 0 writes the result to FOLDER/results.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleModel, Speed, crps
 from ensemble_ml.optim import Lion
 
-# What is raced: the name in the table, and the settings of optim.
+# The entrants: the name in the table, and the settings of optim.
 ENTRANTS: dict[str, dict[str, Any]] = {
     "vote, 1 bit": {"exchange": ExchangeName.vote, "bits": 1},
     "vote, 2 bits": {"exchange": ExchangeName.vote, "bits": 2},
@@ -49,7 +49,15 @@ BALLOTS = "vote, 1 bit, of packed ballots"
 
 
 def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each form of agreement on `elements` numbers, without any training; then of what predicts them."""
+    """Time each exchange of `elements` numbers without training, then the parts from which its time is predicted.
+
+    Args:
+        session: the ranks.
+        job: `elements` and `repeats`.
+
+    Returns:
+        Seconds by name.
+    """
     group, elements = session.mesh.world, job["elements"]
     u = torch.randn(elements, generator=torch.Generator().manual_seed(session.topology.rank))
     flat, half = u.clone(), u.half()
@@ -89,15 +97,19 @@ def _exchange_ballots(ballots: Tensor, group: Communicator, step: int) -> None:
 
 
 def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Seconds and bytes (by the kernel's counters) of training steps of a 3D U-Net under each exchange.
+    """Measure seconds and bytes (by the kernel's counters) of training steps of a 3D U-Net with each exchange.
 
-    Entrants take turns, a step each, so that what else the machine does falls on all alike.
+    Entrants take turns, one step each, so that other load on the machine affects all alike.
+
+    Args:
+        session: the ranks.
+        job: `entrants`, `repeats`, and shape and settings of the network.
     """
     world = session.mesh.world
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in job["entrants"]}
     with ExitStack() as stack:
         entrants = {name: _entrant(session, job, name, stack) for name in job["entrants"]}
-        for repeat in range(job["repeats"] + 2):  # DDP makes its buckets anew after the first
+        for repeat in range(job["repeats"] + 2):  # DDP makes its buckets anew after the first step
             for name, step in entrants.items():
                 world.barrier()
                 before, began = interface_bytes(session.topology.size), time.perf_counter()
@@ -110,7 +122,7 @@ def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[flo
 
 
 def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack) -> Callable[[], None]:
-    """One step of training under an exchange."""
+    """Return a function that runs one training step with an exchange."""
     model, loss = _network(session, job)
     if name == DDP:
         return _ddp(model, loss)
@@ -130,8 +142,8 @@ def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack)
 
 
 def _ddp(model: EnsembleModel, loss: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
-    """Plain Lion on gradients that torch's DistributedDataParallel averages."""
-    wrapped = DistributedDataParallel(model, broadcast_buffers=False)  # ours sends no constants either
+    """Return a training step of plain Lion on gradients that torch's DistributedDataParallel averages."""
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)  # our exchange sends no buffers either
     optimizer = Lion(model.parameters(), lr=1e-5)
 
     def step() -> None:
@@ -158,14 +170,25 @@ def _network(session: Session, job: dict[str, Any]) -> tuple[EnsembleModel, Call
 
 
 def interface_bytes(ranks: int) -> float:
-    """Bytes that this rank has sent, by the kernel's counter; on the loopback its share of all ranks'."""
+    """Return the bytes that this rank has sent, by the kernel's counter.
+
+    On the loopback this is an equal share of all ranks' bytes.
+
+    Args:
+        ranks: number of ranks.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     sent = int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
     return sent / ranks if name == "lo" else float(sent)
 
 
 def replicas(session: Session, job: dict[str, Any]) -> dict[str, dict[str, bool]]:
-    """Whether replicas are equal bit for bit after `steps`, and a resumed run equal to a whole one, at all bits."""
+    """Check, for each number of bits, that replicas are equal bit for bit, and that a resumed run equals a whole one.
+
+    Args:
+        session: the ranks.
+        job: `bits`, a list, and `steps`.
+    """
     found = {}
     for bits in job["bits"]:
         whole = _train(session, bits, 0, job["steps"], None)
