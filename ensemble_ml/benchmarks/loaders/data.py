@@ -1,4 +1,4 @@
-"""The data that all entrants read: the same start dates as raw float32 files and as a tensor store.
+"""Make the data that all entrants read: the same start dates as raw float32 files and as a tensor store.
 
 Axes: M member, V variable, Z level, Y latitude, X longitude.
 """
@@ -15,11 +15,16 @@ from ensemble_ml.store import Layout, PackedBlock, Part, StoreWriter, decode
 
 VARIABLES, LEVELS = ("t", "z"), (300, 500, 700, 850)
 assert (len(VARIABLES), len(LEVELS)) == (N_VARIABLES, N_LEVELS)
-_SCALES = ((255.0, 12.0, 1.0), (4e4, 1.5e3, 90.0))  # typical value, signal, member departures
+_SCALES = ((255.0, 12.0, 1.0), (4e4, 1.5e3, 90.0))  # typical value, amplitude of the signal, departure of a member
 
 
 def make(folder: Path, size: Size) -> None:
-    """Write `folder`/raw/NNNNN.f32 and `folder`/store.zarr, equal in value; what is complete is kept."""
+    """Write `folder`/raw/NNNNN.f32 and `folder`/store.zarr, with equal values. Complete data is kept.
+
+    Args:
+        folder: the folder.
+        size: number and shape of the samples.
+    """
     done = folder / "complete"
     if done.exists() and done.read_text() == repr(size):
         return
@@ -40,7 +45,7 @@ def make(folder: Path, size: Size) -> None:
 
 
 def _smooth(rng: np.random.Generator, shape: tuple[int, ...], waves: float) -> np.ndarray:
-    """Gaussian fields of variance 1 with a red spectrum up to about `waves` waves around the grid."""
+    """Return Gaussian fields of variance 1, with a red spectrum up to about `waves` waves around the grid."""
     ky = np.fft.fftfreq(shape[-2], 1 / shape[-2])[:, None]
     kx = np.fft.rfftfreq(shape[-1], 1 / shape[-1])
     weight = np.exp(-(ky**2 + kx**2) / (2 * waves**2))
@@ -49,7 +54,10 @@ def _smooth(rng: np.random.Generator, shape: tuple[int, ...], waves: float) -> n
 
 
 def _values(rng: np.random.Generator, size: Size, base: np.ndarray, detail: np.ndarray) -> np.ndarray:
-    """One sample (M, V, Z, Y, X): smooth fields in new combinations, so that samples differ and compress as weather."""
+    """Return one sample (M, V, Z, Y, X).
+
+    It combines smooth fields in a new way, so that samples differ and compress like weather.
+    """
     out = np.empty(size.shape, np.float32)
     for variable, (typical, signal, departure) in enumerate(_SCALES):
         for level in range(len(LEVELS)):
@@ -61,7 +69,7 @@ def _values(rng: np.random.Generator, size: Size, base: np.ndarray, detail: np.n
 
 
 def _packed(values: np.ndarray) -> PackedBlock:
-    """Values (..., Y, X) as 16-bit GRIB messages hold them: a float32 reference, and a power of two as scale."""
+    """Return values (..., Y, X) packed as in 16-bit GRIB messages: a float32 reference, and a power of two as scale."""
     low, high = values.min((-2, -1)), values.max((-2, -1))
     reference, scale = low.astype(np.float64), np.exp2(np.ceil(np.log2((high - low).astype(np.float64) / 65535)))
     codes = np.rint((values - reference[..., None, None]) / scale[..., None, None])
@@ -70,6 +78,11 @@ def _packed(values: np.ndarray) -> PackedBlock:
 
 
 def probes(folder: Path, size: Size) -> np.ndarray:
-    """The probe of every sample (F, n), from the raw files."""
+    """Return the probe of every sample (F, n), from the raw files.
+
+    Args:
+        folder: the folder of the data.
+        size: number and shape of the samples.
+    """
     files = (np.fromfile(folder / "raw" / f"{sample:05d}.f32", np.float32) for sample in range(size.samples))
     return np.stack([probe(values) for values in files])

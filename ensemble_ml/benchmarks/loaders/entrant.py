@@ -1,4 +1,4 @@
-"""Entrants of the loading race that run beside torch: `python -m ensemble_ml.benchmarks.loaders.entrant [SPEC]`."""
+"""Entrants of the loading race that use torch: `python -m ensemble_ml.benchmarks.loaders.entrant [SPEC]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ensemble_ml.store import Part, Selection, open_store
 
 
 class RawFiles(Dataset):
-    """Raw float32 files, one a sample."""
+    """A dataset of raw float32 files, one for each sample."""
 
     def __init__(self, spec: Spec):
         self.folder, self.size = Path(spec.data) / "raw", spec.shape
@@ -36,7 +36,7 @@ class RawFiles(Dataset):
 
 
 class PackedFiles(Dataset):
-    """The tensor store, read sample by sample."""
+    """A dataset that reads the tensor store sample by sample."""
 
     def __init__(self, spec: Spec):
         self.store = open_store(Path(spec.data) / "store.zarr")
@@ -49,7 +49,7 @@ class PackedFiles(Dataset):
 
 
 class Numbered(Dataset):
-    """A dataset that says which sample it gives."""
+    """A dataset that returns the number of each sample with its values."""
 
     def __init__(self, inner: Dataset):
         self.inner = inner
@@ -62,7 +62,13 @@ class Numbered(Dataset):
 
 
 def dataloader(spec: Spec, rank: int, make: Callable[[Spec], Dataset]) -> Batches:
-    """torch's DataLoader over this rank's share of each epoch."""
+    """Yield batches of torch's DataLoader, over this rank's share of each epoch.
+
+    Args:
+        spec: the run.
+        rank: this rank.
+        make: makes the dataset.
+    """
     options = {"num_workers": 0, **spec.options}
     if options["num_workers"]:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
@@ -84,7 +90,13 @@ def dataloader(spec: Spec, rank: int, make: Callable[[Spec], Dataset]) -> Batche
 
 
 def ours(spec: Spec, rank: int, packed: bool) -> Batches:
-    """The clairvoyant loader, its ranks joined through files beside the data."""
+    """Yield batches of the clairvoyant loader, whose ranks communicate through files beside the data.
+
+    Args:
+        spec: the run.
+        rank: this rank.
+        packed: whether the packed store is read, or raw files.
+    """
     meeting, options = Meeting(Path(spec.work), rank, spec.ranks), spec.options
     source: Any = RawFiles(spec)
     if packed:
@@ -105,7 +117,12 @@ def ours(spec: Spec, rank: int, packed: bool) -> Batches:
 
 
 def streaming(spec: Spec, rank: int) -> Batches:
-    """MosaicML Streaming, reading shards from slow storage into a bounded local cache."""
+    """Yield batches of MosaicML Streaming, which reads shards from slow storage into a bounded local cache.
+
+    Args:
+        spec: the run.
+        rank: this rank.
+    """
     from streaming import StreamingDataset  # type: ignore[import-not-found]
 
     options = spec.options
@@ -123,16 +140,20 @@ def streaming(spec: Spec, rank: int) -> Batches:
 
 
 def import_streaming(packages: str) -> None:
-    """Import Streaming before the clock runs, and remove what a killed run of it has left in shared memory."""
+    """Import Streaming before the clock runs, and remove what a killed run of it has left in shared memory.
+
+    Args:
+        packages: the folder in which it is installed.
+    """
     sys.path.insert(0, packages)
     stand_in_for_unused_modules()
     from streaming.base.util import clean_stale_shared_memory  # type: ignore[import-not-found]
 
-    clean_stale_shared_memory()  # which all ranks do together
+    clean_stale_shared_memory()  # all ranks do this together
 
 
 def stand_in_for_unused_modules() -> None:
-    """Let Streaming import without torchvision and transformers, which its text and image datasets want."""
+    """Let Streaming be imported without torchvision and transformers, which its text and image datasets need."""
 
     class StandIn(types.ModuleType):
         def __init__(self, name: str):
@@ -150,7 +171,14 @@ def stand_in_for_unused_modules() -> None:
 
 
 def batches(spec: Spec, rank: int) -> Batches:
-    """The entrant named in `spec`; it opens its files when it is iterated, while the clock runs."""
+    """Return the batches of the entrant named in `spec`.
+
+    Its files are opened during the iteration, while the clock runs.
+
+    Args:
+        spec: the run.
+        rank: this rank.
+    """
     if spec.entrant == "streaming":
         import_streaming(spec.options["packages"])
         return streaming(spec, rank)

@@ -1,4 +1,4 @@
-"""insitubatch as an entrant, in an environment of its own (it needs Python 3.12): numpy batches, without torch."""
+"""insitubatch as an entrant, in its own environment (it needs Python 3.12). Batches are numpy arrays, without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from ensemble_ml.benchmarks.loaders.lap import Batches, Spec, main
 
 
 def batches(spec: Spec, rank: int) -> Batches:
-    """Each rank draws from its own share of the samples: the library divides nothing between processes.
+    """Yield batches from each rank's own share of the samples, because the library divides nothing between processes.
 
-    Its pool, which is read-ahead and cache at once, gets what the race gives to a cache.
+    Its pool serves as read-ahead and cache, and gets the memory that the race gives to a cache.
+
+    Args:
+        spec: the run.
+        rank: this rank.
 
     Raises:
-        MemoryError: that is less than it needs with such blocks.
+        MemoryError: the memory is less than the library needs for such blocks.
     """
     store = obstore_store((Path(spec.data) / spec.options["zarr"]).resolve().as_uri())
     geometries = open_geometries(store, variables=["values"])

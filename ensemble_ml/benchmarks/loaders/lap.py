@@ -1,7 +1,7 @@
-"""What every rank of every entrant of the loading race does, in whatever interpreter it runs: numpy alone is needed.
+"""The work of every rank of every entrant of the loading race, in any interpreter: only numpy is needed.
 
-An entrant hands out (epoch, sample numbers, values) batch by batch; its rank checks a probe of each sample's values,
-sleeps for the compute, and writes what it used, how long that took and how long it waited.
+An entrant yields (epoch, sample numbers, values) batch by batch. The rank checks a probe of each sample's values,
+sleeps for the time of the computation, and writes which samples it used, how long that took and how long it waited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ N_VARIABLES, N_LEVELS = 2, 4
 
 @dataclass(frozen=True)
 class Size:
-    """How much data: samples, and the axes of each."""
+    """The amount of data: the number of samples, and the axes of each."""
 
     samples: int
     members: int
@@ -35,18 +35,18 @@ class Size:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """M, V, Z, Y, X of a sample."""
+        """Return M, V, Z, Y, X of a sample."""
         return self.members, N_VARIABLES, N_LEVELS, *self.grid
 
     @property
     def bytes(self) -> int:
-        """Bytes of a sample as float32."""
+        """Return the bytes of a sample as float32."""
         return 4 * int(np.prod(self.shape))
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What an entrant is told; `ram` and `disk` are bytes of cache a rank."""
+    """The description of a run for an entrant. `ram` and `disk` are bytes of cache for each rank."""
 
     entrant: str
     data: str
@@ -62,22 +62,26 @@ class Spec:
 
     @property
     def shape(self) -> Size:
-        """Axes of the samples."""
+        """Return number and axes of the samples."""
         return Size(self.size["samples"], self.size["members"], tuple(self.size["grid"]))
 
     def to_json(self) -> str:
-        """For the command line."""
+        """Return the description as JSON, for the command line."""
         return json.dumps(asdict(self))
 
 
 class Meeting:
-    """Ranks that meet through files: an all-gather of bytes, and so a barrier."""
+    """A group of ranks that exchange bytes through files. An all-gather also serves as a barrier."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, name: str = "meeting"):
         self.folder, self.rank, self.ranks, self.name, self.count = folder, rank, ranks, name, 0
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
+        """Return every rank's bytes, in rank order.
+
+        Args:
+            value: this rank's bytes.
+        """
         paths = [self.folder / f"{self.name}-{self.count}-{rank}" for rank in range(self.ranks)]
         write_whole(paths[self.rank], value)
         self.count += 1
@@ -87,12 +91,22 @@ class Meeting:
 
 
 def probe(values: np.ndarray) -> np.ndarray:
-    """Values that stand for a sample in checks: one in a thousand, from all over it."""
+    """Return values that stand for a sample in checks: one in a thousand, spread over all of it.
+
+    Args:
+        values: the sample.
+    """
     return np.asarray(values).reshape(-1)[:: max(1, values.size // 1000)]
 
 
 def run(spec: Spec, rank: int, batches: Batches) -> None:
-    """Race, and write `work`/result{rank}.json."""
+    """Iterate over the batches, and write `work`/result{rank}.json.
+
+    Args:
+        spec: the run.
+        rank: this rank.
+        batches: the batches of the entrant.
+    """
     expected = np.load(Path(spec.work) / "probes.npy")
     meeting = Meeting(Path(spec.work), rank, spec.ranks, "start")
     used: list[list[int]] = [[] for _ in range(spec.epochs)]
@@ -116,10 +130,13 @@ def run(spec: Spec, rank: int, batches: Batches) -> None:
 
 
 def serve(batches: Callable[[Spec, int], Batches]) -> None:
-    """Run the specs that come on standard input, one a line, each in a fork: the imports are paid for once.
+    """Run the specs that arrive on standard input, one a line, each in a fork, so that imports happen only once.
 
-    Each line is answered by one word, `done` or `failed`; what went wrong stands in `work`/error{rank}. A spec that
-    must not be forked (Streaming has threads and locks of its own) is the last of its process.
+    Each line is answered by one word, `done` or `failed`. Errors are written to `work`/error{rank}. A spec that cannot
+    be forked (Streaming has threads and locks of its own) is the last one of its process.
+
+    Args:
+        batches: returns the batches of a spec on a rank.
     """
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
@@ -149,7 +166,11 @@ def _lap(spec: Spec, rank: int, batches: Callable[[Spec, int], Batches]) -> int:
 
 
 def main(batches: Callable[[Spec, int], Batches]) -> None:
-    """Serve; or, given a spec as argument, run it once as rank $RANK."""
+    """Serve specs or, if one is given as argument, run it once as rank $RANK.
+
+    Args:
+        batches: returns the batches of a spec on a rank.
+    """
     if len(sys.argv) > 1:
         run(spec := Spec(**json.loads(sys.argv[1])), rank := int(os.environ["RANK"]), batches(spec, rank))
     else:

@@ -1,7 +1,7 @@
-"""Memory of a loader that runs for many epochs.
+"""Measure the memory of a loader that runs for many epochs.
 
-For every epoch, what the process takes beyond what it took before the loader was made: private and file pages, and the
-shared memory of its cache, which counts whether it is mapped or not.
+For every epoch, this is the memory of the process beyond that before the loader was made: private and file pages, and
+the shared memory of its cache, which counts whether it is mapped or not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SAMPLE = 1 << 20
 
 
 class Arrays:
-    """Samples of a mebibyte, made as they are read."""
+    """Samples of a mebibyte, which are made when they are read."""
 
     def __init__(self, count: int):
         self.count = count
@@ -33,7 +33,11 @@ class Arrays:
 
 
 def taken(loader: ClairvoyantLoader | None = None) -> int:
-    """Bytes of this process, and those of the loader's cache, which lie in shared memory and count once."""
+    """Return the bytes of this process and of the loader's cache, which is shared memory and counts once.
+
+    Args:
+        loader: the loader, or None before there is one.
+    """
     resident = process_bytes("VmRSS")
     if loader is None:
         return resident
@@ -41,7 +45,7 @@ def taken(loader: ClairvoyantLoader | None = None) -> int:
 
 
 def _mapped_cache() -> int:
-    """Resident bytes of mapped caches: part of the process's, and of the cache's own."""
+    """Return the resident bytes of mapped caches, which are counted both for the process and for the cache."""
     found, inside = 0, False
     with open("/proc/self/smaps") as file:
         for line in file:
@@ -53,9 +57,16 @@ def _mapped_cache() -> int:
 
 
 def run(ram: int, epochs: int) -> dict[str, Any]:
-    """Bytes taken at most in each epoch by a dataset a quarter larger than its cache; and the loader's own budget."""
+    """Return the largest memory in each epoch and the loader's own budget.
+
+    The dataset is a quarter larger than the cache.
+
+    Args:
+        ram: bytes of the cache.
+        epochs: number of epochs.
+    """
     data = Arrays(5 * ram // (4 * _SAMPLE))
-    with ClairvoyantLoader(Arrays(16), 4, 2, 0, ram=8 * _SAMPLE) as loader:  # threads, allocators and code are warm
+    with ClairvoyantLoader(Arrays(16), 4, 2, 0, ram=8 * _SAMPLE) as loader:  # warms up threads, allocators and code
         for _ in loader:
             pass
     before, found = taken(), [0] * epochs
@@ -68,6 +79,11 @@ def run(ram: int, epochs: int) -> dict[str, Any]:
 
 
 def measure(ram: int, epochs: int) -> tuple[list[int], int]:
-    """The same of `run` in a process of its own."""
+    """Return the result of `run` from a new process.
+
+    Args:
+        ram: bytes of the cache.
+        epochs: number of epochs.
+    """
     found = process.run("loaders.memory", "run", cores=cores(), ram=ram, epochs=epochs)
     return found["taken"], found["budget"]

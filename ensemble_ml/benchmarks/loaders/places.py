@@ -1,4 +1,4 @@
-"""Sections of the loading benchmark about where data lie: latitude bands of one sample, and hosts joined by links."""
+"""Sections of the loading benchmark about the place of data: latitude bands of a sample, and hosts joined by links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ _BLOCK = 16  # rows that a U-Net of depth 4 keeps together
 
 
 def latitude_bands(one: Track) -> tuple[list[Claim], list[dict[str, Any]]]:
-    """Four ranks that share every sample, each reading its own rows of the packed store, one epoch without a cache."""
+    """Measure four ranks that share every sample, each reading its own rows of the packed store, for one epoch.
+
+    There is no cache.
+
+    Args:
+        one: the track.
+
+    Returns:
+        Claims, and a table of the bytes of each rank.
+    """
     rows, whole = one.size.grid[0], one.packed
     aligned = bands(rows, 4, _BLOCK)
     claims, table = [], []
@@ -49,14 +58,19 @@ def latitude_bands(one: Track) -> tuple[list[Claim], list[dict[str, Any]]]:
 
 
 def _cropped(one: Track, first: int, last: int) -> np.ndarray:
-    """Probes (F, n) of rows `first` to `last` of the raw files."""
+    """Return the probes (F, n) of some rows of the raw files."""
     files = sorted((one.folder / "data" / "raw").iterdir())
     values = (np.fromfile(file, np.float32).reshape(one.size.shape)[..., first:last, :] for file in files)
     return np.stack([probe(np.ascontiguousarray(each)) for each in values])
 
 
 def hosts(one: Track, settings: RaceConfig) -> dict[str, Figure]:
-    """Two and four hosts, each with its share of a cache that holds the dataset, joined by links of one rate."""
+    """Measure two and four hosts joined by links of one rate, each with its share of a cache that holds the dataset.
+
+    Args:
+        one: the track.
+        settings: the settings of the race.
+    """
     why = available()
     if why:
         one.notes.append(f"The hosts section was left out: {why}.")

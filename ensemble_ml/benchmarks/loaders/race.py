@@ -1,4 +1,4 @@
-"""Runs one entrant of the loading race: its ranks as processes over emulated storage, and what they say afterwards."""
+"""Run one entrant of the loading race: its ranks are processes over emulated storage, whose results are collected."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.plan import Traffic
 
-_PACKAGE = Path(__file__).resolve().parents[3]  # where the interpreter of a rival finds this package
+_PACKAGE = Path(__file__).resolve().parents[3]  # the interpreter of a competitor finds this package here
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: how long, what was read from slow storage, whether every sample was used once an epoch and was right."""
+    """The result of one run.
+
+    Attributes:
+        seconds: its length.
+        read: bytes read from slow storage.
+        covered: whether every sample was used once an epoch.
+        wrong: number of samples with wrong values.
+        waited: the slowest rank's wait for batches after the first epoch, as a share of a step; NaN for one epoch.
+        peak: bytes by which the largest rank grew, without its workers and local disk.
+        facts: for each of our ranks, what was planned and what its loader counted.
+    """
 
     seconds: float
     read: int
@@ -39,33 +49,43 @@ class Outcome:
 
     @property
     def valid(self) -> bool:
-        """Whether it used every sample once an epoch, with its values."""
+        """Return whether the run used every sample once an epoch, with the right values."""
         return self.covered and not self.wrong
 
     @property
     def traffic(self) -> Traffic | None:
-        """What our plan says of the run."""
+        """Return the traffic that our plan predicts, or None for other entrants."""
         return Traffic(**self.facts[0]["traffic"]) if self.facts else None
 
     @property
     def opened(self) -> bool:
-        """Whether our loader kept samples decompressed."""
+        """Return whether our loader kept samples decompressed."""
         return bool(self.facts) and bool(self.facts[0]["opened"])
 
     def counted(self, name: str) -> float:
-        """A counter of our loaders, over all ranks."""
+        """Return a counter of our loaders, summed over all ranks.
+
+        Args:
+            name: name of the counter.
+        """
         return sum(fact[name] for fact in self.facts)
 
 
 @dataclass
 class Crew:
-    """Processes that have imported what an entrant needs and wait for a start, one a rank."""
+    """Processes that have imported what an entrant needs and wait for a start, one for each rank."""
 
     storage: Storage
     processes: dict[tuple[str, int], subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, python: str, module: str, rank: int) -> subprocess.Popen[str]:
-        """The process of a rank, started where it is not there yet."""
+        """Return the process of a rank, which is started if it does not run yet.
+
+        Args:
+            python: the interpreter.
+            module: the module to run.
+            rank: the rank.
+        """
         key = f"{python} {module}", rank
         if key not in self.processes or self.processes[key].poll() is not None:
             environment = os.environ | self.storage.environment()
@@ -77,7 +97,7 @@ class Crew:
         return self.processes[key]
 
     def close(self) -> None:
-        """End all processes, and what they have forked."""
+        """End all processes, and those that they have forked."""
         for process in self.processes.values():
             if process.poll() is None:
                 os.killpg(process.pid, 9)
@@ -95,10 +115,16 @@ class Crew:
 
 
 def race(spec: Spec, crew: Crew, probes: np.ndarray, *, timeout: float = 300) -> Outcome:
-    """Run `spec` on all its ranks at once.
+    """Run an entrant on all its ranks at once.
+
+    Args:
+        spec: the run.
+        crew: the processes.
+        probes: the probe of every sample.
+        timeout: seconds without an answer after which the run has failed.
 
     Raises:
-        UserError: a rank fails; its last line says why.
+        UserError: a rank fails; the message holds its last line.
     """
     work = Path(spec.work)
     prepare(spec, crew.storage, probes)
@@ -128,7 +154,13 @@ def race(spec: Spec, crew: Crew, probes: np.ndarray, *, timeout: float = 300) ->
 
 
 def prepare(spec: Spec, storage: Storage, probes: np.ndarray) -> None:
-    """Make the folder of a run, and set the counters to zero."""
+    """Make the folder of a run, and set the counters to zero.
+
+    Args:
+        spec: the run.
+        storage: the emulated storage.
+        probes: the probe of every sample.
+    """
     shutil.rmtree(spec.work, ignore_errors=True)
     Path(spec.work).mkdir(parents=True)
     np.save(Path(spec.work) / "probes.npy", probes)
@@ -136,7 +168,7 @@ def prepare(spec: Spec, storage: Storage, probes: np.ndarray) -> None:
 
 
 def _answers(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> str:
-    """Wait for all ranks; empty where all are done, else why not: the first that fails ends the race."""
+    """Wait for all ranks. Return an empty text if all are done, or the reason of the first failure."""
     waiting = selectors.DefaultSelector()
     for process in ranks:
         assert process.stdout is not None
@@ -155,7 +187,12 @@ def _answers(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> str:
 
 
 def outcome(spec: Spec, storage: Storage) -> Outcome:
-    """What the ranks of a finished run have left."""
+    """Return the result of a finished run.
+
+    Args:
+        spec: the run.
+        storage: the emulated storage.
+    """
     work, every = Path(spec.work), list(range(spec.shape.samples))
     results = [json.loads((work / f"result{rank}.json").read_text()) for rank in range(spec.ranks)]
     used = [sorted(chain.from_iterable(r["used"][epoch] for r in results)) for epoch in range(spec.epochs)]
@@ -172,6 +209,6 @@ def outcome(spec: Spec, storage: Storage) -> Outcome:
 
 
 def _warm_wait(result: dict[str, Any]) -> float:
-    """Share of the time after the first epoch in which a batch was waited for; NaN for a single epoch."""
+    """Return the share of the time after the first epoch that was spent waiting for a batch; NaN for a single epoch."""
     total = result["ends"][-1] - result["ends"][0]
     return sum(result["waits"][1:]) / total if len(result["ends"]) > 1 and total > 0 else float("nan")

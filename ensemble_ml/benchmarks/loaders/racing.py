@@ -1,4 +1,4 @@
-"""The sections of the loading benchmark that race: the same bytes, own formats, what is lost, and the bytes table."""
+"""The sections of the loading benchmark that race loaders, and the table of bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _DATALOADER = "DataLoader, raw files"
 
 
 def same_bytes(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
-    """All on raw float32 files: ours, and every rival tuned."""
+    """Race all loaders on raw float32 files, each competitor with its best settings.
+
+    Args:
+        one: the track.
+        race: the settings of the race.
+        tools: folder in which competitors are installed.
+    """
     _enter(one, race, tools, SAME)
     claims = _ahead(one, race.caches, SAME)
     ours = _ours(SAME, 1.0)
@@ -29,7 +35,15 @@ def same_bytes(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
 
 
 def own_formats(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
-    """Ours from the packed store; rivals in what suits them best, the DataLoader also on raw files."""
+    """Race our loader on the packed store against competitors on the formats that suit them best.
+
+    The DataLoader also reads raw files.
+
+    Args:
+        one: the track.
+        race: the settings of the race.
+        tools: folder in which competitors are installed.
+    """
     if "dataloader" in race.rivals and _DATALOADER not in one.outcomes:
         raw = rivals(one, ["dataloader"], race.workers, tools, same_bytes=True)[0]
         one.run(raw.name, one.spec(**raw.spec(one, 0), **one.tuned(raw.name, raw.settings, raw.spec(one, 0))))
@@ -49,7 +63,7 @@ def own_formats(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
 
 @contextmanager
 def _noted(one: Track, name: str) -> Iterator[None]:
-    """A rival that does not finish a run is told of and has no outcome there; what else was measured stays."""
+    """Note a competitor that does not finish a run. It has no result there; other results stay."""
     try:
         yield
     except UserError as error:
@@ -58,7 +72,13 @@ def _noted(one: Track, name: str) -> Iterator[None]:
 
 
 def losses(one: Track, race: RaceConfig, tools: Path) -> None:
-    """One epoch, and all epochs without a cache: where knowing the future helps least. DataLoader and ours."""
+    """Run the loaders for one epoch, and for all epochs without a cache, where knowing the future helps least.
+
+    Args:
+        one: the track.
+        race: the settings of the race.
+        tools: folder in which competitors are installed.
+    """
     for same in (True, False):
         kind = SAME if same else OWN
         for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
@@ -75,7 +95,13 @@ def losses(one: Track, race: RaceConfig, tools: Path) -> None:
 
 
 def fast_storage(one: Track, race: RaceConfig, tools: Path) -> None:
-    """Storage faster than 3 GB/s a core, room for the whole dataset."""
+    """Run the loaders on storage faster than 3 GB/s a core, with a cache for the whole dataset.
+
+    Args:
+        one: the track.
+        race: the settings of the race.
+        tools: folder in which competitors are installed.
+    """
     for same in (True, False):
         kind = SAME if same else OWN
         for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
@@ -87,7 +113,11 @@ def fast_storage(one: Track, race: RaceConfig, tools: Path) -> None:
 
 
 def lost(one: Track) -> list[str]:
-    """A line for each run of these sections in which a rival was faster than ours."""
+    """Return a line for each run of these sections in which a competitor was faster than ours.
+
+    Args:
+        one: the track.
+    """
     lines = []
     for name in one.outcomes:
         place, _, who = name.rpartition(": ")
@@ -99,7 +129,14 @@ def lost(one: Track) -> list[str]:
 
 
 def bytes_table(one: Track, race: RaceConfig) -> list[Claim]:
-    """Bytes from storage at every cache, on 1, 2 and 4 ranks, in both formats: the bound, and the plan."""
+    """Compare the bytes from storage with the bound and with the plan.
+
+    This is done at every cache size, on 1, 2 and 4 ranks, in both formats.
+
+    Args:
+        one: the track.
+        race: the settings of the race.
+    """
     above, differ, beyond = [], [], []
     for kind, size in (("raw", one.raw), ("packed", one.packed)):
         for ranks in (1, 2, 4):
@@ -130,7 +167,7 @@ def _ours(kind: str, cache: float) -> str:
 
 
 def _enter(one: Track, race: RaceConfig, tools: Path, kind: str) -> None:
-    """Run ours and every rival of a class at every cache size."""
+    """Run ours and every competitor of a class at every cache size."""
     for cache in race.caches:
         one.run(_ours(kind, cache), one.spec("ours raw" if kind == SAME else "ours packed", cache * one.raw))
     for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=kind == SAME):
@@ -146,7 +183,7 @@ def _race_rival(one: Track, race: RaceConfig, kind: str, rival: Rival) -> None:
 
 
 def _ahead(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
-    """How far ours is ahead of the fastest rival of its class, cache by cache."""
+    """Claim, for each cache, by how much ours is ahead of the fastest competitor of its class."""
     claims = []
     plain = "DataLoader, raw files" if kind == SAME else "DataLoader, packed files"
     for cache in (c for c in caches if c >= 0.25):
@@ -166,7 +203,7 @@ def _ahead(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
 
 
 def _waits(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
-    """Wait for batches once the cache holds the dataset."""
+    """Claim the wait for batches once the cache holds the dataset."""
     if 1.0 not in caches:
         return []
     value = statistics.median(100 * outcome.waited for outcome in one.outcomes[_ours(kind, 1.0)])
@@ -174,7 +211,7 @@ def _waits(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
 
 
 def _predictions(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
-    """Predicted against measured time, at the cache where they differ most."""
+    """Claim the difference of predicted and measured time, at the cache where it is largest."""
     at_a_time = min(cores(), 4 * one.ranks)
     decode, again = (one.decode_seconds(opened=opened) if kind == OWN else 0.0 for opened in (False, True))
     compute = one.size.samples / one.ranks * one.compute_ms / 1e3

@@ -1,7 +1,7 @@
-"""Rivals of the race: their packages in environments of their own, and the data in their formats.
+"""The competitors of the race: their packages in separate environments, and the data in their formats.
 
-Streaming's dependencies would bring another torch, so that it is installed without them, beside the environment and not
-into it. insitubatch needs Python 3.12, and no torch.
+The dependencies of Streaming would bring another torch. It is therefore installed without them, beside the environment
+and not into it. insitubatch needs Python 3.12, and no torch.
 """
 
 from __future__ import annotations
@@ -46,14 +46,22 @@ for sample in range({samples}):
 
 
 def streaming_packages(folder: Path) -> tuple[Path | None, str]:
-    """Where Streaming is installed, `folder` or a folder in it; None and the reason where that fails."""
+    """Install Streaming below a folder. Return where it is, or None and the reason if that fails.
+
+    Args:
+        folder: the folder.
+    """
     where = folder / "streaming"
     command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(where), *_STREAMING]
     return _made(where, [command])
 
 
 def insitubatch_python(folder: Path) -> tuple[Path | None, str]:
-    """The interpreter of an environment with insitubatch; None and the reason where there is none."""
+    """Return the interpreter of an environment with insitubatch, or None and the reason if there is none.
+
+    Args:
+        folder: the folder of the environment.
+    """
     python = _python()
     if python is None:
         return None, "it needs Python 3.12 or later, and there is none here"
@@ -64,7 +72,7 @@ def insitubatch_python(folder: Path) -> tuple[Path | None, str]:
 
 
 def _python() -> str | None:
-    """An interpreter of 3.12 or later that starts."""
+    """Return an interpreter of Python 3.12 or later that starts, or None."""
     for name in (sys.executable, *filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14")))):
         check = [name, "-c", "import sys, venv; print(sys.executable); sys.exit(sys.version_info < (3, 12))"]
         told = subprocess.run(check, capture_output=True, text=True, check=False)
@@ -74,7 +82,7 @@ def _python() -> str | None:
 
 
 def _made(where: Path, commands: list[list[str]]) -> tuple[Path | None, str]:
-    """Run commands once; what an earlier run has made complete is kept."""
+    """Run commands once. A complete result of an earlier run is kept."""
     done = where.with_suffix(".complete")
     if done.exists():
         return where, ""
@@ -92,7 +100,14 @@ def _made(where: Path, commands: list[list[str]]) -> tuple[Path | None, str]:
 
 
 def write_shards(packages: Path, data: Path, size: Size, compression: str | None = None) -> str:
-    """Write the samples in Streaming's format, one a shard, so that it evicts sample by sample; return the folder."""
+    """Write the samples in Streaming's format, one a shard, so that it can evict sample by sample. Return the folder.
+
+    Args:
+        packages: the folder in which Streaming is installed.
+        data: the folder of the data.
+        size: number and shape of the samples.
+        compression: name of the compression, or None.
+    """
     name = "mds" if compression is None else f"mds-{compression.replace(':', '-')}"
     text = _WRITE_SHARDS.format(
         packages=str(packages), out=str(data / name), raw=str(data / "raw"), samples=size.samples,
@@ -102,7 +117,14 @@ def write_shards(packages: Path, data: Path, size: Size, compression: str | None
 
 
 def write_zarr(python: Path, data: Path, size: Size, *, compress: bool) -> str:
-    """Write the samples as a Zarr array with one sample a chunk, as insitubatch reads it best; return its folder."""
+    """Write the samples as a Zarr array with one sample a chunk, which insitubatch reads best. Return its folder.
+
+    Args:
+        python: the interpreter.
+        data: the folder of the data.
+        size: number and shape of the samples.
+        compress: whether chunks are compressed.
+    """
     name = "lz4.zarr" if compress else "plain.zarr"
     text = _WRITE_ZARR.format(
         shape=size.shape, compress=compress, out=str(data / name), samples=size.samples, raw=str(data / "raw")
@@ -111,7 +133,7 @@ def write_zarr(python: Path, data: Path, size: Size, *, compress: bool) -> str:
 
 
 def _write(command: list[str], folder: Path, size: Size) -> str:
-    """Run a writer of `folder` once for samples of a size."""
+    """Run the writer of a folder once for samples of a size."""
     done, told_size = folder.with_suffix(folder.suffix + ".complete"), repr(size)
     if not done.exists() or done.read_text() != told_size:
         done.unlink(missing_ok=True)

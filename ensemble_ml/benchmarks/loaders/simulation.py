@@ -1,8 +1,9 @@
-"""Many ranks without processes: our plan beside NoPFS's rule, on the same order of samples.
+"""Simulate many ranks without processes: our plan beside the rule of NoPFS, on the same order of samples.
 
-NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181, section 5) lets each rank keep the samples that it will itself
-use most often in the whole run, whatever the others keep. Here a sample is read from slow storage until the first of
-its holders has used it; from then on all take it from a holder. That favours NoPFS: nothing is lost to timing.
+With NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181, section 5) each rank keeps the samples that it will itself
+use most often in the whole run, whatever the others keep. In this simulation a sample is read from slow storage until
+the first of its holders has used it. From then on all ranks get it from a holder. That favours NoPFS, because nothing
+is lost to timing.
 
 Axes: E epochs, F samples, P ranks.
 """
@@ -23,7 +24,7 @@ from ensemble_ml.loading.plan import NOBODY, Plan, Room
 
 @dataclass(frozen=True)
 class Job:
-    """A run of P ranks, in samples: `cache` is the share of the dataset that all ranks hold together."""
+    """A run of P ranks, in samples. `cache` is the share of the dataset that all ranks hold together."""
 
     samples: int
     epochs: int
@@ -31,7 +32,11 @@ class Job:
     cache: float
 
     def plan(self, assign: Assign = Assign.fixed) -> Plan:
-        """The run as our loader plans it, every sample one byte long and every rank with at least four a step."""
+        """Return our loader's plan of the run, with samples of one byte and four samples a step for each rank.
+
+        Args:
+            assign: how samples are assigned to ranks.
+        """
         room = Room(int(self.cache * self.samples / self.ranks))
         order = Order(0, self.samples, 4 * self.ranks)
         return Plan(order, self.epochs, np.ones(self.samples, np.int64), room, self.ranks, assign)
@@ -39,7 +44,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Reads of slow storage in each epoch (E,), as shares of the dataset; `local`: share of uses from own memory."""
+    """The reads of a simulated run.
+
+    Attributes:
+        storage: (E,) reads of slow storage in each epoch, as shares of the dataset.
+        local: share of uses from a rank's own memory.
+        duplicates: copies beyond the first, as a share of the dataset.
+    """
 
     storage: np.ndarray
     local: float
@@ -47,16 +58,25 @@ class Simulated:
 
     @property
     def reads(self) -> float:
-        """Datasets read in the whole run."""
+        """Return the number of datasets read in the whole run."""
         return float(self.storage.sum())
 
     def seconds(self, storage: float, compute: float) -> float:
-        """Length of the run, where storage takes `storage` seconds for the dataset and an epoch computes `compute`."""
+        """Return the length of the run.
+
+        Args:
+            storage: seconds that storage needs for the dataset.
+            compute: seconds of computation in an epoch.
+        """
         return float(np.maximum(self.storage * storage, compute).sum())
 
 
 def nopfs(job: Job) -> Simulated:
-    """Each rank keeps what it uses most often, earlier first use breaking ties; duplicates included."""
+    """Simulate the rule of NoPFS: each rank keeps what it uses most often, and among equals what it uses first.
+
+    Args:
+        job: the run.
+    """
     plan = job.plan()
     users = np.empty((job.epochs, job.samples), np.int32)
     for epoch in range(job.epochs):
@@ -64,7 +84,7 @@ def nopfs(job: Job) -> Simulated:
         users[epoch, samples] = user
     room = plan.tiers.ram
     holders = np.zeros(job.samples, np.int64)
-    available = np.full(job.samples, job.epochs)  # the epoch in which a holder first uses it
+    available = np.full(job.samples, job.epochs)  # epoch in which a holder first uses it
     local = 0
     for rank in range(job.ranks):
         mine = users == rank
@@ -73,14 +93,19 @@ def nopfs(job: Job) -> Simulated:
         kept = kept[count[kept] > 0]
         holders[kept] += 1
         available[kept] = np.minimum(available[kept], first[kept])
-        local += int((count[kept] - 1).sum())  # its first use fills the cache
+        local += int((count[kept] - 1).sum())  # the first use fills the cache
     storage = np.array([(available >= epoch).mean() for epoch in range(job.epochs)])
     extra = np.maximum(holders - 1, 0).sum() / job.samples
     return Simulated(storage, local / (job.epochs * job.samples), float(extra))
 
 
 def ours(job: Job, assign: Assign) -> Simulated:
-    """What our plan reads; the same code as in a loader."""
+    """Return the reads of our plan, from the same code as in a loader.
+
+    Args:
+        job: the run.
+        assign: how samples are assigned to ranks.
+    """
     plan = job.plan(assign)
     told = plan.explain()
     storage = np.full(job.epochs, 1 - told.held / told.total)
@@ -90,7 +115,13 @@ def ours(job: Job, assign: Assign) -> Simulated:
 
 
 def planning(samples: int, epochs: int, ranks: int) -> tuple[float, float]:
-    """Seconds in which one rank plans all its reads and where they come from, and the process's peak memory in GB."""
+    """Return the seconds in which one rank plans all its reads and their sources, and the peak memory in GB.
+
+    Args:
+        samples: number of samples.
+        epochs: number of epochs.
+        ranks: number of ranks.
+    """
     began = time.perf_counter()
     room = Room(samples // (2 * ranks) * 10**6)
     plan = Plan(Order(0, samples, 8 * ranks), epochs, np.full(samples, 10**6), room, ranks)
@@ -104,7 +135,16 @@ def planning(samples: int, epochs: int, ranks: int) -> tuple[float, float]:
 
 
 def table(samples: int, epochs: int, ranks: tuple[int, ...], caches: tuple[float, ...]) -> list[dict[str, Any]]:
-    """One row for each number of ranks and cache; storage takes ten times as long for an epoch as its compute."""
+    """Return one row for each number of ranks and cache size.
+
+    Storage takes ten times as long for an epoch as the computation.
+
+    Args:
+        samples: number of samples.
+        epochs: number of epochs.
+        ranks: numbers of ranks.
+        caches: sizes of the cache, as shares of the dataset.
+    """
     rows = []
     for count in ranks:
         for cache in caches:

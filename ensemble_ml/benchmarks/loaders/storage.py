@@ -1,4 +1,7 @@
-"""Slow shared storage on one machine: a preloaded library that charges reads under a folder to one token bucket."""
+"""Emulate slow shared storage on one machine.
+
+A preloaded library charges all reads under a folder to one token bucket.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class Storage:
-    """Emulated storage of everything under `folder`."""
+    """The emulated storage of everything under `folder`.
+
+    Attributes:
+        folder: the folder.
+        work: folder of the library and its counters.
+        mb_s: bandwidth that all processes share.
+        latency_us: latency of each request.
+    """
 
     folder: Path
     work: Path
@@ -22,7 +32,7 @@ class Storage:
 
     @property
     def counters(self) -> Path:
-        """File that holds what was read."""
+        """Return the file that holds the counters of reads."""
         return self.work / "counters"
 
     def build(self) -> None:
@@ -40,7 +50,7 @@ class Storage:
         subprocess.run(command, check=True, capture_output=True)
 
     def environment(self) -> dict[str, str]:
-        """Variables under which a process reads slowly."""
+        """Return the variables of the environment with which a process reads slowly."""
         return {
             "LD_PRELOAD": str(self.work / "throttle.so"),
             "STORAGE_PREFIX": str(self.folder.resolve()),
@@ -50,14 +60,14 @@ class Storage:
         }
 
     def reset(self) -> None:
-        """Forget what was read; processes that run already see that, because the file stays the same."""
+        """Set the counters to zero. Running processes notice it, because the file stays the same."""
         with open(self.counters, "ab") as file:
             file.truncate(4096)
         with open(self.counters, "r+b") as file:
             file.write(bytes(32))
 
     def bytes_read(self) -> int:
-        """Bytes that all processes have read since `reset`."""
+        """Return the bytes that all processes have read since `reset`."""
         if not self.counters.exists():
             return 0
         return int(struct.unpack("4q", self.counters.read_bytes()[:32])[1])

@@ -1,4 +1,4 @@
-"""The data, the storage and the entrants of a loading race, and what they have run."""
+"""The data, the storage and the entrants of a loading race, and the results of their runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,20 @@ BATCH = 8
 
 @dataclass
 class Track:
-    """One set of data on one storage; `outcomes` by the name of a run."""
+    """A data set on one storage, with the results of the runs on it.
+
+    Attributes:
+        size: number and shape of the samples.
+        epochs: epochs of a run.
+        compute_ms: milliseconds of computation for each sample.
+        repeats: number of runs.
+        ranks: number of ranks.
+        folder: folder of the data.
+        crew: the processes of the entrants.
+        probes: the probe of every sample.
+        outcomes: results by the name of the run.
+        notes: sentences for the report.
+    """
 
     size: Size
     epochs: int
@@ -50,11 +63,17 @@ class Track:
 
     @property
     def raw(self) -> int:
-        """Bytes of the dataset as float32."""
+        """Return the bytes of the dataset as float32."""
         return self.size.samples * self.size.bytes
 
     def spec(self, entrant: str, ram: float = 0, **options: Any) -> Spec:
-        """A run of an entrant with `ram` bytes of cache over all ranks; `ranks`, `epochs`, `compute_ms` may be set."""
+        """Return the description of a run.
+
+        Args:
+            entrant: name of the entrant.
+            ram: bytes of cache of all ranks together.
+            **options: options of the entrant; also `ranks`, `epochs` and `compute_ms`.
+        """
         size = {"samples": self.size.samples, "members": self.size.members, "grid": list(self.size.grid)}
         ranks = options.pop("ranks", self.ranks)
         epochs, compute = options.pop("epochs", self.epochs), options.pop("compute_ms", self.compute_ms)
@@ -64,7 +83,13 @@ class Track:
         )
 
     def run(self, name: str, spec: Spec, repeats: int | None = None) -> list[Outcome]:
-        """Run `spec` until `name` has its outcomes."""
+        """Run an entrant until it has as many results as repeats.
+
+        Args:
+            name: name of the run.
+            spec: the run.
+            repeats: number of runs; None takes the usual one.
+        """
         found = self.outcomes.setdefault(name, [])
         while len(found) < (repeats or self.repeats):
             one = race(spec, self.crew, self.probes)
@@ -74,25 +99,38 @@ class Track:
         return found
 
     def least(self, spec: Spec) -> int:
-        """Bytes below which an honest entrant cannot stay: those of its plan, of every epoch, or of one."""
+        """Return the bytes that an honest entrant has to read at least: of every epoch, or of one.
+
+        Args:
+            spec: the run.
+        """
         if spec.entrant.startswith("dataloader"):
             return spec.epochs * (self.raw if spec.entrant.endswith("raw") else self.packed)
         if spec.entrant.startswith("ours"):
-            return 0  # it tells its plan, which `check` takes
+            return 0  # `check` takes the bytes of its plan
         folder = Path(spec.data) / (spec.options.get("shards") or spec.options["zarr"])
         return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json")
 
     @property
     def packed(self) -> int:
-        """Bytes of the dataset as the store holds them."""
+        """Return the bytes of the dataset as the store holds it."""
         return int(self.items().sizes.sum())
 
     def items(self) -> StoreItems:
-        """The samples as our loader takes them from the store."""
+        """Return the samples as our loader reads them from the store."""
         return StoreItems(open_store(self.folder / "data" / "store.zarr"), parts=[Part.FORECAST])
 
     def tuned(self, name: str, settings: Sequence[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
-        """Of several settings of an entrant that with which two epochs are fastest; told in the notes."""
+        """Return the setting of an entrant with which two epochs are fastest, and add a note.
+
+        Args:
+            name: name in the note.
+            settings: the settings to try.
+            spec: the run.
+
+        Raises:
+            UserError: the entrant ran with none of the settings.
+        """
         times: list[tuple[float, int]] = []
         for place, options in enumerate(settings):
             try:
@@ -109,24 +147,37 @@ class Track:
         return best
 
     def seconds(self, name: str) -> Figure:
-        """Median and range of a run's length."""
+        """Return median and range of a run's length.
+
+        Args:
+            name: name of the run.
+        """
         return Figure.of([one.seconds for one in self.outcomes[name]], "s")
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Of all runs: length, datasets read, wait after the first epoch; memory where one process has all of it."""
+        """Yield the figures of all runs: length, datasets read, and wait after the first epoch.
+
+        Peak memory is among them for entrants whose memory is all in one process.
+        """
         for name, outcomes in self.outcomes.items():
             if not outcomes:
                 continue
             yield name, self.seconds(name)
             yield f"{name}: read", Figure.of([one.read / self.raw for one in outcomes], "datasets of raw bytes")
-            if name.endswith((": ours", ": insitubatch")):  # what others have in workers or on local disk is not seen
+            if name.endswith((": ours", ": insitubatch")):  # the memory of workers and local disk is not seen
                 yield f"{name}: peak memory of a rank", Figure.of([one.peak / 1e6 for one in outcomes], "MB")
             waits = [100 * one.waited for one in outcomes]
             if not any(map(math.isnan, waits)):
                 yield f"{name}: wait after the first epoch", Figure.of(waits, "% of a step")
 
     def decode_seconds(self, *, opened: bool = False) -> float:
-        """Seconds in which a thread decodes a sample of the store while all cores do: they share memory's bandwidth."""
+        """Return the seconds in which a thread decodes a sample of the store while all cores do so.
+
+        All cores share the bandwidth of memory, so a single thread alone would be faster.
+
+        Args:
+            opened: whether samples are kept decompressed.
+        """
         turns = 3
         items: Items = self.items().opened() if opened else self.items()
         together = Barrier(cores(), timeout=60)
@@ -147,10 +198,12 @@ class Track:
 
 
 def check(name: str, one: Outcome, least: int) -> None:
-    """Disqualify an entrant that gave wrong values, left samples out, or read past the emulated storage.
+    """Raise a UserError if an entrant gave wrong values, left samples out, or bypassed the emulated storage.
 
-    Raises:
-        UserError: it did.
+    Args:
+        name: name of the run.
+        one: its result.
+        least: bytes that it has to read at least.
     """
     if not one.valid:
         raise UserError(f"{name}: covered={one.covered}, {one.wrong} wrong samples; it is disqualified")
@@ -161,7 +214,12 @@ def check(name: str, one: Outcome, least: int) -> None:
 
 @contextmanager
 def track(folder: Path, size: Size, **settings: Any) -> Iterator[Track]:
-    """A track on data in `folder`, which are made where they are not there; its processes end with it.
+    """Provide a track on data in a folder. The data is made if it does not exist; processes end with the track.
+
+    Args:
+        folder: the folder.
+        size: number and shape of the samples.
+        **settings: settings of `Track`, and `mb_s` and `latency_us` of the storage.
 
     Raises:
         UserError: there is no C compiler.
@@ -176,7 +234,15 @@ def track(folder: Path, size: Size, **settings: Any) -> Iterator[Track]:
 
 @dataclass(frozen=True)
 class Rival:
-    """A rival on one track: its name in figures, how it is entered, and the settings it is tried with."""
+    """A competitor on one track.
+
+    Attributes:
+        name: its name in figures.
+        entrant: its name as an entrant.
+        options: options of its runs.
+        settings: settings that are tried.
+        cached: whether it keeps what it has read.
+    """
 
     name: str
     entrant: str
@@ -185,13 +251,26 @@ class Rival:
     cached: bool  # whether it keeps what it has read
 
     def spec(self, one: Track, cache: float) -> dict[str, Any]:
-        """What `Track.spec` takes, with room for `cache` datasets."""
+        """Return the arguments of `Track.spec` for a run with a cache of `cache` datasets.
+
+        Args:
+            one: the track.
+            cache: size of the cache, as a share of the dataset.
+        """
         more = {"cache_limit": int(cache * one.raw)} if self.entrant == "streaming" else {}
         return {"entrant": self.entrant, "ram": cache * one.raw} | self.options | more
 
 
 def rivals(one: Track, names: Sequence[str], workers: Sequence[int], tools: Path, *, same_bytes: bool) -> list[Rival]:
-    """Those of `names` that can be entered here, on the raw bytes or in their own formats; the others are told."""
+    """Return the competitors that can run here. The others are noted.
+
+    Args:
+        one: the track.
+        names: names of competitors.
+        workers: numbers of workers to try.
+        tools: folder in which competitors are installed.
+        same_bytes: whether they read the raw bytes, or their own formats.
+    """
     by_workers = tuple(
         {"num_workers": count} | ({"prefetch_factor": ahead} if count else {})
         for count in workers

@@ -1,1 +1,1 @@
-"""Parts of `benchmark=prepare`: the data it works on, its entrants, and the processes that they run in."""
+"""Parts of `benchmark=prepare`: its data, its entrants, and the processes in which they run."""

@@ -1,10 +1,13 @@
-"""Entrants that turn a GRIB file into a store; each runs in a process of its own and returns the seconds it took.
+"""Entrants that convert a GRIB file to a store. Each runs in its own process and returns the seconds that it took.
 
 All have the same cores, the same compressor (bitshuffle, lz4 at level 5) and the same chunks (one member, lead and
-variable, all levels, 16 rows), and are timed from the first byte read to the last written, index included, with the
-file in the page cache. Ours writes packed integers, checksums, and the members' mean, spread and statistics as well.
-The others write decoded float32 values alone, or with `derive` their mean and spread too, of what they have
-decoded for the members. Axes: M member, T lead, V variable, Z level, Y latitude, X longitude.
+variable, all levels, 16 rows). They are timed from the first byte read to the last one written, including the index,
+with the file in the page cache.
+
+Ours writes packed integers, checksums, and the members' mean, spread and statistics. The others write only decoded
+float32 values, or with `derive` also the mean and spread of the decoded members.
+
+Axes: M member, T lead, V variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -24,18 +27,26 @@ from ensemble_ml.machine import keep_freed_memory
 
 _ROWS = 16
 _LEVEL = 5
-_COPY = 256 * 1024  # bytes compressed at a time in a plain copy: a chunk of the store at full size
+_COPY = 256 * 1024  # bytes that are compressed at a time in a plain copy: a chunk of the store at full size
 
 
 def _fresh(output: str) -> str:
     path = Path(output)
-    for old in (path, path.with_name(f".{path.name}.index")):  # the index of an earlier run would help the next
+    # The index of an earlier run would make the next one faster.
+    for old in (path, path.with_name(f".{path.name}.index")):
         shutil.rmtree(old, ignore_errors=True)
     return output
 
 
 def ours(source: str, output: str, truth: str | None = None, **settings: Any) -> dict[str, float]:
-    """`ensemble-ml prepare`; `settings` are those of its configuration."""
+    """Run `ensemble-ml prepare`.
+
+    Args:
+        source: the archive.
+        output: the store to make.
+        truth: the truth, or None.
+        **settings: other settings of its configuration.
+    """
     from data_prep import prepare
     from ensemble_ml.config import PrepareConfig
 
@@ -46,7 +57,12 @@ def ours(source: str, output: str, truth: str | None = None, **settings: Any) ->
 
 
 def copy(source: str, output: str) -> dict[str, float]:
-    """The file's bytes through the same compressor, on a thread a core."""
+    """Send the bytes of the file through the same compressor, with one thread for each core.
+
+    Args:
+        source: the archive.
+        output: the folder to write to.
+    """
     from numcodecs import blosc
 
     blosc.use_threads = False
@@ -70,7 +86,15 @@ def copy(source: str, output: str) -> dict[str, float]:
 def cfgrib(
     source: str, output: str, chunks: str = "ours", way: str = "threads", derive: bool = False
 ) -> dict[str, float]:
-    """cfgrib, xarray and `to_zarr`, on Dask's threads or processes; all that is written in one graph."""
+    """Convert with cfgrib, xarray and `to_zarr`, on Dask's threads or processes, in one graph.
+
+    Args:
+        source: the archive.
+        output: the store to make.
+        chunks: "ours" or "whole".
+        way: Dask's scheduler, "threads" or "processes".
+        derive: whether mean and spread are written, too.
+    """
     import dask
     import xarray as xr
     import zarr
@@ -108,7 +132,10 @@ def _codec(size: int) -> Any:
 
 
 def _layout(block: tuple[int, ...], chunks: str) -> dict[str, Any]:
-    """Chunks of a zarr array that is written block by block: ours, within a shard a block, or whole blocks."""
+    """Return the chunks of a zarr array that is written block by block.
+
+    They are whole blocks, or our chunks inside a shard for each block.
+    """
     if chunks == "whole":
         return {"chunks": block}
     rows = min(_ROWS, block[-2])
@@ -119,8 +146,19 @@ def _layout(block: tuple[int, ...], chunks: str) -> dict[str, Any]:
 def eccodes(
     source: str, output: str, shape: dict, chunks: str = "ours", way: str = "threads", derive: bool = False
 ) -> dict[str, float]:
-    """ecCodes to float32 and zarr-python: one pass for the keys, then a worker a core takes one member, lead and
-    variable after the other, or all members of a lead and variable where mean and spread are wanted."""
+    """Convert with ecCodes, decoding to float32, and zarr-python.
+
+    A first pass reads the keys. Then one worker for each core takes one member, lead and variable after the other, or
+    all members of a lead and variable if mean and spread are wanted.
+
+    Args:
+        source: the archive.
+        output: the store to make.
+        shape: the fields of a `Shape`.
+        chunks: "ours" or "whole".
+        way: "threads" or "processes".
+        derive: whether mean and spread are written, too.
+    """
     import zarr
 
     extent = Shape(**shape)
@@ -153,7 +191,7 @@ def eccodes(
 
 
 def _index(source: str) -> dict[tuple[str, int, int, int], tuple[int, int]]:
-    """(name, member, lead, level) -> (offset, length), by ecCodes, headers only."""
+    """Return (name, member, lead, level) -> (offset, length), which ecCodes reads from the headers alone."""
     import eccodes as ec
 
     places = {}
@@ -185,7 +223,11 @@ def _block(job: tuple) -> None:
 
 
 def decode_message(message: bytes) -> np.ndarray:
-    """Values of a GRIB message as ecCodes gives them in float32."""
+    """Return the values of a GRIB message, decoded to float32 by ecCodes.
+
+    Args:
+        message: the bytes of the message.
+    """
     import eccodes as ec
 
     handle = ec.codes_new_from_message(message)

@@ -1,8 +1,8 @@
-"""An archive as large as ENS-10's, made in a minute: one GRIB file a calendar date, and its truth.
+"""Make an archive as large as ENS-10's in a minute: one GRIB file for a calendar date, and its truth.
 
-Fields are sums of a few random ones with the power spectra of the free atmosphere (energy k^-5 for geopotential, k^-3
-for temperature and wind, k^-5/3 for humidity, vertical velocity and divergence), so that compressors meet what they
-would meet in a real archive: neighbours that differ little, and noise in the last bits. They are no weather.
+Fields are sums of a few random ones with the power spectra of the free atmosphere: energy k^-5 for geopotential, k^-3
+for temperature and wind, k^-5/3 for humidity, vertical velocity and divergence. So compressors meet the same as in a
+real archive: neighbours that differ little, and noise in the last bits. The fields are not weather.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 from ensemble_ml.config import BenchmarkSize
 from ensemble_ml.fields import GRAVITY
 
-_BASES = 6  # random fields of each spectrum that all others are sums of
-_MEMBER_SHARE = 0.3  # of a member's departure from what all share
+_BASES = 6  # random fields of each spectrum, of which all other fields are sums
+_MEMBER_SHARE = 0.3  # departure of a member, relative to the part that all members share
 _FIRST = datetime(1998, 1, 5)
-_SCALE_HEIGHT = 7.4e3  # m, of pressure in an isothermal atmosphere of 253 K
+_SCALE_HEIGHT = 7.4e3  # m, scale height of pressure in an isothermal atmosphere of 253 K
 _SCALES = {  # typical value, standard deviation, exponent of the amplitude spectrum
     "t": (250.0, 12.0, 2.0),
     "q": (0.02, 1.5e-3, 1.33),
@@ -36,7 +36,7 @@ _SCALES = {  # typical value, standard deviation, exponent of the amplitude spec
 
 @dataclass(frozen=True)
 class Shape:
-    """Extent of the archive; `years` start dates stand in the long file, one in the short."""
+    """The extent of the archive. The long file has `years` start dates, the short file has one."""
 
     rows: int
     columns: int
@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def fields(self) -> int:
-        """Messages of one start date."""
+        """Return the number of messages of one start date."""
         return self.members * len(self.leads) * len(self.variables) * len(self.levels)
 
 
@@ -64,7 +64,7 @@ _FILES = ("member", "forecast", "truth", "forecast_years", "truth_years")
 
 @dataclass(frozen=True)
 class Archive:
-    """Files of the archive: one member, all members and the truth of one date, and those of several years."""
+    """The files of the archive: one member, all members and the truth of one date, and the same of several years."""
 
     member: Path
     forecast: Path
@@ -74,7 +74,12 @@ class Archive:
 
 
 def archive(folder: Path, shape: Shape) -> Archive:
-    """Return the archive in `folder`, made where it is not there yet."""
+    """Return the archive in a folder. It is made if it does not exist.
+
+    Args:
+        folder: the folder.
+        shape: the extent of the archive.
+    """
     files = Archive(*(folder / f"{name}.grib" for name in _FILES))
     mark = folder / "shape.json"
     wanted = json.dumps(asdict(shape) | {"scales": _SCALES})
@@ -96,7 +101,7 @@ def _write(date: Path, years: Path, messages: Iterator[bytes], count: int) -> No
             file.write(chunk)
     content = np.fromfile(date, np.uint8)
     length = int.from_bytes(content[4:7].tobytes(), "big")
-    table = content.reshape(-1, length)  # all messages are of one length: 16 bits a point and the same sections
+    table = content.reshape(-1, length)  # all messages have one length: 16 bits a point and the same sections
     with open(years, "wb") as file:
         for year in range(_FIRST.year, _FIRST.year + count):
             # Section 1 begins at octet 9; its octets 13 and 25 hold year of century and century.
@@ -105,7 +110,7 @@ def _write(date: Path, years: Path, messages: Iterator[bytes], count: int) -> No
 
 
 def _messages(shape: Shape, *, members: bool) -> Iterator[bytes]:
-    """Encoded fields, those of one member after those of another; the truth stands for a member of its own."""
+    """Yield encoded fields, member by member. The truth counts as a member of its own."""
     bases = {slope: _bases(shape, slope) for slope in sorted({slope for *_, slope in _SCALES.values()})}
     numbers = list(range(1, shape.members + 1)) if members else [0]
     with ThreadPoolExecutor(2) as pool:
@@ -129,12 +134,19 @@ def _member(shape: Shape, bases: dict[float, np.ndarray], number: int) -> bytes:
 
 
 def valid(lead: int) -> datetime:
-    """When a lead of the first start date verifies."""
+    """Return the valid time of a lead of the first start date.
+
+    Args:
+        lead: hours.
+    """
     return _FIRST.replace(day=_FIRST.day + lead // 24, hour=lead % 24)
 
 
 def _field(bases: dict[float, np.ndarray], name: str, key: tuple[int, int, int], number: int) -> np.ndarray:
-    """(Y, X) float32; what all members share is drawn by `key`, the rest by `number` as well."""
+    """Return a field (Y, X) float32.
+
+    `key` seeds the part that all members share; `number` seeds the rest as well.
+    """
     typical, deviation, slope = _SCALES[name]
     shared = np.random.default_rng(key).normal(size=_BASES)
     own = np.random.default_rng((*key, number)).normal(size=_BASES)
@@ -143,11 +155,11 @@ def _field(bases: dict[float, np.ndarray], name: str, key: tuple[int, int, int],
 
 
 def _bases(shape: Shape, slope: float) -> np.ndarray:
-    """(_BASES, Y, X) float32 of mean 0 and deviation 1, amplitudes falling as wavenumber^-slope."""
+    """Return random fields (_BASES, Y, X) float32 with mean 0 and deviation 1. Amplitudes fall as wavenumber^-slope."""
     rng = np.random.default_rng(int(100 * slope))
     rows, columns = np.fft.fftfreq(2 * shape.rows, 1 / (2 * shape.rows)), np.arange(shape.columns // 2 + 1)
     wavenumber = np.hypot(rows[:, None], columns)
-    amplitude = (wavenumber + 3.0) ** -slope  # levels off at planetary scales
+    amplitude = (wavenumber + 3.0) ** -slope  # constant at planetary scales
     noise = np.fft.rfft2(rng.normal(size=(_BASES, 2 * shape.rows, shape.columns)))
     values = np.fft.irfft2(noise * amplitude, s=(2 * shape.rows, shape.columns))[:, : shape.rows]
     values = _as_on_a_sphere(values)
@@ -156,7 +168,7 @@ def _bases(shape: Shape, slope: float) -> np.ndarray:
 
 
 def _as_on_a_sphere(values: np.ndarray) -> np.ndarray:
-    """Leave out zonal wavenumbers that a circle of latitude is too short for: rows near the poles are smooth."""
+    """Remove zonal wavenumbers that do not fit on a circle of latitude. Rows near the poles become smooth."""
     rows, columns = values.shape[-2:]
     longest = np.cos(np.deg2rad(np.linspace(90, -90, rows))) * columns / 2
     keep = np.exp(-((np.arange(columns // 2 + 1) / np.maximum(longest[:, None], 1.0)) ** 8))

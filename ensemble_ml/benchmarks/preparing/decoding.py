@@ -1,7 +1,7 @@
-"""Entrants that decode one member's messages to float32 on one core, from the page cache, with their indexes made.
+"""Entrants that decode the messages of one member to float32 on one core, from the page cache.
 
-Each returns the seconds of its fastest pass over the file and a checksum of the values that is the same for the same
-bits in the same order of messages: lead, variable, level, of one member.
+Their indexes exist beforehand. Each returns the seconds of its fastest pass over the file, and a checksum of the
+values. The checksum is equal for equal bits in the same order of messages: lead, variable, level, of one member.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ensemble_ml.benchmarks.preparing.conversion import decode_message
 
 
 def _timed(fields: Callable[[], Iterator[np.ndarray]], passes: int) -> dict[str, Any]:
-    """Decode everything `passes` times against the clock, and once more for the checksum."""
+    """Decode everything `passes` times with the clock running, and once more for the checksum."""
     seconds = []
     for _ in range(passes):
         start = time.perf_counter()
@@ -34,7 +34,12 @@ def _timed(fields: Callable[[], Iterator[np.ndarray]], passes: int) -> dict[str,
 
 
 def ours(source: str, passes: int) -> dict[str, Any]:
-    """The reader that `prepare` uses."""
+    """Decode with the reader that `prepare` uses.
+
+    Args:
+        source: the file.
+        passes: number of passes.
+    """
     from data_prep.grib import GribFile
 
     file = GribFile(source)
@@ -43,7 +48,12 @@ def ours(source: str, passes: int) -> dict[str, Any]:
 
 
 def eccodes(source: str, passes: int) -> dict[str, Any]:
-    """ecCodes: a message by its offset, opened and decoded to float32."""
+    """Decode with ecCodes, which opens each message by its offset.
+
+    Args:
+        source: the file.
+        passes: number of passes.
+    """
     import eccodes as ec
 
     spans = []
@@ -56,7 +66,12 @@ def eccodes(source: str, passes: int) -> dict[str, Any]:
 
 
 def cfgrib(source: str, passes: int) -> dict[str, Any]:
-    """cfgrib through xarray: all levels of a lead at a time, a variable after the other."""
+    """Decode with cfgrib through xarray, all levels of a lead at a time, one variable after the other.
+
+    Args:
+        source: the file.
+        passes: number of passes.
+    """
     import xarray as xr
 
     options = {"indexpath": ""}
@@ -67,12 +82,13 @@ def cfgrib(source: str, passes: int) -> dict[str, Any]:
         for step in range(data.sizes["step"]):
             for name in names:
                 values = data[name].isel(step=step)
-                yield values.values[::-1]  # cfgrib puts the lowest level first, the file the highest
+                yield values.values[::-1]  # cfgrib has the lowest level first, the file the highest
 
     return _timed(fields, passes)
 
 
 def _in_order_of_file(source: str) -> list[str]:
+    """Return the names of the variables in the order of the file."""
     import eccodes as ec
 
     names: dict[str, None] = {}

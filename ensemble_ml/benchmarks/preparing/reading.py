@@ -1,7 +1,7 @@
 """Entrants that read a part of a random date: a band of latitudes, five members, two variables, all leads and levels.
 
-Each returns, for every draw, the seconds and the bytes that it asked the system for. Draws are the same for both; in a
-round of draws every variable comes up equally often, so that their different compressibility averages out.
+Each returns, for every draw, the seconds and the bytes that it requested from the system. Draws are the same for both.
+In a round of draws every variable occurs equally often, so that differences in compressibility average out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from ensemble_ml.benchmarks.common.process import bytes_read
 
 
 def draws(dates: int, members: int, variables: int, count: int) -> list[tuple[int, list[int], list[int]]]:
-    """Date, five (or half of the) members and two variables of each draw, as positions."""
+    """Return date, half of the members and two variables of each draw, as positions.
+
+    Args:
+        dates: number of dates.
+        members: number of members.
+        variables: number of variables.
+        count: number of draws.
+    """
     rng = np.random.default_rng(0)
     found = []
     for number in range(count):
@@ -27,14 +34,23 @@ def draws(dates: int, members: int, variables: int, count: int) -> list[tuple[in
 
 
 def band(rows: int) -> tuple[int, int]:
-    """The second of four bands of rows, in whole blocks of 16, as a partition over latitude has them."""
+    """Return the second of four bands of rows, in whole blocks of 16, as in a partition over latitude.
+
+    Args:
+        rows: number of rows.
+    """
     blocks = -(-rows // 16)
     size = max(1, round(blocks / 4)) * 16
     return (size, min(2 * size, rows)) if rows > size else (0, rows)
 
 
 def ours(store: str, count: int) -> dict[str, Any]:
-    """Our store, opened once."""
+    """Read from our store, which is opened once.
+
+    Args:
+        store: the store.
+        count: number of draws.
+    """
     from ensemble_ml.store import Part, Selection, open_store
 
     source = open_store(store)
@@ -50,7 +66,12 @@ def ours(store: str, count: int) -> dict[str, Any]:
 
 
 def zarr(store: str, count: int) -> dict[str, Any]:
-    """A zarr that holds each variable of a date, all members and leads, as one compressed chunk."""
+    """Read from a zarr in which each variable of a date, with all members and leads, is one compressed chunk.
+
+    Args:
+        store: the zarr.
+        count: number of draws.
+    """
     import zarr as library
 
     group = library.open_group(store, mode="r")
@@ -65,7 +86,7 @@ def zarr(store: str, count: int) -> dict[str, Any]:
 
 
 def _timed(read: Callable[..., np.ndarray], wanted: list) -> dict[str, Any]:
-    read(*wanted[0])  # what is loaded once
+    read(*wanted[0])  # loads everything that is loaded only once
     seconds, sizes, total = [], [], 0.0
     for draw in wanted:
         before, start = bytes_read(), time.perf_counter()
@@ -77,7 +98,12 @@ def _timed(read: Callable[..., np.ndarray], wanted: list) -> dict[str, Any]:
 
 
 def write_zarr(store: str, output: str) -> dict[str, Any]:
-    """Write the store's forecast as float32 into whole-sample chunks, in the store's own compressor."""
+    """Write the forecast of the store as float32 into chunks of whole samples, with the same compressor.
+
+    Args:
+        store: the store.
+        output: the zarr to make.
+    """
     import zarr as library
     from numcodecs import blosc
     from zarr.codecs import BloscCodec
@@ -100,7 +126,11 @@ def write_zarr(store: str, output: str) -> dict[str, Any]:
 
 
 def forecast_bytes(store: str) -> dict[str, Any]:
-    """Bytes of the store's forecast members on disk."""
+    """Return the bytes of the store's forecast members on disk.
+
+    Args:
+        store: the store.
+    """
     from pathlib import Path
 
     return {"bytes": sum(p.stat().st_size for p in Path(store).glob("forecast_pressure/c.*"))}

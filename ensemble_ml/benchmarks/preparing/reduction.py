@@ -1,4 +1,4 @@
-"""Mean and spread over members: fused, and as Dask's two reductions; the same float32 members in memory for both.
+"""Compare mean and spread over members in one pass with Dask's two reductions, on the same float32 members in memory.
 
 Axes: M member, F field, Y latitude, X longitude.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-_FIELDS, _ROWS = 11, 16  # of a block: the levels and the rows of a chunk at full size
-DASK = {  # chunks of its array: as files come, and as the reduction would have them
+_FIELDS, _ROWS = 11, 16  # of a block: levels and rows of a chunk at full size
+DASK = {  # chunks of its array: as files arrive, and as suits the reduction
     "Dask, a member at a time": (1, -1, -1, -1),
     "Dask, a field of all members": (-1, 1, -1, -1),
     "Dask, our blocks": (-1, _FIELDS, _ROWS, -1),
@@ -21,7 +21,15 @@ DASK = {  # chunks of its array: as files come, and as the reduction would have 
 
 
 def race(members: int, fields: int, rows: int, columns: int, passes: int) -> dict[str, Any]:
-    """Seconds of each pass of the entrants, in turn, and the largest difference of a result from ours."""
+    """Return the seconds of each pass of the entrants, which take turns, and the largest difference from our result.
+
+    Args:
+        members: number of members.
+        fields: number of fields.
+        rows: latitudes.
+        columns: longitudes.
+        passes: number of passes.
+    """
     import dask
 
     rng = np.random.default_rng(0)
@@ -41,7 +49,7 @@ def race(members: int, fields: int, rows: int, columns: int, passes: int) -> dic
 
 
 def _fused(values: np.ndarray, pool: ThreadPoolExecutor) -> tuple[np.ndarray, np.ndarray]:
-    """What `prepare` does with the members, a block of rows of a few fields at a time; statistics come with it."""
+    """Compute mean and spread as `prepare` does, in blocks of a few rows and fields, with further statistics."""
     from ensemble_ml.store.fuse import Members, fuse
 
     members, fields, rows, _ = values.shape
@@ -59,9 +67,9 @@ def _fused(values: np.ndarray, pool: ThreadPoolExecutor) -> tuple[np.ndarray, np
 
 
 def _two_reductions(values: np.ndarray, chunks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Both reductions in one graph, so that loading is shared."""
+    """Compute mean and spread with Dask, both in one graph, so that they share the loading."""
     import dask
     import dask.array as da
 
-    lazy = da.from_array(values, chunks=chunks, name=False)  # else it hashes all values for a name
+    lazy = da.from_array(values, chunks=chunks, name=False)  # without name=False, Dask hashes all values for a name
     return dask.compute(lazy.mean(0), lazy.std(0, ddof=1))

@@ -23,9 +23,9 @@ from ensemble_ml.benchmarks.results import Claim, Figure
 from ensemble_ml.config import BenchmarkSize
 from ensemble_ml.store.entry import DateEntry
 
-Stamp = tuple[int, int]  # inode and time of change of a file
+Stamp = tuple[int, int]  # inode and modification time of a file
 _KILLS = 20
-_SHAPES = {  # start dates enough that kills meet a build at every stage
+_SHAPES = {  # enough start dates for kills to meet a build at every stage
     BenchmarkSize.full: Shape(121, 240, (300, 500, 850), 10, (0, 24, 48), 24, ("t", "z", "q")),
     BenchmarkSize.small: Shape(61, 120, (500, 850), 5, (0, 24), 12, ("t", "z")),
     BenchmarkSize.tiny: Shape(17, 32, (500,), 2, (0,), 4, ("t",)),
@@ -34,7 +34,11 @@ _REAL = "era5-levels-members.grib", "ens_storm.grib", "wgust_ens.grib", "z500_en
 
 
 def kills(work: Workspace) -> Section:
-    """`kill -9` at random moments, the same command again each time."""
+    """Kill a build with `kill -9` at random moments, and run the same command again each time.
+
+    Args:
+        work: data and scratch space.
+    """
     files = archive(work.folder / f"{work.size.value}_kills", _SHAPES[work.size])
     settings = [f"input={files.years}", f"truth={files.truth_years}"]
     whole, seconds = Path(work.scratch("whole.zarr")), 0.0
@@ -44,7 +48,7 @@ def kills(work: Workspace) -> Section:
     store, wanted = Path(work.scratch("killed.zarr")), _KILLS if work.size is not BenchmarkSize.tiny else 3
     chance, done, again, counted, builds = random.Random(0), dict[str, Stamp](), 0, 0, 0
     while counted < wanted:
-        if store.exists():  # complete before its kill came: begin anew
+        if store.exists():  # it was complete before the kill, so a new build begins
             shutil.rmtree(store)
             done, builds = {}, builds + 1
         process = _prepare(store, settings)
@@ -82,14 +86,23 @@ def _building(store: Path) -> str:
 
 
 def finished(store: Path) -> dict[str, Stamp]:
-    """The files of the start dates that an unfinished build has done, each with what tells it from another."""
+    """Return the files of start dates that an unfinished build has completed, each with its stamp.
+
+    Args:
+        store: the store under construction.
+    """
     building = store.with_name(_building(store))
     names = {name for path in (building / "entries").glob("[0-9]*.npz") for name in DateEntry.files_of(path)[0]}
     return {name: _stamp(building / "store" / name) for name in names}
 
 
 def made_again(store: Path, done: Mapping[str, Stamp]) -> int:
-    """How many of the files that were `done` before a run are other files after it, in the store or its build."""
+    """Return how many of the files that were complete before a run are other files after it.
+
+    Args:
+        store: the store, complete or under construction.
+        done: the result of `finished` before the run.
+    """
     root = store if store.exists() else store.with_name(_building(store)) / "store"
     return sum(_stamp(root / name) != stamp for name, stamp in done.items())
 
@@ -115,13 +128,21 @@ def _finish(process: subprocess.Popen[str]) -> None:
 
 
 def digests(store: Path) -> dict[str, str]:
-    """sha256 of every file of a store."""
+    """Return the sha256 of every file of a store.
+
+    Args:
+        store: the store.
+    """
     files = sorted(path for path in store.rglob("*") if path.is_file())
     return {path.relative_to(store).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def workers(work: Workspace) -> Section:
-    """The same build by every kind of worker."""
+    """Run the same build with every kind of worker, and compare the stores.
+
+    Args:
+        work: data and scratch space.
+    """
     files = archive(work.folder / f"{work.size.value}_kills", _SHAPES[work.size])
     settings = [f"input={files.years}", f"truth={files.truth_years}"]
     kinds = {
@@ -146,7 +167,7 @@ def workers(work: Workspace) -> Section:
 
 @contextmanager
 def _cluster(work: Workspace) -> Iterator[str]:
-    """Two workers, a process each; their address."""
+    """Provide the address of a cluster of two workers, one process each."""
     from distributed import LocalCluster
 
     folder = work.scratch("dask")
@@ -157,7 +178,11 @@ def _cluster(work: Workspace) -> Iterator[str]:
 
 
 def real(work: Workspace) -> Section:
-    """Real files, and the embedded archive where it is there, through `prepare`; values against ecCodes."""
+    """Prepare real files and, if it exists, the simulated archive, and compare values with those of ecCodes.
+
+    Args:
+        work: data and scratch space.
+    """
     found = Section()
     folder = os.environ.get("ENSEMBLE_ML_REAL_DATA")
     there = [path for name in _REAL if folder and (path := Path(folder) / name).is_file()]
@@ -196,7 +221,12 @@ def _embedded(work: Workspace, found: Section) -> list[str]:
 
 
 def compared(path: Path, store: Path) -> tuple[int, int]:
-    """How many members' fields of a GRIB file the store holds, and how many of them are not bit for bit ecCodes'."""
+    """Return how many members' fields of a GRIB file the store holds, and how many differ from ecCodes in any bit.
+
+    Args:
+        path: the GRIB file.
+        store: the store that was prepared from it.
+    """
     import eccodes as ec
 
     from ensemble_ml.grid import canonical
@@ -229,7 +259,7 @@ def compared(path: Path, store: Path) -> tuple[int, int]:
 
 
 def _scanned(ec, handle, latitude: np.ndarray, longitude: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The axes in the order in which the file scans them."""
+    """Return the axes in the order in which the file scans them."""
     down = not ec.codes_get(handle, "jScansPositively")
     first = ec.codes_get(handle, "longitudeOfFirstGridPointInDegrees")
     step = ec.codes_get(handle, "iDirectionIncrementInDegrees")
@@ -253,7 +283,11 @@ def _place(ec, handle, lay) -> tuple[int, int, int, str, int] | None:
 
 
 def other_readers(package: Path) -> list[str]:
-    """Modules of the package, but for benchmarks, that import a GRIB decoder."""
+    """Return the modules of the package, except for benchmarks, that import a GRIB decoder.
+
+    Args:
+        package: the folder of the package.
+    """
     found = []
     for path in sorted(package.rglob("*.py")):
         if "benchmarks" not in path.parts and re.search(

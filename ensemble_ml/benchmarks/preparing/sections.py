@@ -1,4 +1,4 @@
-"""Sections of the benchmark that race us against others."""
+"""Sections of the benchmark that race our code against others."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ _DERIVED = ", mean and spread too"
 
 
 def conversion(work: Workspace) -> Section:
-    """Archive to store, against others and against a plain copy through the compressor."""
+    """Race conversions from archive to store, also against a plain copy through the compressor.
+
+    Args:
+        work: data and scratch space.
+    """
     source, found = str(work.archive.forecast), Section()
-    peers: dict[str, dict[str, Any]] = {  # whole chunks suit them better than our small ones in shards
+    peers: dict[str, dict[str, Any]] = {  # whole chunks suit them better than small ones in shards
         "eccodes": {"shape": asdict(work.shape), "way": "processes", "chunks": "whole"},
         "cfgrib": {"way": "threads", "chunks": "whole"},
     }
@@ -41,7 +45,7 @@ def conversion(work: Workspace) -> Section:
     for count in range(work.repeats + 1):
         for label, (name, settings) in entrants.items():
             if count == 0 and name not in ("copy", "ours"):
-                continue  # the first round brings file and memory into the machine, whoever asks for them
+                continue  # the first round brings file and memory into the machine
             seconds = _convert(work, name, source, settings)
             if count:
                 speeds[label].append(megabytes / seconds)
@@ -66,7 +70,7 @@ def conversion(work: Workspace) -> Section:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of the file system that holds `folder`, as /proc/mounts has it."""
+    """Return the kind of the file system of a folder, as in /proc/mounts."""
     kinds = {parts[1]: parts[2] for parts in map(str.split, Path("/proc/mounts").read_text().splitlines())}
     here = folder.resolve()
     return next((kinds[str(place)] for place in (here, *here.parents) if str(place) in kinds), "an unknown file system")
@@ -80,7 +84,11 @@ def _convert(work: Workspace, name: str, source: str, settings: Mapping[str, Any
 
 
 def memory(work: Workspace) -> Section:
-    """Peak memory of `prepare` with its truth, for one date and for several."""
+    """Measure the peak memory of `prepare` with a truth, for one date and for several.
+
+    Args:
+        work: data and scratch space.
+    """
     found, files = Section(), work.archive
     for words, source, truth in (
         ("one date", files.forecast, files.truth),
@@ -101,9 +109,13 @@ def memory(work: Workspace) -> Section:
 
 
 def decoding(work: Workspace) -> Section:
-    """GRIB to float32 on one core."""
+    """Race the decoding of GRIB to float32 on one core.
+
+    Args:
+        work: data and scratch space.
+    """
     found, source = Section(), str(work.archive.member)
-    passes = 3  # of each; the first finds caches and memory cold
+    passes = 3  # of each; in the first one, caches and memory are cold
     shown = {"ours": "ours", "eccodes": "ecCodes", "cfgrib": "cfgrib"}
     speeds: dict[str, list[float]] = {name: [] for name in shown}
     checksums = set()
@@ -127,7 +139,11 @@ def decoding(work: Workspace) -> Section:
 
 
 def reduction(work: Workspace) -> Section:
-    """Mean and spread over members."""
+    """Race mean and spread over members.
+
+    Args:
+        work: data and scratch space.
+    """
     found, shape = Section(), work.shape
     fields = 2 * len(shape.levels)
     extent = {"members": shape.members, "fields": fields, "rows": shape.rows, "columns": shape.columns}
@@ -148,7 +164,11 @@ def reduction(work: Workspace) -> Section:
 
 
 def reading(work: Workspace) -> Section:
-    """A quarter of the latitudes, half of the members, two variables of a random date."""
+    """Race the reading of a quarter of the latitudes, half of the members and two variables of a random date.
+
+    Args:
+        work: data and scratch space.
+    """
     from ensemble_ml.benchmarks.preparing.reading import band
 
     found, shape = Section(), work.shape

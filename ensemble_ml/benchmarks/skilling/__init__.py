@@ -1,1 +1,1 @@
-"""The parts of benchmark=skill: entrants and their trainings, forecasts, tables of scores, claims."""
+"""Parts of `benchmark=skill`: entrants and their trainings, forecasts, tables of scores, claims."""

@@ -1,7 +1,7 @@
-"""From scores to what must be shown, in figures and claims.
+"""Turn scores into figures and claims.
 
-Labels of forecasts are NAME-seedS-fromM. A score of several seeds is their mean; "best" baseline is the one with the
-lowest score on the test dates themselves, which favours it.
+Labels of forecasts are NAME-seedS-fromM. A score of several seeds is their mean. The "best" baseline is the one with
+the lowest score on the test dates themselves, which favours it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,25 @@ from ensemble_ml.benchmarks.skilling.scoring import BINS, CHANCE
 from ensemble_ml.benchmarks.skilling.table import Board
 from ensemble_ml.verification.bootstrap import Interval
 
-_OUTSIDE, _SHOWN = 0.02, 3  # of a PIT bin from a tenth; fields that a note names
+_OUTSIDE, _SHOWN = 0.02, 3  # distance of a PIT bin from a tenth; fields that a note names
 _NAMES = {"emos": "EMOS", "drn": "DRN", "ens10_unet": "ENS-10's U-Net", "poet": "the PoET-like net"}
 
 
 @dataclass(frozen=True, eq=False)
 class Contest:
-    """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere); `dates`
-    that all were trained on; names of the `fields` in the order of columns; `realism` of the ensemble by field."""
+    """The entrants that were scored, with their scores.
+
+    Attributes:
+        board: the scores.
+        labels: labels of each model by ensemble size: all seeds at `members`, the first seed at other sizes.
+        members: size of the reduced ensemble.
+        full: size of the full ensemble.
+        lead: lead time in hours.
+        dates: number of training dates, the same for all.
+        fields: names of the fields, in the order of the columns.
+        realism: the realism of the ensemble, by field.
+        heights: a sentence on the orography of the raw ensemble, or None.
+    """
 
     board: Board
     labels: dict[str, dict[int, tuple[str, ...]]]
@@ -39,12 +50,19 @@ class Contest:
     heights: str | None = None  # the sentence on the raw ensemble's ground
 
     def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
-        """Labels of one model."""
+        """Return the labels of one model.
+
+        Args:
+            name: the model.
+            members: ensemble size; None takes the reduced ensemble.
+        """
         return self.labels[name][members or self.members]
 
     def boards(self) -> dict[str, Board]:
-        """Return the board of all fields and, where that leaves any, the one without surface pressure, by words that a
-        figure's name ends with."""
+        """Return the board of all fields, and the one without surface pressure if that leaves any.
+
+        The keys are words that a figure's name ends with.
+        """
         some = [c for c, name in enumerate(self.fields) if name != "sp"]
         whole = {"": self.board}
         if 0 < len(some) < len(self.fields):
@@ -52,18 +70,28 @@ class Contest:
         return whole
 
     def rivals(self) -> list[str]:
-        """All but ours and its start."""
+        """Return the names of all models except ours and its start."""
         return [name for name in self.labels if name not in (OURS, START)]
 
     def best(self, members: int | None = None, statistic: str = "crps", seeds: int | None = None) -> str:
-        """The rival with the lowest score from as many members, by its first `seeds`, or by all."""
+        """Return the competitor with the lowest score.
+
+        Args:
+            members: ensemble size; None takes the reduced ensemble.
+            statistic: the score.
+            seeds: number of seeds to average; None takes all.
+        """
         full = [f"raw_{self.full}"]
         ratios = {n: self.board.ratio(statistic, self.of(n, members)[:seeds], full).value for n in self.rivals()}
         return min(ratios, key=lambda name: ratios[name])
 
 
 def report(contest: Contest) -> tuple[dict[str, Figure], list[Claim], list[str]]:
-    """Figures, claims and notes."""
+    """Return figures, claims and notes.
+
+    Args:
+        contest: the entrants and their scores.
+    """
     figures: dict[str, Figure] = {}
     claims: list[Claim] = []
     for part in (_crps, _extremes, _spread, _calibration, _sizes, _realism):
@@ -72,22 +100,24 @@ def report(contest: Contest) -> tuple[dict[str, Figure], list[Claim], list[str]]
 
 
 def _put(figures: dict[str, Figure], name: str, found: Interval, unit: str = "%") -> Interval:
+    """Add an interval as a figure, and return it."""
     figures[name] = Figure(found.value, found.low, found.high, unit)
     return found
 
 
 def _two(claims: list[Claim], text: str, found: Interval, target: float) -> None:
-    """A gain that must reach a target, and whose interval must exclude zero."""
+    """Add two claims: a gain reaches a target, and its interval excludes zero."""
     claims.append(Claim(text, found.value, "%", target))
     claims.append(Claim(f"{text}: lower end of the interval", _sure(found), "%", 1e-9))
 
 
 def _sure(found: Interval) -> float:
-    """The lower end; of too few blocks nothing is sure."""
+    """Return the lower end of an interval, or NaN if there are too few blocks for any certainty."""
     return found.low if found.enough else math.nan
 
 
 def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and claims on the CRPS, and the share that each step of correction has in the gain."""
     board, m, n = contest.board, contest.members, contest.full
     ours, raw = contest.of(OURS), [f"raw_{n}"]
     where = f"from {m} of {n} members at {contest.lead} h, {contest.dates} training dates"
@@ -121,6 +151,7 @@ def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> 
 
 
 def _extremes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and claims on the CRPS where the extreme forecast index is large."""
     board, ours = contest.board, contest.of(OURS)
     if not board.table.weight["crps_extreme", ours[0]].any():
         return  # nothing is extreme, or there is no other year to be so against
@@ -134,6 +165,7 @@ def _extremes(contest: Contest, figures: dict[str, Figure], claims: list[Claim])
 
 
 def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and claims on the predicted spread."""
     board, m = contest.board, contest.members
 
     def gain(statistic: str, ours: Sequence[str], other: str) -> Interval:
@@ -150,8 +182,8 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
     _two(claims, text, gain("spread", ours, f"spread_regression_{m}"), 5.0)
     gain("spread", ours, f"size_corrected_{m}")
     if ("held_out", ours[0]) in board.table.total:
-        # The regression may be fitted to all members' spread, as ours is, which says what to expect of the others', or
-        # to that of those held out.
+        # The regression may be fitted to the spread of all members, as ours is, and converted to an expectation for the
+        # held-out ones; or it may be fitted to the spread of the held-out members.
         kinds = f"spread_regression_{m}", f"held_out_regression_{m}"
         gains = {kind: gain("held_out", ours, kind) for kind in kinds}
         better = min(gains, key=lambda kind: gains[kind].value)
@@ -167,6 +199,7 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
 
 
 def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and claims on dispersion and PIT."""
     board, ours = contest.board, contest.of(OURS)
     for size in sorted(contest.labels[OURS]):
         if size != contest.members:
@@ -188,7 +221,7 @@ def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Clai
     each = _bins(board, ours)
     shares = [float(np.nanmean(share)) for share in each]
     figures["share in a PIT bin, over ten bins"] = Figure.of(shares, "share")
-    # Together, a field that is too warm makes up for one that is too cold.
+    # All fields together may hide errors: a field that is too warm compensates for one that is too cold.
     alone = each[np.isfinite(each)].tolist()
     figures["share in a PIT bin, over ten bins of each field"] = Figure.of(alone, "share")
     for whose, values in (("all fields together", shares), ("of every variable and level", alone)):
@@ -198,16 +231,17 @@ def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Clai
 
 
 def _dispersion(board: Board, labels: Sequence[str]) -> np.ndarray:
-    """sqrt(mean sigma^2) / RMSE, (B, C)."""
+    """Return sqrt(mean sigma^2) / RMSE, (B, C)."""
     return np.sqrt(board.score("variance", labels) / board.score("square", labels))
 
 
 def _bins(board: Board, labels: Sequence[str]) -> np.ndarray:
-    """Shares in the bins of the PIT, (bin, C)."""
+    """Return the shares of the bins of the PIT, (bin, C)."""
     return np.array([board.score(f"bin_{number}", labels)[0] for number in range(BINS)])
 
 
 def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and claims on forecasts from different ensemble sizes."""
     board, raw = contest.board, [f"raw_{contest.full}"]
     sizes = sorted(contest.labels[OURS])
     first = {size: contest.of(OURS, size)[:1] for size in sizes}
@@ -233,6 +267,7 @@ def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) ->
 
 
 def _realism(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    """Add figures and a claim on the realism of the raw ensemble."""
     if not contest.realism:
         return  # the store has none of the fields that are looked at
     for name, found in contest.realism.items():
@@ -246,6 +281,7 @@ def _realism(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) 
 
 
 def _notes(contest: Contest) -> list[str]:
+    """Return the notes of the report."""
     board = contest.board
     return [
         f"{board.table.dates} test dates in {board.blocks} blocks; figures of seeds are their means, ranges are 95 %"
@@ -259,6 +295,7 @@ def _notes(contest: Contest) -> list[str]:
 
 
 def _worst_bins(contest: Contest) -> str:
+    """Return a sentence on the fields whose PIT bins are farthest from uniform."""
     shares = _bins(contest.board, contest.of(OURS))
     furthest = np.nan_to_num(np.abs(shares - 1 / BINS).max(0))
     outside = int(np.sum(furthest > _OUTSIDE))

@@ -1,10 +1,10 @@
-"""Trains everyone alike: the same dates, inputs, trials and seeds, each until its validation score stops improving.
+"""Train all entrants alike: the same dates, inputs, trials and seeds, each until its validation score stops improving.
 
-Time is nobody's limit: networks that still improved when it was up were no rivals. All networks see departures from the
-training mean at the point, their differences, place and season, which ours has too.
+Time limits no entrant. A network that still improved when its time was up would be no fair competitor. All networks get
+departures from the training mean at the point, their differences, place and season, which ours has too.
 
-A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
-training or a forecast that is whole is not made again, and one that was broken off goes on.
+A trial is a setting of the optimizer. The one with the lowest CRPS on the validation dates is trained with more seeds.
+A complete training or forecast is not made again, and an interrupted one is continued.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 
 OURS = "unet3d"
 START = "start"  # our network before its first step: a statistical correction
-CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
-# As in conf/model, with our U-Net at the size of the quickstart's.
+CLOSED_FORM = ("emos",)  # a single fit, without trials or seeds
+# The settings of conf/model, except that our U-Net has the size of the quickstart.
 NETS: dict[str, dict[str, Any]] = {
     "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "residuals": 2048},
     "emos": {"spread": False},
@@ -67,7 +67,7 @@ _TINY = {"hidden": 8, "max_hidden": 8, "depth": 1, "surroundings": 16, "residual
 
 @dataclass(frozen=True)
 class Dates:
-    """The split as periods, each a list of years or ranges."""
+    """The dates of training, validation and test, each a list of years or ranges."""
 
     train: list[str]
     validation: list[str]
@@ -76,7 +76,13 @@ class Dates:
 
 @dataclass(frozen=True)
 class Trained:
-    """A network in its best setting: run folders by seed, and the table of its trials."""
+    """A network in its best setting.
+
+    Attributes:
+        name: name of the model.
+        runs: run folders by seed.
+        trials: the table of its trials.
+    """
 
     name: str
     runs: tuple[Path, ...]
@@ -84,9 +90,14 @@ class Trained:
 
 
 def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
-    """The dates as configured, or by years: the last quarter to test, the year before to validate, the rest to train.
+    """Return the configured dates, or a split by years.
 
-    A quarter is rounded up: two years of seven.
+    The last quarter of the years is for the test, the year before for validation, and the rest for training. A quarter
+    is rounded up: two years of seven.
+
+    Args:
+        config: the settings of the benchmark.
+        init_time: the start dates of the store.
 
     Raises:
         UserError: the store has fewer than three years and no periods are given, or a date has two uses.
@@ -111,7 +122,15 @@ def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
 def train_entrant(
     name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize
 ) -> Trained:
-    """Run the trials of `name` with seed 0, then the best of them with the other seeds.
+    """Run the trials of a model with seed 0, then the best of them with the other seeds.
+
+    Args:
+        name: name of the model.
+        config: the settings of the benchmark.
+        dates: the split.
+        store: the tensor store.
+        folder: folder of the runs.
+        size: size of the benchmark.
 
     Raises:
         UserError: a run of that name was made with other settings or dates.
@@ -134,10 +153,19 @@ def train_entrant(
 
 
 def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize) -> Trained:
-    """Our network as its fits leave it, which tells what training adds; all trainings of a seed take the seed's fits.
+    """Return our network after its fits and before any step, which shows what training adds.
+
+    All trainings of a seed use the fits of that seed.
+
+    Args:
+        config: the settings of the benchmark.
+        dates: the split.
+        store: the tensor store.
+        folder: folder of the runs.
+        size: size of the benchmark.
 
     Raises:
-        UserError: more trials than there are settings.
+        UserError: there are more trials than settings.
     """
     if config.trials > len(TRIALS):
         raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
@@ -146,17 +174,30 @@ def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder:
 
 
 def fit_seconds(start: Trained) -> list[float]:
-    """What the fits of each seed took, whenever they were made."""
+    """Return the seconds that the fits of each seed took, whenever they were made.
+
+    Args:
+        start: the result of `start_of_ours`.
+    """
     return [float(_last(run)["fit_seconds"]) for run in start.runs]
 
 
 def steps_taken(trained: Trained) -> list[int]:
-    """The step at which each seed was best on the validation dates."""
+    """Return the step at which each seed was best on the validation dates.
+
+    Args:
+        trained: the model.
+    """
     return [int(load_checkpoint(run / "checkpoints" / "best").meta["step"]) for run in trained.runs]
 
 
 def cut_short(trained: Trained, steps: int) -> int:
-    """Return how many seeds took all `steps`, so that they may have gone on improving."""
+    """Return how many seeds took all `steps`, so that they might have improved further.
+
+    Args:
+        trained: the model.
+        steps: the largest number of steps.
+    """
     return sum(_last(run)["step"] >= steps for run in trained.runs)
 
 
@@ -172,6 +213,7 @@ def _train(
     name: str, trial: int, seed: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path,
     size: BenchmarkSize,
 ) -> Path:  # fmt: skip
+    """Run one training, or return its folder if it is complete."""
     run = f"{name}-trial{trial}-seed{seed}"
     last = folder / run / "checkpoints" / "last"
     tiny = size is BenchmarkSize.tiny
@@ -189,8 +231,9 @@ def _train(
             name=network, families=config.families if network == OURS else None,
             **(NETS[network] | (_TINY if tiny else {})),
         ),
-        # A step too far must not end the benchmark: it is cut or left out, for everyone alike.
-        # The rate stays, for nobody knows the last step before patience ends; averaged weights take the decay's place.
+        # A step that is too large must not end the benchmark, so gradients are clipped, and steps that are not finite
+        # are skipped, for all entrants alike. The learning rate stays constant, because the last step is not known
+        # before patience ends. The averaged weights have the effect of a decay.
         optim=OptimConfig(
             name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, final_lr=1.0, **optimizer
         ),
@@ -207,12 +250,23 @@ def _train(
 
 
 def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path) -> Path:
-    """The folder of forecasts of the test dates from the first `members`, made where they are not there yet."""
+    """Return the folder of forecasts of the test dates from the first `members` members.
+
+    The forecasts are made if they do not exist.
+
+    Args:
+        run: the run folder.
+        members: number of members.
+        config: the settings of the benchmark.
+        dates: the split.
+        store: the tensor store.
+        folder: folder of all forecasts.
+    """
     checkpoint = run / "checkpoints" / "best"
     output = folder / f"{run.name}-from{members}"
     times = store.layout.init_time
     paths = [output / file_name(times[date]) for date in select_dates(times, dates.test)]
-    # The last file is written last: where another checkpoint made it, all are made again.
+    # The last file is written last. If another checkpoint made it, all forecasts are made again.
     if not (all(path.is_file() for path in paths) and _made_by(paths[-1], load_checkpoint(checkpoint).sha256)):
         predict(
             PredictConfig(
@@ -226,16 +280,21 @@ def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: 
 
 
 def _marked(folder: Path) -> Path:
-    """The same, with the commit at which its contents were made."""
+    """Record the current commit in a folder, and return the folder."""
     (folder / _COMMIT).write_text(commit() + "\n")
     return folder
 
 
 def made_at(folders: Iterable[Path]) -> set[str]:
-    """The commits at which trainings or forecasts were made, of those that say so."""
+    """Return the commits at which trainings or forecasts were made, as far as they are recorded.
+
+    Args:
+        folders: folders of trainings or forecasts.
+    """
     return {file.read_text().strip() for folder in folders if (file := folder / _COMMIT).is_file()}
 
 
 def _made_by(path: Path, sha256: str) -> bool:
+    """Return whether a forecast was made by a checkpoint with this checksum."""
     with netCDF4.Dataset(path) as data:
         return bool(data.getncattr("checkpoint_sha256") == sha256)

@@ -1,6 +1,6 @@
-"""Is the ensemble that is scored a realistic one? The archive's own check, on the dates of the test.
+"""Check the realism of the ensemble that is scored, with the check of the simulated archive, on the test dates.
 
-An ensemble that is far off makes any post-processing look good.
+An ensemble that is far from realistic makes any post-processing look good.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from ensemble_ml.verification.statistics import ensemble_moments
 
 
 def realism_of(data: Data, groups: tuple[Group, ...]) -> dict[str, Realism]:
-    """Figures of the check's fields, those that the store has, over the test dates; all members."""
+    """Return the figures of the check's fields, as far as the store has them, over the test dates with all members.
+
+    Args:
+        data: the store and its dates.
+        groups: the fields that are scored.
+    """
     found: dict[str, Realism] = {}
     for name, (variable, level) in GATE.items():
         for group in groups:

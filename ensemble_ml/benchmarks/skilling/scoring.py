@@ -1,4 +1,4 @@
-"""Scores every entrant on the test dates, beside the raw ensemble and its corrections step by step.
+"""Score every entrant on the test dates, beside the raw ensemble and its corrections step by step.
 
 Axes: D start date, M member, T lead, Z level, Y latitude, X longitude.
 """
@@ -29,15 +29,23 @@ from ensemble_ml.verification.samples import Group, held_out_error, held_out_spr
 from ensemble_ml.verification.scoring import extreme_forecast_index
 from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble_moments
 
-EXTREME = 0.7  # |EFI| beyond which a forecast counts as extreme
+EXTREME = 0.7  # |EFI| above which a forecast counts as extreme
 BINS = 10
-CHANCE = "chance"  # as an entrant: what is left to it where the law of the members is known
+CHANCE = "chance"  # an entrant: the error that remains if the distribution of the members is known
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """The store, indices of training and test dates, the size of the reduced ensemble, and heights of the ground in
-    model and truth, where these are known."""
+    """The data that is scored.
+
+    Attributes:
+        store: the tensor store.
+        train: indices of the training dates.
+        test: indices of the test dates.
+        members: size of the reduced ensemble.
+        seasons: cache of the model climate.
+        heights: orographies of model and truth, or None if they are not known.
+    """
 
     store: TensorStore
     train: np.ndarray
@@ -48,22 +56,40 @@ class Data:
 
     @property
     def full(self) -> int:
-        """N."""
+        """Return N, the size of the full ensemble."""
         return len(self.store.layout.realization)
 
     def read(self, part: Part, date: int, group: Group) -> np.ndarray:
-        """(M, Z, Y, X) float64; truth has M = 1."""
+        """Return (M, Z, Y, X) float64; a truth has M = 1.
+
+        Args:
+            part: forecast or truth.
+            date: index of the start date.
+            group: the fields.
+        """
         return read_group(self.store, part, int(date), group)
 
     def raw(self, date: int, group: Group, members: np.ndarray) -> np.ndarray:
-        """Return `members` of a start date as they are held against the truth, brought to its ground."""
+        """Return members of a start date, corrected to the orography of the truth.
+
+        Args:
+            date: index of the start date.
+            group: the fields.
+            members: (M, Z, Y, X).
+        """
         return on_truths_ground(self.store, self.heights, group, int(date), members)
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """For one group, from the training dates: corrections of the reduced ensemble and spread regressions; and where
-    the test dates are extreme (D, Z, Y, X): |EFI| of the full ensemble beyond `EXTREME`."""
+    """Fits of one group to the training dates, and where its test dates are extreme.
+
+    Attributes:
+        correction: corrections of the reduced ensemble.
+        spread: regression of the full ensemble's spread.
+        held_out: regression of the held-out members' spread, or None.
+        extreme: (D, Z, Y, X) whether |EFI| of the full ensemble is above `EXTREME`.
+    """
 
     correction: base.Correction
     spread: base.SpreadFit
@@ -72,7 +98,14 @@ class Fitted:
 
 
 def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
-    """What is read at once, and the columns in the same order: one variable at one lead."""
+    """Return the groups of fields that are read together, and the columns in the same order.
+
+    A group is one variable at one lead.
+
+    Args:
+        store: the tensor store.
+        leads: lead times in hours.
+    """
     layout = store.layout
     groups: list[Group] = []
     columns: list[Column] = []
@@ -84,7 +117,12 @@ def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, 
 
 
 def fit(data: Data, group: Group) -> Fitted:
-    """Fit the corrections of one group, and find where its test dates are extreme."""
+    """Fit the corrections of one group, and find where its test dates are extreme.
+
+    Args:
+        data: the store and its dates.
+        group: the fields.
+    """
     grid = data.store.layout.grid
     shape = (len(group.levels), *grid.shape)
     halves = blocks_of(data.store.layout.init_time[data.train], 10) % 2
@@ -106,7 +144,7 @@ def fit(data: Data, group: Group) -> Fitted:
 
 
 def _extremes(data: Data, group: Group) -> np.ndarray:
-    """Where |EFI| of the full ensemble is large on the test dates, (D, Z, Y, X) bool."""
+    """Return where |EFI| of the full ensemble is large on the test dates, (D, Z, Y, X) bool."""
     found = np.zeros((len(data.test), len(group.levels), *data.store.layout.grid.shape), bool)
     if len(np.unique(data.store.layout.init_time.astype("datetime64[Y]"))) < 2:
         return found  # no other year to be unusual against
@@ -122,8 +160,16 @@ def score(
     data: Data, groups: tuple[Group, ...], columns: int, forecasts: Mapping[str, Path], extremes: Set[str],
     calibration: Set[str],
 ) -> Table:  # fmt: skip
-    """Score `forecasts` (folders by label) on all test dates; those of `extremes` where it is extreme, and of those of
-    `calibration` their dispersion and PIT."""
+    """Score forecasts on all test dates.
+
+    Args:
+        data: the store and its dates.
+        groups: the fields.
+        columns: number of columns.
+        forecasts: folders of forecasts by label.
+        extremes: labels that are also scored where the ensemble is extreme.
+        calibration: labels whose dispersion and PIT are measured.
+    """
     table = Table(len(data.test), columns)
     fitted = [fit(data, group) for group in groups]
     for position, date in enumerate(data.test):
@@ -139,7 +185,7 @@ def score(
 
 
 class _Scorer:
-    """One group on one test date."""
+    """The scoring of one group on one test date."""
 
     def __init__(self, data: Data, table: Table, position: int, group: Group, fitted: Fitted):
         self.data, self.table, self.position, self.group, self.fitted = data, table, position, group, fitted
@@ -166,8 +212,11 @@ class _Scorer:
                 self._calibration(label, file, truth, weight, law, date)
 
     def _raw(self, members: np.ndarray) -> Iterator[tuple[str, Family, np.ndarray, np.ndarray]]:
-        """N(m, (1 + 1/M) s^2) of all and of few members, the latter without bias, with dispersion put right too, and
-        then as the law of the variable with that mean."""
+        """Yield forecasts of the raw ensemble and of its corrections, as distributions.
+
+        These are N(m, (1 + 1/M) s^2) of all members and of the reduced ensemble; the latter without bias; then also
+        with the right dispersion; and then with the variable's own distribution with that mean.
+        """
         few, law = self.data.members, registered(self.group.variable).family
         for size in (self.data.full, few):
             mean, variance = ensemble_moments(members[:size])
@@ -207,7 +256,7 @@ class _Scorer:
     def _forecast(
         self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray, extreme: np.ndarray | None
     ) -> tuple[Family, np.ndarray, np.ndarray]:
-        """Put the CRPS; return the law."""
+        """Record the CRPS, and return the distribution."""
         location, scale = self._read(file, "location"), self._read(file, "scale")
         family = Family(file.variables[f"{self.group.variable}_location"].distribution_family)
         score = crps(family, location, scale, truth)
@@ -228,7 +277,7 @@ class _Scorer:
             self._put(f"bin_{number}", label, (bins == number).astype(float), weight)
 
     def _read(self, file: netCDF4.Dataset, part: str) -> np.ndarray:
-        """(Z, Y, X) float64 at the group's lead, levels in the group's order."""
+        """Return (Z, Y, X) float64 at the group's lead, with levels in the group's order."""
         hours = np.atleast_1d(file.variables["forecast_period"][:]).astype(int).tolist()
         found = file.variables[f"{self.group.variable}_{part}"][0, hours.index(self.group.lead_hours)]
         values = np.ma.filled(found, np.nan)

@@ -1,4 +1,4 @@
-"""Sums of scores by start date, from which means, ratios and their bootstrap intervals are made.
+"""Sums of scores by start date, from which means, ratios and their bootstrap intervals are computed.
 
 Axes: D start date, C column (a lead, variable and level), B draw of the bootstrap (the first is the plain mean).
 """
@@ -17,7 +17,7 @@ Key = tuple[str, str]  # statistic, entrant
 
 @dataclass(eq=False)
 class Table:
-    """`total` and `weight` (D, C) of each statistic of each entrant."""
+    """The sums `total` and `weight` (D, C) of each statistic of each entrant."""
 
     dates: int
     columns: int
@@ -25,7 +25,15 @@ class Table:
     weight: dict[Key, np.ndarray] = field(default_factory=dict)
 
     def record(self, key: Key, date: int, columns: slice, values: np.ndarray, weight: np.ndarray) -> None:
-        """Add fields (Z, Y, X) where `weight` (Z, Y, X) is above zero; a NaN there makes the score NaN."""
+        """Add fields (Z, Y, X) where `weight` (Z, Y, X) is above zero. A NaN there makes the score NaN.
+
+        Args:
+            key: statistic and entrant.
+            date: position of the date.
+            columns: the columns of the levels.
+            values: the scores.
+            weight: the weights.
+        """
         for table in (self.total, self.weight):
             table.setdefault(key, np.zeros((self.dates, self.columns)))
         self.total[key][date, columns] += (np.where(weight > 0, values, 0.0) * weight).sum((-2, -1))
@@ -34,8 +42,15 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Board:
-    """Scores of a table: `counts` (B, D) says how often each date counts in each draw, the first row being ones;
-    `block` (D,) the block of each date, which is drawn as one."""
+    """The scores of a table, with the draws of a bootstrap.
+
+    Attributes:
+        table: the sums.
+        counts: (B, D), how often each date counts in each draw; the first row is ones.
+        columns: the columns that are used.
+        confidence: level of the intervals.
+        block: (D,) block of each date; dates of a block are drawn together.
+    """
 
     table: Table
     counts: np.ndarray
@@ -45,11 +60,16 @@ class Board:
 
     @property
     def blocks(self) -> int:
-        """How many blocks the dates lie in."""
+        """Return the number of blocks of dates."""
         return len(np.unique(self.block))
 
     def score(self, statistic: str, entrants: Sequence[str]) -> np.ndarray:
-        """Weighted mean (B, C) over dates, averaged over entrants (seeds)."""
+        """Return the weighted mean (B, C) over dates, averaged over entrants (seeds).
+
+        Args:
+            statistic: the score.
+            entrants: labels to average.
+        """
         found = []
         for entrant in entrants:
             total, weight = (
@@ -60,10 +80,16 @@ class Board:
         return np.mean(found, 0)
 
     def ratio(self, statistic: str, entrants: Sequence[str], others: Sequence[str], *, power: float = 1.0) -> Interval:
-        """Geometric mean over columns of (entrants' score over the others')^power; NaN where a score is.
+        """Return the geometric mean over columns of (entrants' score over the others')^power. It is NaN if a score is.
 
-        A field of which no date counts (an extreme that did not occur), or of which one side does not err, is left out,
-        of a draw that leaves none of it, too: a single zero would be the whole mean.
+        A field is left out if no date counts (an extreme that did not occur), or if one side has no error, because a
+        single zero would decide the whole mean. In a draw, fields of which no date remains are left out, too.
+
+        Args:
+            statistic: the score.
+            entrants: labels to average.
+            others: labels to average for comparison.
+            power: exponent; 0.5 turns squares into roots.
         """
         first, second = self.score(statistic, entrants), self.score(statistic, others)
         counted = self._counted(statistic, entrants) & self._counted(statistic, others) & (first != 0) & (second != 0)
@@ -74,19 +100,29 @@ class Board:
         return self.interval(means, min(self._fewest(statistic, who, usable) for who in (entrants, others)))
 
     def _counted(self, statistic: str, entrants: Sequence[str]) -> np.ndarray:
-        """Which columns a draw leaves something of, (B, C) bool."""
+        """Return the columns of which a draw keeps any date, (B, C) bool."""
         weights = (self.table.weight[statistic, entrant][:, self.columns] for entrant in entrants)
         return np.logical_and.reduce([self.counts @ weight > 0 for weight in weights])
 
     def _fewest(self, statistic: str, entrants: Sequence[str], usable: np.ndarray) -> int:
-        """The fewest blocks that know one of the `usable` columns."""
+        """Return the smallest number of blocks in which one of the `usable` columns has a value."""
         known = [self.table.weight[statistic, entrant][:, self.columns[usable]] > 0 for entrant in entrants]
         return fewest_blocks(self.block, np.hstack(known), self.blocks)
 
     def gain(self, *args: object, **kwargs: object) -> Interval:
-        """By how many per cent the entrants' score is lower; arguments as of `ratio`."""
+        """Return by how many per cent the entrants' score is lower.
+
+        Args:
+            *args: as in `ratio`.
+            **kwargs: as in `ratio`.
+        """
         return self.ratio(*args, **kwargs).map(lambda r: 100 * (1 - r))  # type: ignore[arg-type]
 
     def interval(self, draws: np.ndarray, blocks: int | None = None) -> Interval:
-        """Draws (B,), the first of which is the figure itself; `blocks` that it depends on, all by default."""
+        """Return the interval of draws (B,), of which the first is the figure itself.
+
+        Args:
+            draws: the figure in each draw.
+            blocks: number of blocks on which it depends; None takes all.
+        """
         return interval(float(draws[0]), draws[1:], self.confidence, self.blocks if blocks is None else blocks)
