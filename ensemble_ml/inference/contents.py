@@ -1,7 +1,7 @@
 """The data variables and dimensions of a forecast, and their attributes under CF-1.11.
 
-Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member, K
-quantile or threshold.
+Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member,
+K quantile or threshold.
 """
 
 from __future__ import annotations

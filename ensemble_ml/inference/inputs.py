@@ -1,7 +1,7 @@
 """Read the members of start dates, reduce them to the inputs of the model, and compare them with the training range.
 
-Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X
-longitude.
+Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
+X longitude.
 """
 
 from __future__ import annotations

@@ -110,7 +110,13 @@ def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
 
 
 def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:
-    """Return the kinds of fields that `outputs` makes of a variable, in the same order."""
+    """Return the kinds of fields that `outputs` makes of a variable, in the same order.
+
+    Args:
+        spec: the inputs and outputs of the model.
+        name: short name of the variable.
+        wanted: the optional contents.
+    """
     kinds = []
     if spec.config.postprocess:
         kinds = [Kind.MEAN, Kind.STDDEV, Kind.LOCATION, Kind.SCALE]

@@ -136,7 +136,12 @@ def made_already(
 
 
 def member_numbers(start: Start, source: Source) -> str:
-    """Return the numbers of the members of a forecast, as its attribute holds them."""
+    """Return the numbers of the members of a forecast, as its attribute holds them.
+
+    Args:
+        start: the start date and its members.
+        source: the reduced ensemble.
+    """
     return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 

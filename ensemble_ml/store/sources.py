@@ -143,7 +143,11 @@ class SourceTable:
         return {"files": files, "dates": self.dates}
 
     def write(self, root: Path) -> None:
-        """Write `sources.json` to a store. No file is written if nothing was read from files."""
+        """Write `sources.json` to a store. No file is written if nothing was read from files.
+
+        Args:
+            root: the folder of the store.
+        """
         if self.numbers:
             (root / SOURCES_FILE).write_text(json.dumps(self.as_dict(), indent=0))
 

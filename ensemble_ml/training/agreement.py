@@ -77,7 +77,12 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
 
 
 def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
-    """Raise a UserError if the store is not the one with which the run began."""
+    """Raise a UserError if the store is not the one with which the run began.
+
+    Args:
+        source: the store.
+        checkpoint: the checkpoint to resume from.
+    """
     was, now = checkpoint.meta["data_fingerprint"], source.fingerprint()
     if was != now:
         raise UserError(
@@ -86,7 +91,12 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise a UserError if the spec of a checkpoint to start from differs, and name the differences."""
+    """Raise a UserError if the spec of a checkpoint to start from differs, and name the differences.
+
+    Args:
+        spec: the spec of the new run.
+        checkpoint: the checkpoint that `init_from` names.
+    """
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members"]
     # Equal shapes mean that both models have these networks, or that neither has.
@@ -148,7 +158,12 @@ def _plain(value: Any) -> Any:
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dict with dotted keys."""
+    """Return nested settings as one dict with dotted keys.
+
+    Args:
+        plain: nested settings.
+        prefix: prefix of the keys, such as "optim.".
+    """
     found: dict[str, Any] = {}
     for key, value in plain.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -46,7 +46,12 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: AnyModel, step: int) -> None:
-        """Add the weights after `step` (counted from 1) to the average."""
+        """Add the weights after a step to the average.
+
+        Args:
+            model: the model.
+            step: number of the step, counted from 1.
+        """
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, p in learned(model):
             self.weights[name].lerp_(p.detach(), 1 - decay)
@@ -105,10 +110,14 @@ class State:
         return int(self.best["step"]) if self.best else 0
 
     def stalled(self, patience: int, every: int) -> bool:
-        """Return whether the last `patience` validations, `every` steps apart, were no better than one before them.
+        """Return whether the latest validations were no better than one before them.
 
         The result depends only on the step and on what checkpoints hold, so a resumed run ends at the same step as an
         uninterrupted one.
+
+        Args:
+            patience: number of validations; 0 never stalls.
+            every: steps between validations.
         """
         if not patience or self.best is None or self.step % every:
             return False

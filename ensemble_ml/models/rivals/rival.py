@@ -82,15 +82,36 @@ class Rival(nn.Module):
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
-        """Return the outputs (B, O * T * F, Y, X) of the channels, in at least float32."""
+        """Return the outputs (B, O * T * F, Y, X) of the channels, in at least float32.
+
+        Args:
+            planes_BCYX: the channels of `planes`.
+            x: the inputs of the model.
+        """
         raise NotImplementedError
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Return location and scale from two outputs, each (B, T, V, [Z,] Y, X)."""
+        """Turn the first two outputs into a distribution.
+
+        Args:
+            fields: the fields of one kind.
+            first: (B, T, V, [Z,] Y, X) the first output.
+            second: the second output, in the same shape.
+
+        Returns:
+            Location and scale in physical units, in the same shape.
+        """
         raise NotImplementedError
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict `leads_out` from `leads_in`, as parameters in physical units."""
+        """Predict `leads_out` from `leads_in`.
+
+        Args:
+            x: the inputs of the model.
+
+        Returns:
+            Location, scale and spread in physical units, as far as the settings ask for them.
+        """
         reduced = self.reduced(x)
         raw = self.network(self.planes(x, reduced), x).unflatten(1, (self.outputs, len(self.spec.leads_out), -1))
         found: dict[str, Tensor | None] = {}
@@ -121,6 +142,9 @@ class Rival(nn.Module):
         """Return mean, spread and climate at the predicted leads, by "p" (pressure levels) and "s" (surface).
 
         Kinds without variables are left out.
+
+        Args:
+            x: the inputs of the model.
         """
         x.check(self.spec, self.spec.grid.shape)
         leads, found = self.spec.lead_positions, {}
@@ -137,6 +161,10 @@ class Rival(nn.Module):
 
         If `model.departures` is on, the inputs of its statistical start are among them: departures d of
         `models.linear`, with their differences and means around each point.
+
+        Args:
+            x: the inputs of the model.
+            reduced: the result of `reduced`.
         """
         empty = {k: take(getattr(x, f"mean_{k}"), 1, self.spec.lead_positions) for k in "ps"}
         s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
@@ -173,7 +201,12 @@ class Rival(nn.Module):
         return torch.cat(signs)[:, None], torch.cat(offsets)[:, None]
 
     def split(self, values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """Split an axis of F fields into (V, Z) of the pressure levels and S of the surface."""
+        """Split an axis of F fields into (V, Z) of the pressure levels and S of the surface.
+
+        Args:
+            values: a tensor with an axis of F fields.
+            axis: position of that axis.
+        """
         shape = len(self.spec.variables), len(self.spec.levels)
         upper, flat = values.split((shape[0] * shape[1], len(self.spec.surface)), axis)
         return (upper.unflatten(axis, shape) if upper.shape[axis] else upper), flat
