@@ -90,6 +90,7 @@ class Job:
             overrides=overrides,
         )
         regrid = config.truth_regrid or config.regrid is not None
+        # A truth on another grid is regridded if the settings say so, or if the forecast is regridded as well.
         opened = pair(source, config.truth, config.static, regrid=regrid, index=index, overrides=overrides)
         self.both, self.gaps = settle(opened, config.gaps)
         assert isinstance(self.both.forecast, ArchiveSource)
@@ -133,6 +134,7 @@ class Job:
             UserError: a field cannot be decoded or holds NaN, or the disk refuses to write.
             Stopped: `stopped` returned True.
         """
+        # The claim keeps other builders from building the same date.
         with build.claim(date) as ours:
             if not ours:
                 return False
@@ -145,6 +147,7 @@ class Job:
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
         """Read one part of a start date slice by slice, and write each slice to the store."""
         for selection in slices_of(self.plan.layout):
+            # The question is asked for each slice, so that a build does not have to complete a date before it stops.
             if stopped():
                 raise Stopped
             if part is Part.TRUTH and self.truth is not None:
@@ -159,6 +162,8 @@ class Job:
             sources = writer.entry.sources.setdefault(part.value, Sources())
             sources.add(catalogue.stamps, gathered.places, gathered.checksum)
             kind, lead, variable = self._place(selection)
+            # A slice has one lead and one variable, so these axes are dropped. A surface field gets an axis of one
+            # level.
             block = pressure[:, 0, 0] if kind is Kind.PRESSURE else surface[:, 0, 0][:, None]
             writer.cell(part, kind, lead, variable, block)
 

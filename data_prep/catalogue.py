@@ -276,6 +276,7 @@ class Catalogue:
         """Read single fields in the order of the files, then those that are combined from several."""
         single = [target for target in targets if target.combine is Combine.ONE]
         chosen = self.records[[target.rows[0] for target in single]]
+        # Fields are read in the order in which they lie in the files, so that files are read forwards.
         order = np.lexsort((chosen["offset"], chosen["file"]))
         masks: Masks = {}
         checksum = 0

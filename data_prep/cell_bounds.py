@@ -44,6 +44,7 @@ def hours_of_sum(array: xr.DataArray) -> int:
     for attribute in ("long_name", "GRIB_name", "description", "comment"):
         remark = attribute in ("description", "comment")
         stated[attribute] = hours_in_text(str(array.attrs.get(attribute, "")), remark=remark)
+    # A place that states no hours contributes a 0.
     hours = set().union(*stated.values()) - {0}
     if len(hours) > 1:
         said = " and ".join(f"{one} h" for one in sorted(hours))
@@ -64,6 +65,7 @@ def _hours_of_range(array: xr.DataArray) -> set[int]:
         return set()
     end = float(np.ravel(to_hours(lead.values, lead))[0])
     if parts := re.fullmatch(r"(\d+)-(\d+)", str(array.attrs.get("GRIB_stepRange", ""))):
+        # A range that does not end at the lead belongs to another message.
         return {int(parts[2]) - int(parts[1])} if int(parts[2]) == end else set()
     length = str(array.attrs.get("GRIB_lengthOfTimeRange", ""))
     units = str(array.attrs.get("GRIB_indicatorOfUnitForTimeRange", "h"))
@@ -109,6 +111,7 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     """
     if reason := _other_cells(array, field):
         return f" ({reason})"
+    # A mean or an extreme over members is not a member.
     of_members = _methods(array, "member") - {"point"}
     if of_members:
         return f" ({sorted(of_members)[0]} over members)"
@@ -146,6 +149,7 @@ def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]],
 
     Each method is a triple: its axes, its name, and the words that follow, such as `where sea` or `within days`.
     """
+    # CF allows comments in parentheses, which state no method.
     text = re.sub(r"\([^)]*\)", " ", str(array.attrs.get("cell_methods", "")).lower())
     found = []
     for axes, method, more in _METHOD.findall(text):
@@ -226,6 +230,7 @@ def widths(
         bounds = data[name].values
         if bounds.shape != (*axis.shape, 2):
             raise UserError(f"{axis.name}: its bounds {name} are not two for each of its values; shape {bounds.shape}")
+        # A value is stored at the lead at which its interval ends, so the coordinate has to be that end.
         if (np.abs(to_hours(bounds[..., 1] - axis.values, axis)) > ROUNDING).any():
             raise UserError(
                 f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
@@ -243,6 +248,7 @@ def widths(
                 f"{array.name}: is a sum over {named} h by its name, and over {wrong[0]} h by the bounds {name} of"
                 f" {axis.name}; mend one of them"
             )
+        # Widths are known along the axes of this coordinate. Each field takes the one at its own position.
         return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
     if absent and field.accumulated and not named:
         text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
@@ -260,6 +266,7 @@ def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -
     if said is None or lead is None:
         return None
     pairs = [[int(hour) for hour in pair.split("-")] for pair in str(said).split() if pair != "none"]
+    # An interval is found by the lead at which it ends.
     length = {last: last - first for first, last in pairs}
     hours = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
     along = np.array([length.get(hour, 0) for hour in hours.tolist()], np.int32)

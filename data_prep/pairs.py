@@ -47,6 +47,8 @@ class StoreTruth:
         check_grid(store.layout.grid, store.path, layout.grid)
         self.store, self.layout, self.path = store, layout, store.path
         own = store.layout
+        # These are the positions of the forecast's dates and coordinates in the store, negative where the store lacks
+        # one.
         self._date = places(layout.init_time.tolist(), own.init_time.tolist())
         self._axes = {name: places(getattr(layout, name), getattr(own, name)) for name in _AXES}
         for name in sorted(bounds.keys() & store.lead_bounds.keys()):
@@ -74,6 +76,7 @@ class StoreTruth:
             every_axis = (lead, variable, level), (lead, flat)
             for block, values, axes in zip((pressure, surface), found, every_axis, strict=True):
                 first = np.zeros(1, int)
+                # Both sides are indexed only at coordinates that the store has.
                 to = np.ix_(first, *(np.flatnonzero(axis >= 0) for axis in axes))
                 block[to] = values[np.ix_(first, *(axis[axis >= 0] for axis in axes))]
         return pressure, surface
@@ -88,6 +91,7 @@ class StoreTruth:
         wanted = {name: getattr(selection, name) for name in _AXES}
         wanted = {name: getattr(self.layout, name) if value is None else value for name, value in wanted.items()}
         own = self.store.layout
+        # Only fields that the store has are read; all others stay NaN.
         common = {name: tuple(v for v in values if v in getattr(own, name)) for name, values in wanted.items()}
         first, last = selection.rows or (0, self.layout.grid.shape[0])
         shape = 1, len(wanted["lead_hours"])
@@ -326,6 +330,7 @@ def pair(
     store = _store(truth)
     if as_list(truth) and store is None:
         catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=others))
+    # A name that no file has is a mistake, which would otherwise go unnoticed.
     _check_overrides(overrides, catalogues, source.path)
     if not as_list(truth):
         return Pair(source, None, fields)
@@ -440,6 +445,7 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
     """
     wanted = source.layout.grid
     way = source.catalogue.geometry if isinstance(source, ArchiveSource) else Geometry(wanted, wanted)
+    # An archive on the forecast's own grid is cut, coarsened or regridded in the same way as the forecast.
     if regrid or catalogue.grid.same_as(way.source):
         catalogue.onto(Geometry(catalogue.grid, wanted, way.whole))
     check_grid(catalogue.grid, name, wanted)

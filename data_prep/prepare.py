@@ -52,6 +52,7 @@ def prepare(config: PrepareConfig) -> Path:
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
     if not build.complete:
         _log_plan(job.source, job.both)
+        # False means that other shares of the start dates are still missing.
         if not run(config, job, build):
             return build.work
     _log_errors(path)
@@ -96,6 +97,7 @@ def _check_settings(config: PrepareConfig) -> None:
         for path in as_list(getattr(config, key)):
             if not is_dataset(path) and is_store(Path(path)):
                 raise UserError(f"{key}={path}: is a tensor store already; prepare reads archives (GRIB, NetCDF, Zarr)")
+    # An open Dataset cannot be sent to other processes, so only threads can build from it.
     held = [path for key in ("input", "truth") for path in as_list(getattr(config, key)) if is_dataset(path)]
     if held and config.executor is not Executor.threads:
         remedy = "an open Dataset is computed by Dask: choose its scheduler, and leave executor=threads"

@@ -405,6 +405,7 @@ class XarrayFile:
             wanted = np.array(where)
             first, last = wanted.min(0), wanted.max(0) + 1
             inside = tuple((wanted - first)[:, 1:].T)
+            # One row shows that most fields have values, and is much less to read than the whole field.
             empty = np.isnan(self._read(variable, first, last, middle)).all((-2, -1))[inside]
             if empty.any():
                 empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]

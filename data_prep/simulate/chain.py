@@ -150,12 +150,14 @@ class Chain:
 
     def _cycle(self, cycle: Cycle, state: State) -> State:
         """Perturb the truth, run forecasts and truth for two days, and write them. Return the next state."""
+        # The generator depends only on seed, year and cycle, so a resumed year draws the same numbers.
         rng = np.random.default_rng([self.config.seed, self.year.year, state.index])
         truth = truncate(state.nature[0], self.config.forecast_truncation)
         amplitude = Amplitude(self.config.norm, self.config.inflation)
         starts = initial_states(truth, state.dev, self.trajectories, amplitude, rng)
         runs = _two_days(self.forecast.model, starts, cycle.day)
         truths = _two_days(self.nature.model, state.nature, cycle.day)
+        # The rain of the 24 h before the start fell in the cycle before.
         truths[0] = (state.nature, state.rain)
         if cycle.written:
             self._write(cycle, runs, truths)

@@ -51,6 +51,7 @@ def simulate(config: SimulateConfig) -> Path:
     _claim(config, output)
     began = time.perf_counter()
     years = model_years(config)
+    # Years whose parts are all complete are not run again.
     missing = [y for y in years if not all(y.part(output, c).exists() for c in y.written)]
     if missing or not all((output / ".parts" / name).exists() for name in STATIC):
         if find_spec("jcm") is None:
@@ -60,6 +61,7 @@ def simulate(config: SimulateConfig) -> Path:
     figures = realism(output, years, config)
     for line in report(figures):
         print(line, flush=True)
+    # This file is written last, because it marks the archive as complete.
     write_whole(output / "archive.json", json.dumps(describe(config, years, figures), indent=1))
     shutil.rmtree(output / ".parts")
     dates = sum(len(year.written) for year in years)

@@ -41,6 +41,7 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
     tasks, events = context.Queue(), context.Queue()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     count = min(len(missing), config.workers or len(cores))
+    # Long years come first, so that no core works alone on a long one at the end. A None ends one worker.
     for year in [*sorted(missing, key=lambda year: len(year.cycles), reverse=True), *[None] * count]:
         tasks.put(year)
     shares = [cores[k::count] or cores for k in range(count)]

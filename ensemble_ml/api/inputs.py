@@ -90,6 +90,7 @@ def open_verified(config: EvaluateConfig) -> Pair:
     """
     from ensemble_ml.verification import open_forecasts
 
+    # Ensemble and truth are brought to the grid of the forecasts, so one of these has to be opened first.
     grid = open_forecasts(as_list(config.forecast))[0].grid if config.regrid else None
     return open_pair(
         config.ensemble,

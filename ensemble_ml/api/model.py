@@ -81,6 +81,7 @@ class Model:
         numbers = members if members is None or isinstance(members, int) else [int(number) for number in members]
         ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
         config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
+        # Workers of Dask open the input for themselves.
         source = Reopened(open_input, config)
         job, starts = plan_job(config, source, self.spec, self.meta)  # type: ignore[arg-type]
         return forecast_dataset(job, starts, device)

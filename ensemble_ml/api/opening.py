@@ -171,6 +171,7 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
     first = origins[0] if origins else None
     if first is None or any(one is None or one.opening is not first.opening for one in origins):
         return changed, {}
+    # With fewer variables or other coordinates the Dataset is a selection, and its paths would give all of it.
     if frozenset(map(str, data.data_vars)) != first.names or not _same_axes(data, first.source):
         return changed, {}
     return first.opening.paths, first.opening.settings()

@@ -56,6 +56,7 @@ def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **setting
     """
     (paths, of_ensemble), (of_truth, of_its_own) = resolve_pair(ensemble, truth)
     opened = {name: value for name, value in of_its_own.items() if name in ("names", "units") and value}
+    # If ensemble and truth were opened with different names or units, those of the ensemble count.
     opened |= {name: value for name, value in of_ensemble.items() if value}
     ours = {"input": paths, "truth": of_truth, "output": os.fspath(output)}
     return prepare_store(settings_of(PrepareConfig, {**opened, **settings}, ours, {}))
@@ -107,6 +108,7 @@ def calibrate(
     folder = tempfile.TemporaryDirectory(prefix="ensemble_ml-") if kept is None else None
     root = Path(folder.name) if folder is not None else kept
     assert root is not None
+    # The store is needed only during the fits.
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as scratch:
         store = _store_of(ensemble, truth, Path(scratch) / "store.zarr", settings)
         config = _fits(store, root, train, validation, networks)

@@ -67,6 +67,7 @@ class Scores:
                 for values, one in zip(axes.values(), (row["entrant"], row["lead_hours"], name), strict=True)
             )
             for metric, value in row.items():
+                # A metric is a dict of a value and its interval. All other entries of a row are names.
                 for part in _METRICS_OF if isinstance(value, dict) else ():
                     label = metric if part == "value" else f"{metric}_{part}"
                     made = found.setdefault(label, np.full(shape, np.nan))
@@ -150,6 +151,7 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
         ['entrant', 'field', 'lead_time']
     """
     (paths, of_ensemble), (of_truth, more) = resolve_pair(ensemble, truth)
+    # `score` reads forecasts from files, so Datasets are first written to a temporary folder.
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as folder:
         ours = {
             "forecast": _folders(forecast, Path(folder)),

@@ -81,6 +81,7 @@ def run(config: BenchmarkConfig) -> Path:
     unended = {one.name: cut_short(one, skill.steps) for one in trained if len(one.trials) > 1}
     if cut := [f"{name} ({count} of {skill.seeds} seeds)" for name, count in unended.items() if count]:
         notes.append(f"{LOST}Still within their patience after all {skill.steps} steps: {', '.join(cut)}.")
+    # Trainings and forecasts of an earlier run may be those of another commit, which the report has to state.
     made = [run for one in trained for run in one.runs]
     made += [path for sizes in forecasts.values() for labels in sizes.values() for path in labels.values()]
     if others := made_at(made) - {commit()}:

@@ -101,10 +101,14 @@ class SimulateConfig:
         for window in self.windows:
             require("windows", window, _day(window) is not None, "write month and day, 01-07")
         require("windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
+        # A window takes its warm-up and its dates, which are 48 h apart, and before them the days that seed the
+        # perturbations.
         days = [day.toordinal() for window in self.windows if (day := _day(window)) is not None]
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
         require("windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
+        # With several years, the last window has to end before the first window of the next year, and in its own
+        # calendar year, because the splits are distinguished by years.
         several = self.train_years + self.validation_years + self.test_years > 1
         written = 2 * max(self.train_dates, self.validation_dates, self.test_dates) + 2
         short = several and days[0] + 365 - days[-1] < written
@@ -129,6 +133,7 @@ def check_overrides(config: Any) -> None:
     for key, example in (("names", "{t2m: temperature_2m}"), ("units", "{tp: mm}")):
         stated = getattr(config, key) or {}
         require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
+        # Users may give any known name of a variable. Here it becomes the name of the registry.
         by_our_names = {}
         for ours, theirs in stated.items():
             try:

@@ -22,6 +22,7 @@ def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
         paths: whether the field holds a path or a list of paths although its type does not say so.
     """
     metadata = {"doc": doc, "paths": paths}
+    # A mutable default needs a function, so that each instance has its own.
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -138,6 +139,7 @@ def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple
     """
     lines = []
     for item in fields(cls):
+        # A field whose default is made by a configuration class is a group of settings.
         nested = item.default_factory if isinstance(item.default_factory, type) else None
         if nested is not None and hasattr(nested, "__dataclass_fields__"):
             lines += setting_lines(nested, values and values[item.name], f"{prefix}{item.name}.")

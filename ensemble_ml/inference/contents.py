@@ -182,6 +182,8 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
         # A parameter is no physical quantity and gets no standard name: the location of a censored distribution may lie
         # below zero.
         found["standard_name"] = known.standard_name
+    # Software has to know whether a temperature is on a scale or a difference: a conversion to degrees Celsius shifts
+    # only the former.
     if known.temperature and kind is not Kind.PROBABILITY:
         found["units_metadata"] = f"temperature: {'difference' if kind in _DIFFERENCES else 'on_scale'}"
     if kind in _PARAMETERS:
@@ -194,10 +196,13 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
         over = f"lead times {spans}" if spans else "the interval of time_bnds"
         found["comment"] = "; ".join(filter(None, (found.get("comment"), f"of the {method} over {over}")))
         method = ""
+    # Intervals that the variables do not share cannot stand in time_bnds. They are written as a comment of the cell
+    # method.
     within = f" (comment: over lead times {spans})" if spans else ""
     methods = [f"time: {method}{within}" if method else "", _METHODS.get(kind, "")]
     if any(methods):
         found["cell_methods"] = " ".join(filter(None, methods))
+    # CF and xarray find auxiliary coordinates by their names in this attribute.
     coordinates = ["time"]
     if header.places.asked is not None:
         coordinates += ["latitude", "longitude", "requested_latitude", "requested_longitude"]

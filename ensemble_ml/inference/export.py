@@ -56,12 +56,15 @@ def export(config: ExportConfig) -> Path:
         if all(one.get("baseline") for one in made):
             raise UserError(f"{who}forecasts by {config.checkpoint} stood there as baselines; give them as forecast=")
     card = model_card(checkpoint.spec, checkpoint.meta, scores)
+    # All files are written to a draft folder, which takes the name of the output only when it is complete.
     partial = draft_of(output)
     partial.mkdir(parents=True)
     try:
         for name in (MODEL, META):
             shutil.copyfile(checkpoint.path / name, partial / name)
         (partial / CARD).write_text(card, encoding="utf-8")
+        # Files and folder reach the disk before the renaming, so that a power cut cannot leave an export without
+        # content.
         for path in (*partial.iterdir(), partial):
             sync(path)
         if output.exists():

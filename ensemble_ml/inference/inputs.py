@@ -73,6 +73,7 @@ class Samples:
         self.reader, self.spec = Reader(source, spec, window=window), spec
         self._limits = _limits(spec, meta["input_range"]) if "input_range" in meta else None
         self._warned: set[str] = set()
+        # Members are also needed for masks, and by models that look at single members.
         self._keep = members or bool(spec.masked) or spec.config.one_member or spec.takes_members
 
     def read(self, start: Start) -> Sample:
@@ -113,6 +114,7 @@ class Samples:
         for values, names in ((members.pressure, self.spec.variables), (members.surface, self.spec.surface)):
             if values.size:
                 known = torch.from_numpy(np.isfinite(values).any((-2, -1)).astype(np.float32))
+                # The maximum over the ranks is 1 if any of them has a value.
                 spatial.all_reduce(known, op="max")
                 self.reader.refuse(known.numpy() > 0, names, start.date, np.array(start.positions))
 
@@ -129,10 +131,13 @@ class Samples:
         """Describe, for each variable beyond the training range at any level, the level where it is farthest beyond."""
         assert self._limits is not None
         limits = self._limits
+        # The excess is measured in widths of the training range. A field that was constant in training gets a tiny
+        # width.
         width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
         excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
         found: dict[str, tuple[float, str]] = {}
         for index, (name, level) in enumerate(_fields(self.spec)):
+            # Of all levels of a variable, only the one with the largest excess is described.
             if excess[index] > _MARGIN and excess[index] > found.get(name, (0.0, ""))[0]:
                 above = high[index] - limits[index, 1] >= limits[index, 0] - low[index]
                 value = high[index] if above else low[index]
@@ -156,6 +161,7 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         return torch.from_numpy(np.stack(arrays))
 
     single, every = spec.config.one_member, spec.takes_members
+    # Dates may differ in their numbers of members. Shorter ones are filled up so that they can be stacked.
     most = max(len(s.start.positions) for s in samples)
     given = [s.members for s in samples] if spec.masked else []
     shares = [valid_shares(spec, members.pressure, members.surface) for members in given]
@@ -191,6 +197,8 @@ def replace_static(model: AnyModel, source: Source) -> None:
         raise UserError(f"static: {', '.join(absent)} missing, which the checkpoint takes; it holds {held}")
     climate = Climate.default(spec)
     climate.static = np.stack([there[name] for name in spec.static]) if spec.static else climate.static
+    # Only the buffer `position`, which holds the static fields, is replaced. All other buffers stay those of the
+    # training.
     model.features.load_state_dict({"position": Features(spec, climate.checked(spec)).position}, strict=False)
 
 

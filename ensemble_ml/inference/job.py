@@ -81,6 +81,7 @@ def plan_job(
     job = Job(config, source, meta, spec, wanted, places, identity(config, wanted, meta, source))
     trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
     starts = plan_starts(source, spec, config, trained)
+    # Only one rank logs; otherwise each warning would appear once for each rank.
     if told:
         _tell_of_few(starts, meta)
         if "input_range" in meta:

@@ -137,11 +137,13 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
     maker = Forecaster(job, _checked(device), job.config.threads or torch.get_num_threads())
     size = batch_size(job.spec)
     groups = [list(starts[first : first + size]) for first in range(0, len(starts), size)]
+    # With pure=False each task gets a name of its own, and Dask does not hash its arguments.
     batches = [dask.delayed(maker.batch, pure=False)(group) for group in groups]
     found: dict[str, Any] = {one.name: (one.dims, one.values, dict(one.attributes)) for one in coordinates(head)}
     for name in (*job.spec.variables, *job.spec.surface):
         parts = [dask.delayed(maker.variable, pure=False)(batch, name) for batch in batches]
         for kind in kinds_of(job.spec, name, job.wanted):
+            # Names, axes and attributes depend only on the kind, so an empty field stands for the values here.
             one = Output(name, kind, np.empty(0, np.float32))
             values = _joined(parts, [len(group) for group in groups], kind, _shape(job, head, one))
             found[f"{name}_{kind.value}"] = dimensions(head, one), values, attributes(head, one)
@@ -149,6 +151,7 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
             found[height.name] = height.dims, height.values, dict(height.attributes)
     members = " ".join(str(job.source.layout.realization[position]) for position in starts[0].positions)
     about = global_attributes(head) | {"members_in": members}
+    # The coordinates are encoded as in a file, so decoding gives the same Dataset as opening the files.
     return xr.decode_cf(xr.Dataset(found, attrs=about), decode_timedelta=True)
 
 

@@ -71,6 +71,8 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
                 _data_variable(data, header, output)
         with _access(path):
             data.close()
+            # File and folder reach the disk before the renaming, so that a power cut cannot leave an empty file under
+            # the name.
             for each in (partial, path.parent):
                 sync(each)
             give_name(partial, path, replace=replace)

@@ -81,6 +81,7 @@ def _check_within_bounds(name: str, values: Sequence[float]) -> None:
     known = registered(name)
     lower, upper = known.family.bounds
     for value in values:
+        # No value exceeds the upper bound itself.
         if not lower <= value < upper:
             most = "" if upper == np.inf else f" to {upper:g}"
             raise UserError(
@@ -204,6 +205,7 @@ class _Variable:
         Raises:
             UserError: the model predicts something that is not finite elsewhere.
         """
+        # The mean of the members is NaN exactly where none of them has a value.
         hidden = torch.isnan(self._raw(self._sample.mean)) if self._masked else torch.zeros((), dtype=torch.bool)
         for values in (self.location, self.scale, self.spread):
             if values is not None and not (torch.isfinite(values) | hidden).all():

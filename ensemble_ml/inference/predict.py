@@ -96,6 +96,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     session.mesh.world.barrier()
     if config.static is not None:
         replace_static(model, source)
+    # Ranks that share cores divide them; otherwise each rank would start as many threads as there are cores.
     ranks = sharing_cores(session.mesh.world, session.device)
     with torch_threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
         put_on_device(model, meta, config.precision, session.device)
@@ -134,6 +135,7 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
     if topology.spatial > 1 and spec.config.name != "unet3d":
         raise UserError(f"model.name={spec.config.name}: cannot be shared out; use parallel.lat=1 parallel.lon=1")
+    # Parts of the grid are whole blocks of the U-Net's poolings, so the depth decides where they may begin.
     return make_shard(topology, spec.grid.shape, spec.config.depth if topology.spatial > 1 else 0)
 
 
@@ -145,6 +147,7 @@ def _own(items: list[T], session: Session) -> list[T]:
 def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start, Path | None]]) -> None:
     """Make the forecasts of the start dates that have a path."""
     spatial = job.session.mesh.spatial
+    # Each rank of a group reads only its part of the grid.
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
     samples = Samples(job.source, job.spec, job.meta, window, job.wanted.members)
     writing: list[Future[Path]] = []
@@ -158,6 +161,7 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
                     samples.check_together(sample, spatial)
             whole = _whole(job, forward(model, group, device))
             group = [samples.judged(s) for s in (_whole_sample(job, sample) for sample in group) if s is not None]
+            # Only the first rank of the group has the whole grid and writes.
             if whole is None:
                 continue
             # One batch is written while the next is computed. `done` first waits for the batch before, so that no more

@@ -100,8 +100,10 @@ def nearest_points(grid: Grid, points: Any) -> Places:
     """
     asked = _as_pairs(points)
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)
+    # Distances in longitude are taken around the circle: 359.9 is close to 0.
     away = np.abs(np.mod(grid.longitude[None] - asked[:, 1:] + 180, 360) - 180)
     columns = away.argmin(1)
+    # A point that is more than half a step away from the nearest row or column lies outside the grid.
     far = np.abs(grid.latitude[rows] - asked[:, 0]) > spacing(grid.latitude) / 2 + TOLERANCE
     far |= away.min(1) > spacing(grid.longitude) / 2 + TOLERANCE
     far |= np.abs(asked[:, 0]) > 90

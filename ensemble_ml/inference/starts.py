@@ -67,6 +67,7 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
             f"input {source.path}: its grid has {layout.grid.describe()}, the checkpoint's {spec.grid.describe()};"
             f" regrid=true brings an archive to the checkpoint's grid, or give a store {store} by prepare"
         )
+    # Everything that is missing stands in one message. Otherwise a user would need one run for each missing item.
     pairs: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
         ("pressure-level variables", spec.variables, layout.variables),
         ("levels (hPa)", spec.levels if spec.variables else (), layout.levels),
@@ -87,6 +88,7 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
                 f"input {source.path}: {name} over {_spans(here[name])}, the checkpoint knows it over"
                 f" {_spans(known[name])}; give data of the same lead times as in training"
             )
+    # Here only one side states its intervals. This is no error, because the quantity may still be the same.
     for name in known.keys() ^ here.keys() if bounds is not None else ():
         text = "%s is over %s in %s, and over no interval that is known in %s: it may be another quantity"
         both = [f"input {source.path}", "training"]
@@ -124,6 +126,7 @@ def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ..
     numbers = _list(realization)
     if members_in is None:
         return tuple(range(len(realization)))
+    # True is an int in Python, but not a number of members.
     if isinstance(members_in, int) and not isinstance(members_in, bool):
         if not 1 <= members_in <= len(realization):
             raise UserError(f"members_in={members_in}: the input holds {len(realization)} members ({numbers})")
@@ -165,6 +168,7 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
         raise UserError("dates=[]: names no start date; leave it out for all")
     every = np.arange(len(layout.init_time))
     dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
+    # This checks the request itself. `_start` checks again for dates with missing members.
     _enough(len(wanted), spec, config, f"members_in={config.members_in}: {len(wanted)} members")
     starts = [_start(source, spec, config, int(date), wanted) for date in dates]
     unlike = _unlike([start.init_time for start in starts], trained)
@@ -192,6 +196,7 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
     trained_on = f"{_list([f'{hour:02d}' for hour in sorted(hours)])} UTC in {_list([month_abbr[m] for m in months])}"
     found = {}
     for time in init_times:
+        # Days of the year lie on a circle: 31 December is next to 1 January.
         apart = abs(days - day_of_year(time))
         nearest = int(np.minimum(apart, abs(365 - apart)).min())
         ways = [f"at {hour_of_day(time):02d} UTC"] if hour_of_day(time) not in hours else []
@@ -227,6 +232,7 @@ def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -
     variables = [layout.variables.index(name) for name in spec.variables]
     levels = [layout.levels.index(level) for level in spec.levels] if variables else []
     flat = [layout.surface.index(name) for name in spec.surface]
+    # A field that is zero by nature, such as rain at lead zero, need not be in the archive.
     unneeded = np.array([[zero_by_nature(name, lead) for name in spec.surface] for lead in spec.leads_in], bool)
     found = {}
     for position in wanted:

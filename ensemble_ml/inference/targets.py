@@ -34,6 +34,8 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         meta: the content of checkpoint.json.
         source: the reduced ensemble, whose static fields may be used.
     """
+    # The digest covers every setting that changes the content of a file. A resumed run keeps only files with the same
+    # digest.
     settings = {
         "quantiles": wanted.quantiles,
         "thresholds": dict(sorted(wanted.thresholds.items())),
@@ -91,6 +93,7 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
     folder = Path(config.output)
     check_writable(folder)
     paths = [folder / file_name(start.init_time) for start in starts]
+    # Files are named by the minute, so two starts in one minute would write the same file.
     if len(set(paths)) < len(paths):
         raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")
     there = [path for path in paths if path.exists()]
@@ -149,5 +152,6 @@ def _others(path: Path, wanted: Mapping[str, str]) -> list[str]:
     """Return, in words, the attributes of a file that differ from what is wanted."""
     found = read_attributes(path)
     words = {"checkpoint_sha256": "checkpoint", "data_fingerprint": "input", "settings_digest": "settings"}
+    # The checkpoint is named first, then the input and the settings.
     names = sorted(wanted, key=[*words, *wanted].index)
     return [words.get(name, name) for name in names if str(found.get(name)) != wanted[name]]

@@ -50,6 +50,7 @@ class Sources:
             checksum: crc32c of these fields.
         """
         places = places.copy()
+        # Only files that hold one of the fields are recorded.
         used, numbers = np.unique(places["file"], return_inverse=True)
         known = list(self.files)
         for path, size, time in (stamps[number] for number in used.tolist()):
@@ -104,6 +105,7 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
         lost: whether a file that cannot be seen counts as changed. Another process may have reached it by another path.
     """
     for path, before in files.items():
+        # Many start dates may come from the same file, which is looked up only once.
         if path not in now:
             now[path] = stamp(path)
         if now[path] != tuple(before) and (lost or now[path] is not None):

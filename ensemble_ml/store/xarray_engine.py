@@ -104,6 +104,7 @@ def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
     for part in parts:
         for name in source.layout.names:
             array = SourceArray(source, part, name)
+            # A store has one shard for each start date, so Dask should read whole start dates.
             chunks = {
                 dim: 1 if dim == "init_time" else length for dim, length in zip(array.dims, array.shape, strict=True)
             }
@@ -173,6 +174,7 @@ class SourceArray(BackendArray):
                 out[place] = self._date(date, selection).reshape(*shape[1:-2], -1, self.shape[-1])[..., rows, :][
                     ..., columns
                 ]
+        # Axes that were indexed by an integer were read with length one. They are dropped here.
         scalar = tuple(0 if isinstance(part, int | np.integer) else slice(None) for part in key)
         return out[scalar]
 

@@ -119,6 +119,7 @@ def fit_climate(
             linear correction would not fit in memory.
     """
     team = team or Team()
+    # A fit that does not fit into memory is refused before anything is read.
     refuse_unfittable(reader.spec, team.on_host)
     began = time.monotonic()
     dates, scales = Dates(reader, members, seed, progress, team), Scales(reader.spec.grid)
@@ -134,6 +135,7 @@ def fit_climate(
     climatology = fit_climatology(dates, chosen, scales, moments.std)
     some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all members would leave no spread to predict
     spread = fit_spread(some, sample, spaced(np.asarray(validation, int), SAMPLE_DATES), climatology, scales)
+    # The terms were fitted with at most all but one of the members. From here on, M is the usual number again.
     spread = replace(spread, members=dates.members)
     truth = Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if _has_anchor(reader.spec) else torch.zeros_like(climatology)
@@ -145,6 +147,7 @@ def fit_climate(
     arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
     arrays |= {"spread_shrink": spread.full_shrink, "spread_gain": spread.gain, "spread_level": spread.level}
     found = {}
+    # `Climate` holds pressure levels and surface variables in separate arrays.
     for name, values in arrays.items():
         found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, np.asarray(values), 1)
     for name in ("mean", "std"):
@@ -259,6 +262,7 @@ def _truth_terms(
     truth.tell_of_zeros(sample)
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
+    # The factor of sigma is chosen on dates that the other fits have not seen.
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
     unseen = spaced(chosen_by, SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)

@@ -84,6 +84,7 @@ class _Samples:
         days = [float(day_of_year(reader.time(int(date)))) for date in dates]
         whole = torch.isfinite(mean) & torch.isfinite(variance)  # not where a date has fewer members than M
         truth = torch.where(whole, truth, torch.nan)
+        # Missing values get the mean over dates, so that they are finite. Their truth is NaN, so they have no weight.
         mean, variance = (torch.where(whole, v, torch.nan_to_num(v.nanmean(0))) for v in (mean, variance))
         return cls(mean, variance, truth, seasonal_terms(torch.tensor(days)), source.members)
 
@@ -122,6 +123,7 @@ def fit_emos_model(
     if len(validation):
         seen = _Samples.read(reader, np.asarray(validation), members, fit.some_points)
         scores = fit.scores(seen, typical_spreads(model))
+    # Without validation dates no form can be preferred, so one with moderate shrinkage is taken.
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
     fit.tell_of_few(reader.spec)
@@ -131,6 +133,7 @@ def fit_emos_model(
     wanted = rows_for(samples.members, [s for s in sizes if (whole >= s).sum() >= COEFFICIENTS])
     if wanted[0] > 1 and reader.spec.config.min_members == 1:
         log.warning("emos: fitted to %s members, and not to one, of which sigma would be too small", wanted)
+    # The model has a fixed number of rows. Rows that are left over repeat the largest size.
     spare = len(model.sizes) - len(wanted)
     model.sizes.copy_(torch.tensor([*wanted, *[wanted[-1]] * spare]))
     first = fit.all_points(form, None)
@@ -217,6 +220,7 @@ class _Fit:
             return whole
         start = start if start is not None and start.a.ndim else None
         dates, _, _, count = self.samples.mean.shape
+        # All points of a large grid together would take too much memory.
         parts = -(-count * dates // _AT_ONCE)
         slices = [slice(k, None, parts) for k in range(parts)]
         found = [self._local(form, whole, lead, field, s, None if start is None else start.at(s)) for s in slices]
@@ -252,6 +256,7 @@ class _Fit:
         """Fit coefficients for each of some points. Points with too few dates take the global ones."""
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
         mean, variance, truth = self.samples.field(lead, field, points)
+        # Points with too few observations take no part in the fit, and get the global coefficients below.
         few = torch.isfinite(truth).sum(-1) < COEFFICIENTS
         found = fit_emos(
             mean, variance, torch.where(few[:, None], torch.nan, truth), season=self.samples.season,
@@ -278,6 +283,7 @@ class _Fit:
     def some_points(self) -> slice:
         """Return the points at which forms are compared: every n-th, with n such that they lie on all meridians."""
         step = -(-len(self.area) // _MOST_POINTS)
+        # A step that shares a factor with the number of points could visit the same meridians again and again.
         while math.gcd(step, len(self.area)) > 1:
             step += 1
         return slice(None, None, step)

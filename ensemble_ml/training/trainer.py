@@ -214,6 +214,7 @@ class Trainer:
         self._measure_widths_by_size()
         per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
         per_step = self._seconds_a_step()
+        # Time for two validations is set aside: one at step 0 and one after the last step.
         left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
         fitting = math.floor(left / (per_step + per_validation / self.config.validate_every))
         steps = self.session.once(lambda: max(1, min(self.config.steps, fitting)))
@@ -268,6 +269,7 @@ class Trainer:
                 raise self._given_up(tracker, error.where) from error
             samples, stopped, due = (losses.pop(name) for name in ("samples", "stop", "due"))
             late = losses.pop("late", 0.0)
+            # A checkpoint gets its name only when all ranks have written their parts.
             self.keeper.follow(losses.pop("written") == self.session.mesh.model.size)
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(

@@ -187,6 +187,7 @@ class _Problem:
     ):  # fmt: skip
         self.mean, self.variance, self.season, self.weights, self.family = mean, variance, season, weights, family
         self.total = weights.sum(-1).clamp(min=_TINY)
+        # Samples without weight get a finite value, because zero times NaN is NaN.
         self.y = torch.where(weights > 0, y, mean)
         error, anomaly = self.y - mean, mean - reference
         self.centre = self._average(anomaly)
@@ -197,6 +198,7 @@ class _Problem:
         self.unit = _positive(torch.maximum(unit, _LEAST_UNIT * unit.square().mean().sqrt()))
         self.level = self._average(variance)
         self.single = self.level <= 0
+        # Predictors of mean 0 and deviation 1 make the curvature well conditioned.
         normal = (anomaly - self.centre[..., None]) / self.width[..., None]
         # (..., D, 2 + K): the design of the location, which is m + unit * design . theta
         self.design = torch.cat([torch.ones_like(mean)[..., None], normal[..., None], season], -1)
@@ -236,6 +238,7 @@ class _Problem:
         value, gradient, curvature = self._expand(theta, goal, pull)
         for _ in range(iterations):
             step = _damped_step(gradient, curvature, damping)
+            # Each point takes its step only if its value falls, and adapts its own damping to that.
             trial = self._expand(theta + step, goal, pull)
             better = trial[0] < value
             theta = torch.where(better[..., None], theta + step, theta)
@@ -304,6 +307,7 @@ class _Problem:
             by_scale = 2 * density - 1 / math.sqrt(math.pi)
             return scale * (z * slope + by_scale), -slope, by_scale, bend
         unit = self.unit[..., None]
+        # For all other distributions, automatic differentiation gives the gradient of their own CRPS.
         with torch.enable_grad():
             mu, sigma = location.detach().requires_grad_(), scale.detach().requires_grad_()
             score = distributions.crps(self.family, self.mean + unit * mu, unit * sigma, self.y) / unit
@@ -318,6 +322,7 @@ class _Problem:
         if season.shape[-1] != self.season.shape[-1]:
             season = self.season.new_zeros(*shape, self.season.shape[-1])
         ends = [(a + (b - 1) * self.centre) / self.unit, (b - 1) * self.width / self.unit]
+        # The parameters are roots, so c and d cannot become negative.
         roots = [c.sqrt() / self.unit, (d * self.level).sqrt() / self.unit]
         return torch.cat([torch.stack(ends, -1), season / self.unit[..., None], torch.stack(roots, -1)], -1)
 
@@ -337,6 +342,7 @@ def _positive(values: Tensor) -> Tensor:
 def _damped_step(gradient: Tensor, curvature: Tensor, damping: Tensor) -> Tensor:
     """Solve for the Levenberg-Marquardt step of each point."""
     diagonal = curvature.diagonal(dim1=-2, dim2=-1)
+    # The floor keeps the matrix regular if a parameter has no effect, such as the root of d of a single member.
     floor = 1e-9 * diagonal.amax(-1, keepdim=True) + _TINY
     matrix = curvature + torch.diag_embed(damping[..., None] * diagonal + floor)
     return -torch.linalg.solve(matrix, gradient[..., None])[..., 0]

@@ -94,6 +94,7 @@ class EmosModel(Rival):
             a, slope, sine, cosine, c, d = chosen.unbind(1)
             terms = (season[:, i].reshape(-1, *[1] * (a.ndim - 1)) for i in (0, 1))
             shift = a + slope * fields.mean + sum(k * term for k, term in zip((sine, cosine), terms, strict=True))
+            # The scale has to stay above zero, because scores divide by it.
             least = (1e-3 * fields.typical) ** 2
             found |= {
                 f"location_{suffix}": fields.mean + shift,
@@ -116,6 +117,7 @@ def rows_for(members: int, sizes: Collection[int]) -> list[int]:
     """
     found = sorted({members, *sizes})
     while len(found) > len(SIZES):
+        # The smallest size, the largest one and `members` always stay.
         inner = [at for at in range(1, len(found) - 1) if found[at] != members]
         found.pop(min(inner, key=lambda at: found[at + 1] / found[at - 1]))
     return found

@@ -78,6 +78,7 @@ class Rival(nn.Module):
         if spec.config.departures:
             sign = of_channels(spec.vector_sign(len(spec.leads_out)))[:, None]
             self.near = Padder(geometries(spec.grid, spec.config.pole, 0)[0], sign)
+        # The error is the scale of the CRPS loss. As a buffer it is part of every checkpoint.
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
@@ -166,6 +167,7 @@ class Rival(nn.Module):
             x: the inputs of the model.
             reduced: the result of `reduced`.
         """
+        # `Features` takes both kinds of fields. A kind without variables has an empty axis.
         empty = {k: take(getattr(x, f"mean_{k}"), 1, self.spec.lead_positions) for k in "ps"}
         s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
         climatology = [reduced[k].climatology if k in reduced else empty[k][0] for k in "ps"]
