@@ -194,6 +194,7 @@ def _step_type(array: xr.DataArray) -> str:
 
 
 def _bounds(axis: xr.DataArray) -> str:
+    """Return the name of the bounds of a coordinate, or an empty text."""
     return str(axis.attrs.get("bounds", axis.encoding.get("bounds", "")))
 
 

@@ -211,6 +211,7 @@ class Chain:
             return State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
 
     def _save(self, state: State) -> None:
+        """Save the state of the year."""
         save(self._state_file, {**vars(state)})
 
 

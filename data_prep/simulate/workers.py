@@ -91,6 +91,7 @@ class _Progress:
             self._tell(f"{self.latest} is done, the next is under way")
 
     def _tell(self, text: str) -> None:
+        """Print one line."""
         self.told = time.perf_counter()
         print(f"simulate: {self.count}/{self.total} {text} ({self.told - self.began:.0f} s)", flush=True)
 

@@ -107,6 +107,7 @@ def open(  # the package's name for it
 
 
 def _control(word: str) -> Control:
+    """Return the choice that a word names, or raise a UserError."""
     try:
         return Control(word)
     except ValueError:
@@ -140,6 +141,7 @@ def _lazy(source: Reopened) -> xr.Dataset:
 
 
 def _remembered(data: xr.Dataset, opening: _Opening, source: Reopened) -> xr.Dataset:
+    """Store the origin of each lazy variable in its encoding, and return the Dataset."""
     names = frozenset(map(str, data.data_vars))
     for array in data.variables.values():
         if array.chunks is not None:

@@ -118,6 +118,7 @@ def calibrate(
 
 
 def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -> TensorStore:
+    """Open the tensor store that `ensemble` is, or prepare one at `path`."""
     paths, _ = resolve(ensemble)
     if is_store_path(paths):
         # A store was made with its truth and settings, so anything given here would be ignored without a word.
@@ -187,4 +188,5 @@ def _split(store: TensorStore, train: list[str] | None, validation: list[str] | 
 
 
 def _iso(times: np.ndarray) -> list[str]:
+    """Return dates as ISO texts, to the minute."""
     return [str(time.astype("datetime64[m]")) for time in times]

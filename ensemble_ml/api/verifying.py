@@ -111,6 +111,7 @@ class Scores:
 
 
 def _written(path: Path, text: str, overwrite: bool) -> Path:
+    """Write a text to a file, unless one exists that may not be replaced."""
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists; say overwrite=True, or choose another name")
     check_writable(path.parent)
@@ -170,6 +171,7 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
 
 
 def _shown(paths: Any) -> list[str]:
+    """Return inputs as texts."""
     return [shown_input(path) for path in as_list(paths)]
 
 
@@ -217,5 +219,6 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
 
 
 def _write_dates(some: xr.Dataset, folder: Path) -> None:
+    """Write one file for each start date of a loaded forecast."""
     for at, time in enumerate(some[_START].values):
         some.isel({_START: [at]}).to_netcdf(folder / file_name(time), engine="netcdf4")

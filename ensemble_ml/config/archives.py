@@ -258,6 +258,7 @@ def _part(text: str) -> tuple[int, int] | None:
 
 
 def _number(value: Any) -> bool:
+    """Return whether a value is a number. True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

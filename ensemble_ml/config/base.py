@@ -168,6 +168,7 @@ def text_settings(cls: type, prefix: str = "") -> set[str]:
 
 
 def _as_yaml(value: Any) -> str:
+    """Return a value as YAML writes it, for `--help`."""
     if isinstance(value, Enum):
         return str(value.value)
     return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)

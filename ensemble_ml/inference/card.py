@@ -101,6 +101,7 @@ def _of(meta: Mapping[str, Any]) -> str:
 
 
 def _channels(spec: ModelSpec) -> str:
+    """Return the numbers of channels in words, for a network that has several resolutions."""
     config = spec.config
     return f", {config.hidden} to {config.max_hidden} channels" if config.pools else ""
 
@@ -174,6 +175,7 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
 
 
 def _span(dates: list[str]) -> tuple[str, str, str]:
+    """Return the number of dates, the first and the last one, as texts."""
     return (str(len(dates)), min(dates)[:10], max(dates)[:10]) if dates else ("0", "", "")
 
 
@@ -207,6 +209,7 @@ def _certain(claim: Mapping[str, Any]) -> str:
 
 
 def _interval(claim: Mapping[str, Any]) -> str:
+    """Return the confidence interval of a claim as text."""
     if claim.get("low") is None or claim.get("high") is None:
         return "none"
     return f"{claim['low']:.4g} to {claim['high']:.4g}"
@@ -275,9 +278,11 @@ def _use(meta: Mapping[str, Any]) -> str:
 
 
 def _listed(values: Any) -> str:
+    """Return values as one text, separated by commas."""
     return ", ".join(str(value) for value in values)
 
 
 def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = [" | ".join(heads), " | ".join("---" for _ in heads), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)

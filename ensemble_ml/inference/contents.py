@@ -163,6 +163,7 @@ class Header:
         return method, ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
 
     def _bounds(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Return the (first, last) hour of a variable for each lead. A moment begins and ends at its lead."""
         pairs = zip(self.leads, self.lead_bounds[name], strict=True)
         return tuple((lead, lead) if pair is None else (int(pair[0]), int(pair[1])) for lead, pair in pairs)
 

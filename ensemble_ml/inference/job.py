@@ -141,6 +141,7 @@ def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
 
 
 def _attributes(job: Job, start: Start, remarks: Sequence[str]) -> dict[str, str]:
+    """Return the global attributes of the forecast of one start date."""
     time = start.init_time.astype("datetime64[m]").item()
     hour = f"{time:%H:%M}" if time.minute else f"{time:%H}"
     return {
@@ -154,6 +155,7 @@ def _attributes(job: Job, start: Start, remarks: Sequence[str]) -> dict[str, str
 
 
 def _what(job: Job) -> str:
+    """Return what a forecast is, for its title."""
     return "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
 
 

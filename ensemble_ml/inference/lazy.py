@@ -106,6 +106,7 @@ class Forecaster:
         return {kind: _stacked(values, _time_axis(Kind(kind))) for kind, values in made.items()}
 
     def _ready(self) -> tuple[AnyModel, torch.device, Samples]:
+        """Return the model, its device and the reader, which are made at the first call in a process."""
         if self._made is None:
             config, source = self.job.config, self.job.source
             model, meta = load_model(config.checkpoint)

@@ -99,6 +99,7 @@ def _access(path: Path) -> Iterator[None]:
 
 
 def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
+    """Write the global attributes and the coordinates."""
     data.setncatts(global_attributes(header))
     for one in coordinates(header):
         _create(data, one)
@@ -120,6 +121,7 @@ def _create(data: netCDF4.Dataset, one: Coordinate) -> None:
 
 
 def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> None:
+    """Write a data variable, and its height if it is a near-surface one."""
     dims = dimensions(header, output)
     values = np.ascontiguousarray(np.expand_dims(output.values, dims.index(TIME_AXES[0])), np.float32)
     made = data.createVariable(

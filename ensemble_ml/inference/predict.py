@@ -85,6 +85,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 
 
 def _predict(config: PredictConfig, source: Source, session: Session) -> list[Path]:
+    """Check everything, load the model on all ranks, and make the forecasts of this rank's group."""
     model, meta = load_model(config.checkpoint)
     spec = model.spec
     shard = _shard(spec, session)
@@ -210,6 +211,7 @@ def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
 
 
 def _whole_fields(job: _Job, fields: Fields) -> Fields:
+    """Gather fields on the whole grid, on the first rank of the group."""
     parts = (
         gather(torch.from_numpy(v), job.shard, job.session.mesh.spatial) for v in (fields.pressure, fields.surface)
     )
@@ -268,6 +270,7 @@ def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> P
 
 
 def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Path) -> Path:
+    """Write one forecast. This runs in the writing thread."""
     with torch.inference_mode():  # it holds in the thread that enters it
         fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
         return write_forecast(path, header(job, sample.start, sample.remarks), fields, replace=job.config.overwrite)

@@ -110,6 +110,7 @@ def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dic
 
 
 def _spans(pairs: Sequence[Any]) -> str:
+    """Return intervals as text."""
     return ", ".join("nothing" if pair is None else f"{pair[0]}-{pair[1]} h" for pair in pairs)
 
 
@@ -141,6 +142,7 @@ def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ..
 
 
 def _list(values: Sequence[Any]) -> str:
+    """Return values as text, or "none"."""
     return ", ".join(map(str, values)) or "none"
 
 

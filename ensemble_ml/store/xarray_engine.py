@@ -88,6 +88,7 @@ def _coordinate(values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]
 
 
 def _without(attrs: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return attributes without some names."""
     return {key: value for key, value in attrs.items() if key not in names}
 
 
@@ -197,9 +198,11 @@ class SourceArray(BackendArray):
         return selection, rows - first, index["longitude"]
 
     def _date(self, date: int, selection: Selection) -> np.ndarray:
+        """Read a selection of one start date."""
         fields = self.source.read(self.part, date, selection)
         return fields.pressure if self.name in self.source.layout.variables else fields.surface
 
 
 def _pick(values: tuple[int, ...], positions: np.ndarray | None) -> tuple[int, ...] | None:
+    """Return the values at some positions, or None for all."""
     return None if positions is None else tuple(values[position] for position in positions.tolist())

@@ -150,6 +150,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Convert a value to one that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -171,5 +172,6 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
+    """Return a value as text of at most 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

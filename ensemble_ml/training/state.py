@@ -66,6 +66,7 @@ class Average:
             self._exchange(model)
 
     def _exchange(self, model: AnyModel) -> None:
+        """Swap the weights of the model with the averaged ones, without a copy."""
         for name, p in learned(model):
             p.data, self.weights[name] = self.weights[name], p.data
 
@@ -184,6 +185,7 @@ class State:
         self.by_size = checkpoint.meta.get("widths_by_size", {})
 
     def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
+        """Restore the moments of the optimizer."""
         plain = self.optimizer.state_dict()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         plain["state"] = {}

@@ -185,6 +185,7 @@ class Trainer:
             self._say_end(tracker)
 
     def _tracker(self, resumed: bool) -> Tracker | Silent:
+        """Return the log of the run; on all ranks but the first, one that stays silent."""
         if not self.session.first:
             return Silent()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -410,11 +411,13 @@ class Trainer:
         return map(self._moved, batches)
 
     def _batches_by_size(self, dates: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[int, Batch]]:
+        """Yield batches of some dates, for each of several numbers of members."""
         run = self.setup
         size = validation_size(self.config, run.share[1])
         return batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
 
     def _moved(self, batch: Batch) -> Batch:
+        """Move a batch to the device and the precision of the run."""
         return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
@@ -479,4 +482,5 @@ def beside(step: float, read: float, loading: LoadingConfig) -> float:
 
 
 def _write_config(config: TrainConfig, folder: Path) -> None:
+    """Write the settings to the run folder."""
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(agreement.plain_config(config))))

@@ -163,14 +163,17 @@ def fit_emos(
 
 
 def _tensor(values: Any) -> Tensor:
+    """Return values as a float64 tensor."""
     return torch.as_tensor(values).double()
 
 
 def _terms(season: Any, y: Tensor) -> Tensor:
+    """Return the seasonal terms for each sample, without any if `season` is None."""
     return y.new_zeros(*y.shape, 0) if season is None else _tensor(season).expand(*y.shape, -1)
 
 
 def _weights(weights: Any, y: Tensor) -> Tensor:
+    """Return the weights of the samples, zero where the observation is NaN."""
     given = torch.ones_like(y) if weights is None else _tensor(weights).expand_as(y)
     return torch.where(torch.isfinite(y), given, 0.0)
 
@@ -336,6 +339,7 @@ class _Problem:
 
 
 def _positive(values: Tensor) -> Tensor:
+    """Replace values that are not positive by one, so that they may be divided by."""
     return torch.where(values > 0, values, 1.0)
 
 
