@@ -1,7 +1,7 @@
 """Train all entrants alike: the same dates, inputs, trials and seeds, each until its validation score stops improving.
 
-No entrant has a time limit: a network that still improved when its time was up would be no fair competitor. All networks get
-departures from the training mean at the point, their differences, place and season, which ours has too.
+No entrant has a time limit: a network that still improved when its time was up would be no fair competitor. All
+networks get departures from the training mean at the point, their differences, place and season, which ours has too.
 
 A trial is a setting of the optimizer. The one with the lowest CRPS on the validation dates is trained with more seeds.
 A complete training or forecast is not made again, and an interrupted one is continued.
