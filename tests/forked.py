@@ -1,5 +1,8 @@
-"""Processes of the command line as forks of the test's process, where what matters is that there are several, their
-environment and how they end: each would import torch for some seconds otherwise."""
+"""Forks of the test's process that stand for processes of their own, where what matters is how they end.
+
+Each would import torch for some seconds otherwise. Processes that are to answer signals are no forks: a fork has the
+handlers of its parent.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ import traceback
 
 import torch
 import torch._dynamo  # optimizers do: once here, not in each fork
-
-from ensemble_ml import cli
 
 _LEFT = (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)
 
@@ -81,13 +82,3 @@ class Forked:
         """Send a signal where the fork still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-
-def fork_command(arguments, env):
-    """Start the program as `python -m ensemble_ml ARGUMENTS` would, in another environment."""
-    return Forked(_command, list(map(str, arguments)), env=env)
-
-
-def _command(arguments):
-    sys.argv = ["ensemble-ml", *arguments]  # which Hydra looks at in a sweep
-    return cli.main(arguments)

@@ -46,7 +46,7 @@ def test_a_member_of_nan_in_netcdf_is_missing(config, tmp_path, caplog, monkeypa
     paths = TASKS["predict"].run(config(checkpoint=str(given), input=str(tmp_path / "a.nc")))
     assert [opened(path).attrs["members_in"] for path in paths] == ["1 2 3", "1 3"]
     assert "2001-01-03T00:00: member 2 is missing (t at 500 hPa, +24 h), which leaves 2 of 3 members" in caplog.text
-    monkeypatch.setattr(verification, "evaluate", lambda config, both, unverified: both)
+    monkeypatch.setattr(verification, "evaluate", lambda config, both, unverified, ground: both)
     inputs = {"ensemble": str(tmp_path / "a.nc"), "truth": str(tmp_path / "truth.nc")}
     both = TASKS["evaluate"].run(EvaluateConfig(str(tmp_path / "out"), **inputs, output=str(tmp_path / "s")))
     assert both.present(Part.FORECAST, 1)[0][:, 1, 0].tolist() == [[True, True], [False, False], [True, True]]

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from forked import fork_command
 from parallel.ranks import run_ranks
 from stores import make_store
 
@@ -248,7 +247,7 @@ def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
     if launcher == "slurm":  # the port follows from the job's number
         step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
         tasks = [{**env, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-        started = [fork_command(command[3:], task) for task in tasks]
+        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=task) for task in tasks]
     else:
         starts = {
             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import fork_command
 from stores import make_store
 
 from ensemble_ml.training import load_checkpoint
@@ -48,7 +47,8 @@ def ranks(store, output, steps, restarts=0):
     started = []
     for rank in range(2):
         env = {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-        started.append(fork_command(["train", *settings], env))
+        command = [sys.executable, "-m", "ensemble_ml", "train", *settings]
+        started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     return started
 
 
