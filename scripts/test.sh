@@ -28,7 +28,7 @@ run() {
 files=(--dist loadscope --no-loadscope-reorder)
 if [ -n "$slow" ]; then
   if python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then export COVERAGE_CORE=sysmon; fi
-  run "${files[@]}" --cov --cov-report=term --cov-fail-under=85 "$@"
+  run "${files[@]}" --cov --cov-report=term --cov-fail-under=88 "$@"
 else
   run "${files[@]}" -m "not slow" "$@"
 fi
