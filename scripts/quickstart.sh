@@ -30,8 +30,11 @@ ensemble-ml predict checkpoint=$run/checkpoints/best input=$data/archive/ensembl
   output=$run/forecast overwrite=true
 ensemble-ml predict checkpoint=$run-emos/checkpoints/best input=$data/archive/ensemble members_in=5 'dates=["2003"]' \
   output=$run/emos overwrite=true
+# An archive that was simulated before lacks the forecast model's orography; raw fields are then not corrected for height.
+ground=()
+[ -e $data/archive/forecast_static.grib ] &&
+  ground=(orography=$data/archive/forecast_static.grib truth_orography=$data/archive/static.grib)
 say "6/6 evaluate: beside the raw ensemble and statistical baselines"
 ensemble-ml evaluate forecast=$run/forecast baselines=$run/emos ensemble=$data/store.zarr truth=$data/store.zarr \
-  orography=$data/archive/forecast_static.grib truth_orography=$data/archive/static.grib members_in=5 output=$run \
-  overwrite=true
+  "${ground[@]}" members_in=5 output=$run overwrite=true
 say "done: $run/report.html, $run/scores.json, $run/forecast/*.nc"
