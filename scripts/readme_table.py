@@ -72,7 +72,7 @@ def shown(value: float | str | None) -> str:
 
 
 def command(name: str, content: dict) -> str:
-    """What was run for a file of results: folders by their last name, without that for the results themselves."""
+    """Return the command that made a file of results, with folders shortened and without the folder of the results."""
     if content.get("command"):
         words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
         shown = (re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)

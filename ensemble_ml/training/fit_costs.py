@@ -123,10 +123,11 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
         Seconds.
     """
     dates = Dates(reader, members)
+    tried = min(_TRIED, len(reader.source.layout.init_time))
     began = time.perf_counter()
-    for date in range(min(_TRIED, len(reader.source.layout.init_time))):
+    for date in range(tried):
         dates.sample(date)
-    read = (time.perf_counter() - began) / _TRIED
+    read = (time.perf_counter() - began) / tried
     single, double = _operations_a_second(torch.float32), _operations_a_second(torch.float64)
     # Without bfloat16 on the CPU, the sums and the networks run in float32.
     half = _operations_a_second(torch.bfloat16) if has_bfloat16(torch.device("cpu")) else single

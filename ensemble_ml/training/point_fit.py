@@ -390,6 +390,17 @@ def _add_gradients(layers: nn.Module, team: Team) -> None:
         gradient.copy_(summed.view_as(gradient))
 
 
+def _standardisation(pool: Pool, dates: Dates) -> tuple[Tensor, Tensor]:
+    """Return mean and spread (K,) of the inputs of a pool; an input that never varies has an infinite spread."""
+    common = plane_count(dates.spec)  # the last inputs: place, season and number of members
+    # All ranks standardise by the same rows, or their weights would differ.
+    some = dates.team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
+    middle, spread = some.mean(0), some.std(0)
+    varies = spread > _TINY
+    spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
+    return middle, torch.where(varies, spread, torch.inf)
+
+
 def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> bool:
     """Fit the weights of a network to a pool.
 
@@ -411,13 +422,7 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         False if there was no time for any step, and the network is unchanged.
     """
     team = dates.team
-    common = plane_count(dates.spec)  # the last inputs: place, season and number of members
-    # All ranks standardise by the same rows, or their weights would differ.
-    some = team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
-    middle, spread = some.mean(0), some.std(0)
-    varies = spread > _TINY
-    spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
-    spread = torch.where(varies, spread, torch.inf)  # an input that never varies becomes zero
+    middle, spread = _standardisation(pool, dates)
     hidden, outputs = network.first.shape[0], len(network.second)
     low = has_bfloat16(torch.device("cpu"))
     # The random state of the process is restored at the end, so that the fit does not change what comes after it.

@@ -1,8 +1,10 @@
 """Shares the fits before the first step out over all ranks.
 
-Every rank runs the same fit on a contiguous block of the training dates, so each date is read by one rank. Sums over
-dates are added up over ranks. All ranks then hold the same sums and compute the same numbers from them. A decision that
-depends on the clock is taken by the first rank for all, because the clocks of the others may differ.
+Every rank runs the same fit on a contiguous block of the training dates. So each pass over the dates reads a date on
+one rank; a neighbour at the edge of a block, and dates that show which targets exist, are read by several. Sums over
+dates are added up over ranks. All ranks then hold the same sums and compute the same numbers from them. Clocks of ranks
+may differ. So the first rank says when a network has to stop, and if time is over on any rank before a network begins,
+all ranks leave it out.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Team:
     def add_up(self, *sums: Tensor) -> None:
         """Add tensors up over ranks, in place. Booleans are joined by `or`.
 
-        The additions are always made in the order of the ranks, so that the sums are equal bit for bit from run to run.
+        The same number of ranks always adds in the same order, so the sums are equal bit for bit from run to run.
 
         Args:
             sums: tensors of the same shapes on all ranks.
