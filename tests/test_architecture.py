@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"errors", "fields", "grid", "domains", "folders", "machine", "config", "signals", "strict_json",
-          "wording"}  # fmt: skip
+GROUND = {"errors", "fields", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
+          "strict_json", "wording"}  # fmt: skip
 FLOORS = [GROUND, {"store"}, {"loading", "models", "distributed", "optim"}, {"training", "inference", "verification"},
           {"benchmarks"}, {"api", "plot"}, {"tasks"}, {"cli", "__main__"}]  # fmt: skip
 # A room may also use its own floor: training's checkpoints are read by inference.

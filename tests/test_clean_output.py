@@ -10,7 +10,7 @@ from stores import make_store
 # What Python, C++ and the loggers of torch, XLA and TensorBoard put before a warning.
 FOREIGN = re.compile(r"Warning\b|warnings\.warn|^\[?[WEIF]\d{4}|^\[W\d*[ :.]|NNPACK|lr_scheduler|Traceback")
 DATES = [f"2001-{month:02}-{day:02}" for month in (1, 2, 3) for day in range(1, 28, 3)]
-QUICK = ["steps=2", "threads=1", "model.hidden=8", "model.max_hidden=16", "model.surroundings=16", "model.residuals=16"]
+QUICK = ["steps=2", "threads=1", "max_minutes=0.2", "model.hidden=8", "model.max_hidden=16"]
 
 
 def foreign_lines(folder, *arguments):

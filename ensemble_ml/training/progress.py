@@ -2,7 +2,6 @@
 
     Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
     Pace        the speed at which a small network goes through its schedule in the time that it has
-    Pulse       a line in the log whenever there was none for a while
 
 Only the small networks take long and can stop at any time. All other fits are sums over dates, which end by themselves.
 So a bound on the fits is a deadline for each network, early enough to leave time for what comes after it.
@@ -13,15 +12,12 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Self, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ensemble_ml.wording import duration
 
@@ -34,7 +30,6 @@ SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and
 # When each network has to end, as a fraction of the time for all fits. Sums over dates follow each of them.
 _UNTIL = {"surroundings": 0.58, "residuals": 0.88}
 _WARM = 10  # steps of a network after which its pace is known
-_EVERY = 20.0  # seconds without a line in the log after which `Pulse` writes one
 
 
 class Progress:
@@ -207,51 +202,3 @@ class Pace:
                 stride = min(left, max(1, math.ceil(left * seconds / (self._until - now))))
         self.steps += stride > 0
         return stride
-
-
-class Pulse(logging.Handler):
-    """A watch on the log, used as a context: whenever nothing was logged for a while, it logs `text`.
-
-    On a terminal, progress bars already show what runs. There it only keeps lines of the log from breaking the bars.
-
-    Args:
-        text: returns the line to log.
-        every: seconds without a line after which it logs one.
-    """
-
-    def __init__(self, text: Callable[[], str], every: float = _EVERY):
-        super().__init__(logging.INFO)
-        self._text, self._every = text, every
-        self._last = time.monotonic()
-        self._over = threading.Event()
-        self._stack = ExitStack()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note that something was logged.
-
-        Args:
-            record: the line; not looked at.
-        """
-        self._last = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if sys.stderr.isatty():
-            self._stack.enter_context(logging_redirect_tqdm())
-            return self
-        logging.getLogger().addHandler(self)
-        self._stack.callback(logging.getLogger().removeHandler, self)
-        # A daemon, so that it cannot keep a process alive that ends by an error.
-        thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
-        thread.start()
-        self._stack.callback(thread.join)
-        self._stack.callback(self._over.set)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
-
-    def _watch(self) -> None:
-        """Log a line whenever the log was silent for long enough, until the context ends."""
-        while not self._over.wait(max(0.0, self._last + self._every - time.monotonic())):
-            if time.monotonic() - self._last >= self._every:
-                log.info("%s", self._text())

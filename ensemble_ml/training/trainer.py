@@ -31,6 +31,7 @@ from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, batches_by_size, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.optim import build
+from ensemble_ml.pulse import Pulse
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup
@@ -38,7 +39,7 @@ from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
-from ensemble_ml.training.progress import SHARE_OF_FITS, Progress, Pulse
+from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper

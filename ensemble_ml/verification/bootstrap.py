@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.stats import norm
@@ -201,9 +202,17 @@ def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) ->
     finite = draws[np.isfinite(draws)]
     if blocks < 2 or not len(finite) or not np.isfinite(value):
         return Interval(float(value), np.nan, np.nan, blocks)
-    # A bootstrap of n blocks underestimates the variance by the factor (n - 1) / n, and its tails are normal. Taking
-    # percentiles further out corrects both (Hesterberg 2015).
-    deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
-    tail = 100 * norm.sf(deviations)
+    tail = _tail(confidence, blocks)
     low, high = np.percentile(finite, [tail, 100 - tail])
     return Interval(float(value), float(low), float(high), blocks)
+
+
+@lru_cache(maxsize=256)  # a report has thousands of intervals of few numbers of blocks
+def _tail(confidence: float, blocks: int) -> float:
+    """Return which percentile of the draws is the lower end of an interval.
+
+    A bootstrap of n blocks underestimates the variance by the factor (n - 1) / n, and its tails are normal. Taking
+    percentiles further out corrects both (Hesterberg 2015).
+    """
+    deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
+    return float(100 * norm.sf(deviations))

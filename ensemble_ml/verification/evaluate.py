@@ -56,6 +56,7 @@ from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, draft_of, give_name
 from ensemble_ml.grid import Grid
+from ensemble_ml.pulse import Pulse
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import heights, summary, vectors
@@ -147,7 +148,8 @@ def evaluate(
     # Intermediate results are dropped only when both files are written, or when another process has written them.
     found = score(config, source, unverified, ground)
     try:
-        _write(output, config.overwrite, found)
+        with Pulse("evaluate: the report is drawn"):
+            _write(output, config.overwrite, found)
     except UserError:  # another process has made the report meanwhile
         found.kept.drop()
         raise
@@ -177,6 +179,14 @@ def score(
     Raises:
         UserError: For the reasons that `evaluate` states, but for those about the report.
     """
+    with Pulse("evaluate: forecasts are opened") as pulse:
+        return _evaluated(config, source, unverified or {}, ground, pulse)
+
+
+def _evaluated(
+    config: EvaluateConfig, source: Source, unverified: Mapping[str, str], ground: Heights | None, pulse: Pulse
+) -> Evaluation:
+    """Score, and say by `pulse` what is being done."""
     check_members(source, config.members_in)
     # Heights are checked before forecasts are opened, because a wrong grid of theirs makes all later work useless.
     if ground is not None:
@@ -186,7 +196,7 @@ def score(
     try:
         plan = make_plan(config, source, forecasts)
         scored = dict.fromkeys(column.variable for column in plan.columns)
-        plan.notes[:0] = [text for name, text in (unverified or {}).items() if name in scored]
+        plan.notes[:0] = [text for name, text in unverified.items() if name in scored]
         if plan.truth and ground is not None:
             area = source.layout.grid.area_weights()
             # A correction for height that makes raw members worse would make the comparison too easy for forecasts.
@@ -202,7 +212,8 @@ def score(
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
         check_predictions(setting, plan.groups, int(plan.test[0]))
         kept = Kept.of(config, setting, plan)
-        tables = _score(setting, plan, regions, blocks, kept)
+        tables = _score(setting, plan, regions, blocks, kept, pulse)
+        pulse.doing("evaluate: intervals are computed from draws of blocks of dates")
         state, pictures = tables.state, tables.pictures
         case = extreme_case(setting, plan, pictures)
     finally:
@@ -265,7 +276,9 @@ def _drawn(setting: Setting) -> frozenset[Key]:
     )
 
 
-def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept) -> Tables:
+def _score(
+    setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept, pulse: Pulse
+) -> Tables:
     """Score all groups of fields and all vectors of members, continuing where an earlier run stopped."""
     dates, columns = len(plan.test), len(plan.columns)
     headline = _headline_columns(plan.columns)
@@ -294,7 +307,11 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
         log.info(
             "%d of %d groups of fields are taken from an evaluation that was stopped (%s)", done, every, kept.folder
         )
-    started = time.monotonic()
+    started, before = time.monotonic(), columns - sum(len(group.levels) for group in plan.groups[done:])
+    scored = before
+    pulse.doing(
+        lambda: f"evaluate: {scored} of {columns} fields are scored{_left(started, scored - before, columns - scored)}"
+    )
     for group in tqdm(
         plan.groups[done:], desc="evaluate", unit="field", initial=done, total=every, disable=not sys.stderr.isatty()
     ):
@@ -302,13 +319,14 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
         score_group(setting, group, fit, plan.test, tables)
         known.append((group, Known.of(setting, fit)))
         kept.save(_name(group), (part_of(tables, group.columns), known[-1][1]))
-        left = columns - group.columns.stop
+        scored = group.columns.stop
         # After the first field the time for the others can be estimated, which helps a user decide to wait or to stop.
-        if len(known) == done + 1 and left:
-            seconds = time.monotonic() - started
+        if len(known) == done + 1 and scored < columns:
+            seconds, left = time.monotonic() - started, columns - scored
             text = "%s at %d h scored in %s; the other %d fields take about %s"
             about = duration(seconds * left / len(group.levels))
             log.info(text, group.variable, group.lead_hours, duration(seconds), left, about)
+    pulse.doing("evaluate: vectors of several fields are scored")
     # Vectors need all fields of a lead at once, so they are scored after the groups, from what was kept of their fits.
     some = [(group, one) for group, one in known if one is not None]
     for lead in sorted({group.lead_hours for group in plan.groups}):
@@ -317,6 +335,11 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
             kept.save(f"members_{lead}", found)
         tables.vectors.extend(one for one in found if one is not None)
     return tables
+
+
+def _left(started: float, done: int, left: int) -> str:
+    """Return, as the end of a sentence, about how long fields take that are left; nothing before the first is done."""
+    return f", about {duration((time.monotonic() - started) * left / done)} left" if done else ""
 
 
 def _name(group: Group) -> str:

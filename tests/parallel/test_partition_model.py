@@ -1,7 +1,8 @@
 """The whole model over several ranks against one process, float64: predictions, gradients, one optimizer step."""
 
 import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model, shard_of
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import Speed, surroundings
+from ensemble_ml.models import EnsembleInput, EnsembleModel, Speed, surroundings
 from ensemble_ml.optim import build
 
 
@@ -39,73 +40,96 @@ def objective(prediction, shard, shape):
     return sum((torch.log1p(v**2) * weight).sum() for v in tensors(prediction).values())
 
 
-def compare(session, cases):
+@dataclass(frozen=True)
+class Whole:
+    """The model on one process: itself with its gradients, its input, what it predicts, weights after a step."""
+
+    model: EnsembleModel
+    inputs: EnsembleInput
+    prediction: dict
+    stepped: dict
+
+
+@cache
+def whole(grid, settings):
+    """Compute what partitions are compared with: once, in the process that ranks are forks of."""
+    torch.manual_seed(0)
+    spec = make_spec(*grid, **dict(settings))
+    model = make_model(spec)
+    Speed().apply(model)
+    model.double()
+    x = make_input(spec).to(torch.float64)
+    prediction = model(x)
+    objective(prediction, None, spec.grid.shape).backward()
+    stepped = {kind: after_a_step(model, kind) for kind in OptimName}
+    return Whole(model, x, {k: v.detach() for k, v in tensors(prediction).items()}, stepped)
+
+
+def compare(session, references):
     """Largest errors of each case: prediction, gradients, weights after a step."""
     found, points = {}, surroundings._POINTS
-    for name, (grid, config) in cases.items():
-        torch.manual_seed(0)
-        spec = make_spec(*grid, **config)
-        whole = make_model(spec)
-        Speed().apply(whole)
-        whole.double()
-        mine, overlap = copy.deepcopy(whole), "overlap" in name
-        shard = partition_model(mine, session.mesh, Overlap(overlap))
-        x = make_input(spec).to(torch.float64)
-        expected = whole(x)
+    for name, one in references.items():
+        mine = copy.deepcopy(one.model)
+        mine.zero_grad()
+        shard = partition_model(mine, session.mesh, Overlap("overlap" in name))
         surroundings._POINTS = 64 if "strips" in name else points  # two rows of two dates
-        got = mine(cut_input(shard, x))
+        got = mine(cut_input(shard, one.inputs))
         surroundings._POINTS = points
-        errors = [(v - shard.cut(tensors(expected)[k])).abs().max() for k, v in tensors(got).items()]
-        objective(expected, None, spec.grid.shape).backward()
-        objective(got, shard, spec.grid.shape).backward()
+        errors = [(v - shard.cut(one.prediction[k])).abs().max() for k, v in tensors(got).items()]
+        objective(got, shard, one.model.spec.grid.shape).backward()
         grads = []
-        for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
+        for p, q in zip(one.model.parameters(), mine.parameters(), strict=True):
             session.mesh.model.all_reduce(q.grad)
             grads.append((p.grad - q.grad).abs().max() / p.grad.abs().max().clamp(min=1e-300))
-        steps = [one_step(copy.deepcopy(whole), copy.deepcopy(mine), whole, mine, kind) for kind in OptimName]
+        steps = [difference(one.model, one.stepped[kind], after_a_step(mine, kind)) for kind in OptimName]
         # torch's maximum passes NaN on; Python's may not.
         found[name] = tuple(torch.stack(some).max().item() for some in (errors, grads, steps))
-        assert list(mine.state_dict()) == list(whole.state_dict())
-        assert {k: v.shape for k, v in mine.state_dict().items()} == {k: v.shape for k, v in whole.state_dict().items()}
+        assert list(mine.state_dict()) == list(one.model.state_dict())
+        assert [v.shape for v in mine.state_dict().values()] == [v.shape for v in one.model.state_dict().values()]
     return found
 
 
-def one_step(whole, mine, graded, graded_mine, kind):
+def after_a_step(model, kind):
+    """Weights that a copy of the model has after a step along its gradients."""
+    mine = copy.deepcopy(model)
+    for p, q in zip(mine.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad.clone()
+    optimizer, _ = build(OptimConfig(name=kind, lr=1e-2, warmup=0), mine.param_groups(), 10)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    optimizer.step()
+    return [p.detach() for p in mine.parameters()]
+
+
+def difference(graded, whole, mine):
     """Largest difference of weights after a step; Lion where the sign is more than rounding."""
-    for model, source in ((whole, graded), (mine, graded_mine)):
-        for p, q in zip(model.parameters(), source.parameters(), strict=True):
-            p.grad = q.grad.clone()
-        optimizer, _ = build(OptimConfig(name=kind, lr=1e-2, warmup=0), model.param_groups(), 10)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        optimizer.step()
     errors = [torch.zeros((), dtype=torch.float64)]
-    for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
-        sure = ~(p.grad.abs() <= 1e-9 * p.grad.abs().mean())
+    for p, q, source in zip(whole, mine, graded.parameters(), strict=True):
+        sure = ~(source.grad.abs() <= 1e-9 * source.grad.abs().mean())
         if sure.any():
             # AdamW divides by |gradient| + 1e-8: the step repeats relative errors of tiny gradients
             errors.append((p - q)[sure].abs().max())
-    return torch.stack(errors).max().detach()
+    return torch.stack(errors).max()
 
 
 @pytest.mark.parametrize("kind", OptimName)
 def test_weights_of_nan_are_wrong(kind):
-    models = [make_model(make_spec()) for _ in range(4)]
-    for model in models:
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-    next(models[1].parameters()).data.view(-1)[0] = torch.nan
-    assert one_step(*models, kind).isnan()
+    graded, spoilt = make_model(make_spec()), make_model(make_spec())
+    for p in [*graded.parameters(), *spoilt.parameters()]:
+        p.grad = torch.ones_like(p)
+    next(spoilt.parameters()).data.view(-1)[0] = torch.nan
+    assert difference(graded, after_a_step(graded, kind), after_a_step(spoilt, kind)).isnan()
 
 
+REGION = tuple(60 - i for i in range(14)), tuple(10 + i for i in range(18))
 CASES = {
     "cross, rows on the poles": ((17, 16), {}),
     "cross, no row on a pole": ((16, 16), {"pole_row": False}),
     "replicate": ((17, 16), {"pole": Pole.replicate, "vertical": Vertical.shared}),
     "zero": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
     "a plane's own weights": ((17, 16), {"vertical": Vertical.full, "depth": 1}),
-    "region": ((14, 18), {"region": ([60 - i for i in range(14)], [10 + i for i in range(18)])}),
-    "region, overlap": ((14, 18), {"region": ([60 - i for i in range(14)], [10 + i for i in range(18)])}),
+    "region": ((14, 18), {"region": REGION}),
+    "region, overlap": ((14, 18), {"region": REGION}),
     "cross, rows on the poles, overlap": ((17, 16), {}),
     "cross, rows on the poles, strips": ((17, 16), {}),
     "zero, separable, overlap": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
@@ -128,7 +152,8 @@ def test_equal_to_one_process(lat, lon):
     cases = CASES
     if lat > 2:  # more blocks of four rows
         cases = {k: ((v[0][0] + 4 * lat, 16), v[1]) for k, v in CASES.items() if not k.startswith("region")}
-    for found in run_ranks(compare, lat * lon, cases, lat=lat, lon=lon):
+    references = {name: whole(grid, tuple(settings.items())) for name, (grid, settings) in cases.items()}
+    for found in run_ranks(compare, lat * lon, references, lat=lat, lon=lon):
         assert found.keys() == cases.keys()
         for name, (forward, gradient, step) in found.items():
             assert forward < 1e-12, name

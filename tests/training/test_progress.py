@@ -11,9 +11,10 @@ import pytest
 import torch
 from running import weights
 
+from ensemble_ml.pulse import Pulse
 from ensemble_ml.training import point_fit, progress, train, trainer
 from ensemble_ml.training.climate_data import Dates
-from ensemble_ml.training.progress import Pace, Progress, Pulse
+from ensemble_ml.training.progress import Pace, Progress
 
 pytestmark = pytest.mark.usefixtures("whole_fits")
 

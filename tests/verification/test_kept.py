@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.inference import Kind
+from ensemble_ml.pulse import Pulse
 from ensemble_ml.store import Part
 from ensemble_ml.verification import evaluate, kept
 
@@ -127,3 +130,14 @@ def test_a_folder_that_takes_no_more_stops_no_evaluation(tmp_path, caplog):
     (tmp_path / "k").touch()
     kept.Kept(tmp_path / "k").save("one", ())
     assert "one.npz is not kept for a rerun" in caplog.text
+
+
+def test_an_evaluation_that_is_silent_says_what_it_does(made, tmp_path, monkeypatch, caplog):
+    """At any moment of it: while fields are scored, their vectors, and while the report is drawn."""
+    caplog.set_level("INFO")
+    store, forecast = made
+    monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.02,))
+    monkeypatch.setattr(MODULE, "write_report", lambda *_: time.sleep(0.1) or "<!doctype html>")
+    evaluate(settings(forecast, store, tmp_path / "scores"), store)
+    for words in (r"[1-5] of 6 fields are scored, about \d+ s left", "vectors of several fields", "the report is drawn"):
+        assert re.search(f"evaluate: {words}", caplog.text), words
