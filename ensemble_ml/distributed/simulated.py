@@ -7,14 +7,16 @@ a process would, and gets the same numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ensemble_ml.distributed.communicator import Communicator, Done, Pending
+from ensemble_ml.distributed.communicator import Communicator, Done, NullCommunicator, Pending
+from ensemble_ml.distributed.mesh import ROLES, Mesh
+from ensemble_ml.distributed.topology import Topology
 
 T = TypeVar("T")
 
@@ -89,12 +91,47 @@ def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
     If ranks fail, the error of the lowest rank that failed by itself is raised.
     """
     room = Room(size)
+    return _together([room], lambda rank: work(SimulatedCommunicator(room, rank)), size)
+
+
+def on_mesh(work: Callable[[Mesh], T], **degrees: int) -> list[T]:
+    """Run `work(mesh)` on the simulated ranks of a mesh and return the results in rank order.
+
+    Args:
+        work: what each rank does; its threads share all that is global in the process.
+        **degrees: degrees of the mesh, as of `Topology`.
+
+    Raises:
+        BaseException: The error of the lowest rank that failed by itself.
+    """
+    size, rooms = Topology(**degrees).size, dict[tuple[int, ...], Room]()
+
+    def mesh(rank: int) -> Mesh:
+        """Return the mesh of a rank; roles over the same ranks share a communicator, as between processes."""
+        topology, groups, same = Topology(**degrees, rank=rank), {}, dict[Any, Communicator]()
+        for axes in ROLES:
+            members = next(tuple(group) for group in topology.groups(*axes) if rank in group)
+            if len(members) > 1 and members not in same:
+                same[members] = SimulatedCommunicator(rooms[members], members.index(rank))
+            groups[axes] = same.get(members) or NullCommunicator()
+        return Mesh(topology, groups)
+
+    for axes in ROLES:
+        for members in Topology(**degrees).groups(*axes):
+            rooms.setdefault(tuple(members), Room(len(members)))
+    meshes = [mesh(rank) for rank in range(size)]
+    return _together(rooms.values(), lambda rank: work(meshes[rank]), size)
+
+
+def _together(rooms: Collection[Room], work: Callable[[int], T], size: int) -> list[T]:
+    """Run `work(rank)` in a thread for each rank; a rank that fails leaves nobody waiting in one of the rooms."""
 
     def guarded(rank: int) -> T:
         try:
-            return work(SimulatedCommunicator(room, rank))
+            return work(rank)
         except BaseException:
-            room.barrier.abort()  # the other ranks must not wait for one that failed
+            for room in rooms:
+                room.barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

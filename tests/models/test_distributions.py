@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import scoringrules
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.models import cdf, crps, moments, quantile
@@ -28,14 +29,33 @@ def table():
     return mu.ravel(), sigma.ravel(), y.ravel()
 
 
-def skewed(family, mu, sigma):
-    """The law as scipy has it, from its mean and standard deviation before censoring; and how far it is moved down."""
+def skewed_parameters(family, mu, sigma):
+    """Shape and scale from mean and standard deviation before censoring; and how far the law is moved down."""
     shift = GAMMA_SHIFT if family is GAMMA else 0.0
     mean = sigma * np.log1p(np.exp(2 * np.maximum(mu / sigma + shift, -8))) / 2
     if family is GAMMA:
-        return stats.gamma((mean / sigma) ** 2, scale=sigma**2 / mean), shift * sigma
+        return ((mean / sigma) ** 2, sigma**2 / mean), shift * sigma
     log_variance = np.log1p((sigma / mean) ** 2)
-    return stats.lognorm(np.sqrt(log_variance), scale=mean * np.exp(-log_variance / 2)), 0.0
+    return (np.sqrt(log_variance), mean * np.exp(-log_variance / 2)), 0.0
+
+
+def skewed(family, mu, sigma):
+    """The law as scipy has it, and how far it is moved down."""
+    (shape, scale), shift = skewed_parameters(family, mu, sigma)
+    return (stats.gamma if family is GAMMA else stats.lognorm)(shape, scale=scale), shift
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_is_scipys_law(family):
+    for mu, sigma, x in ((-3.0, 1.0, 0.3), (0.4, 0.5, 0.7), (2.0, 1.5, 4.0)):
+        if family in (LOGNORMAL, GAMMA):
+            law, shift = skewed(family, mu, sigma)
+            wanted = law.sf(x + shift)
+        elif family is TRUNCATED:
+            wanted = stats.truncnorm(-mu / sigma, np.inf, mu, sigma).sf(x)
+        else:
+            wanted = 0.0 if family is DOUBLY and x >= 1 else stats.norm(mu, sigma).sf(x)
+        assert sf(family, mu, sigma, x) == pytest.approx(wanted, rel=1e-12)
 
 
 def oracle(family, mu, sigma, y):
@@ -58,14 +78,18 @@ def oracle(family, mu, sigma, y):
 
 
 def sf(family, mu, sigma, x):
-    if family in (LOGNORMAL, GAMMA):
-        law, shift = skewed(family, mu, sigma)
-        return law.sf(x + shift)
+    """The probability beyond x, by what scipy's laws call: a quadrature calls it too often for the laws themselves."""
     if family is DOUBLY and x >= 1:
         return 0.0
     if family is TRUNCATED:
-        return np.exp(stats.norm.logsf((x - mu) / sigma) - stats.norm.logsf(-mu / sigma))
-    return stats.norm.sf((x - mu) / sigma)
+        return np.exp(special.log_ndtr((mu - x) / sigma) - special.log_ndtr(mu / sigma))
+    if family not in (LOGNORMAL, GAMMA):
+        return special.ndtr((mu - x) / sigma)
+    law, shift = skewed_parameters(family, mu, sigma)
+    shape, scale = law
+    if family is GAMMA:
+        return special.gammaincc(shape, (x + shift) / scale)
+    return special.ndtr(-np.log(x / scale) / shape) if x > 0 else 1.0
 
 
 def quadrature(family, mu, sigma, y):
@@ -118,11 +142,15 @@ def test_crps_between_two_bounds_equals_scoringrules():
         np.testing.assert_allclose(ours, oracle(DOUBLY, mu, sigma, y), rtol=0, atol=1e-6)
 
 
+def phi(w):
+    return math.exp(-w * w / 2) / math.sqrt(2 * math.pi)
+
+
 def test_gradients_between_two_bounds_equal_quadrature():
     mu, sigma, y = between()
     leaves = [torch.tensor(v, dtype=torch.float32).requires_grad_() for v in (mu, sigma)]
     crps(DOUBLY, *leaves, torch.tensor(y, dtype=torch.float32)).sum().backward()
-    phi, cdf_ = stats.norm.pdf, stats.norm.cdf
+    cdf_ = special.ndtr
     for at, (m, s, x) in enumerate(zip(mu, sigma, y, strict=True)):
         edges = np.clip([-m / s, (x - m) / s, (1 - m) / s], -12, 12)  # the density ends there
         for leaf, power in zip(leaves, (0, 1), strict=True):

@@ -50,6 +50,11 @@ AUTO = ParallelConfig(data="auto", lat="auto", lon="auto")
 LAT, MODEL = ("lat",), ("data", "lat", "lon")
 
 
+def small_spec(rows, columns, **settings):
+    """One field of each kind: a trace takes as long as a step has operations, whatever its size."""
+    return make_spec(rows, columns, variables=("t",), surface=("tp",), **settings)
+
+
 def half_degree(topology):
     return make_shard(topology, (361, 720), 4).shape
 
@@ -94,7 +99,7 @@ def test_a_trace_knows_what_travels_at_once():
     def waves(**topology):
         found = defaultdict(list)
         for message in trace(
-            TrainConfig(run="a"), make_spec(17, 16), Topology(**topology), 1, Speed()
+            TrainConfig(run="a"), small_spec(17, 16), Topology(**topology), 1, Speed()
         ).traffic.messages:
             if message.kind == "all_to_all":
                 found[message.wave].append(message.axes)
@@ -278,7 +283,7 @@ def count_bytes(session, spec):
     ("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.slow), (1, 2, 2)]
 )
 def test_bytes_are_those_that_communicators_count(lat, lon, data):
-    for found in run_ranks(count_bytes, lat * lon * data, make_spec(17, 16), lat=lat, lon=lon, data=data):
+    for found in run_ranks(count_bytes, lat * lon * data, small_spec(17, 16), lat=lat, lon=lon, data=data):
         for name, (counted, predicted) in found.items():
             assert counted == predicted > 0, name
 
@@ -297,7 +302,7 @@ def test_every_bucket_has_its_own_messages(bits):
 
 @pytest.mark.slow
 def test_a_traced_step_holds_what_a_real_one_does():
-    spec, config = make_spec(17, 16), TrainConfig(run="a")
+    spec, config = small_spec(17, 16), TrainConfig(run="a")
     for speed in (Speed(), Speed(Precision.float64)):
         rehearsal = Rehearsal(config, spec, Mesh(), 2, speed)
         with Footprint() as footprint:
@@ -307,7 +312,7 @@ def test_a_traced_step_holds_what_a_real_one_does():
         held = [*rehearsal.model.parameters(), *rehearsal.model.buffers()]
         whole = sum(t.numel() * t.element_size() for t in held)
         assert traced.resident == whole
-    even = make_spec(32, 16, pole_row=False)
+    even = small_spec(32, 16, pole_row=False)
     parts = [trace(config, even, Topology(lat=n), 2, Speed()).activations for n in (1, 2, 4)]
     assert 1.4 < parts[0] / parts[1] < 2 and 1.3 < parts[1] / parts[2] < 2  # halos and gradients are not shared out
 
@@ -315,7 +320,7 @@ def test_a_traced_step_holds_what_a_real_one_does():
 @pytest.mark.parametrize("name", list(OptimName))
 def test_a_checkpoint_that_is_written_meanwhile_takes_memory(name):
     """Copies of all that it holds, on the first rank, while the training goes on."""
-    spec, config = make_spec(17, 16), TrainConfig(run="a", optim=OptimConfig(name=name), average=0.5)
+    spec, config = small_spec(17, 16), TrainConfig(run="a", optim=OptimConfig(name=name), average=0.5)
     rehearsal = Rehearsal(config, spec, Mesh(), 2, Speed())
     optimizer, schedule = build(config.optim, rehearsal.model.param_groups(), 1)
     rehearsal.step()
@@ -338,7 +343,7 @@ from ensemble_ml.models import Speed
 from ensemble_ml.models.distributions import location_of_mean
 from ensemble_ml.training.rehearsal import trace
 
-trace(TrainConfig(run="a"), make_spec(17, 16), Topology(), 2, Speed())
+trace(TrainConfig(run="a"), make_spec(17, 16, variables=("t",), surface=("tp",)), Topology(), 2, Speed())
 for family in Family:
     found = location_of_mean(family, torch.ones(3), torch.ones(3))
     assert type(found) is torch.Tensor, family

@@ -139,5 +139,9 @@ def test_an_evaluation_that_is_silent_says_what_it_does(made, tmp_path, monkeypa
     monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.02,))
     monkeypatch.setattr(MODULE, "write_report", lambda *_: time.sleep(0.1) or "<!doctype html>")
     evaluate(settings(forecast, store, tmp_path / "scores"), store)
-    for words in (r"[1-5] of 6 fields are scored, about \d+ s left", "vectors of several fields", "the report is drawn"):
+    for words in (
+        r"[1-5] of 6 fields are scored, about \d+ s left",
+        "vectors of several fields",
+        "the report is drawn",
+    ):
         assert re.search(f"evaluate: {words}", caplog.text), words
