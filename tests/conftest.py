@@ -10,6 +10,7 @@ before all. `python -m pytest -n 2 --dist loadscope --write-durations` writes it
 """
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -56,6 +57,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here, or TEST_GPU is not 1"))
+
+
+def pytest_collection_finish():
+    """Keep the collector from what is there to stay: half a second each time where torch and jax are imported, in the
+    tests and in their ranks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
