@@ -366,8 +366,11 @@ def open_archive(
         paths: where the archive lies; a folder with archive.json stands for its sub-folder of the role.
         role: "forecast" or "truth". A truth archive keeps the dates of its files here; `data_prep.truth` aligns it.
         control: whether an unperturbed member counts as a member.
-        variables, levels, leads, dates: what to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived
-            for each member from its components, unless the archive has it.
+        variables: names of the variables to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived for
+            each member from its components, unless the archive has it.
+        levels: pressure levels to keep, hPa; None keeps all.
+        leads: leads to keep, hours; None keeps all.
+        dates: init times to keep, each a year, a date, a time, or a range of these; None keeps all.
         change: the grid on which fields are wanted; None keeps their own.
         index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none.
         derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).

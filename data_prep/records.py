@@ -91,6 +91,7 @@ class Origin(NamedTuple):
         """Return whether any part that both origins state has different values, ignoring case.
 
         Args:
+            other: the origin to compare with.
             one_start: whether fields of one init time are compared. Their ensembles must agree as well then, while the
                 init times of an archive may come from one ensemble after another.
         """

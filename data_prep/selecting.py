@@ -50,7 +50,9 @@ def chosen(
     Args:
         records: (N,) table of fields.
         path: the archive, for error messages.
-        variables, levels, dates: the selection; None for all. Levels do not apply to surface variables.
+        variables: names of variables; None for all.
+        levels: pressure levels, hPa; None for all. They do not apply to surface variables.
+        dates: init times, as `select_dates` takes them; None for all.
 
     Raises:
         UserError: one of them is unknown, or the archive has none of it.

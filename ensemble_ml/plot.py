@@ -80,7 +80,8 @@ def fan(
     Args:
         forecast: The result of `Model.predict`, of one initialisation time.
         variable: Short name, such as "t2m".
-        latitude, longitude: The place in degrees; the nearest grid point is drawn.
+        latitude: Latitude of the place in degrees; the nearest grid point is drawn.
+        longitude: Longitude of the place in degrees.
         level: Pressure level in hPa, for a variable on levels.
         truth: The truth at the same leads, or on the same grid and leads, in the forecast's units.
 

@@ -26,10 +26,10 @@ FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
 
 
 class NativeLoops(BuildHookInterface):
-    """Puts the library into wheels, and beside its source where the package is installed in place."""
+    """A build hook that puts the library into wheels, or beside its source where the package is installed in place."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile; called by hatchling."""
+        """Compile the library. Where that fails, warn and go on without it."""
         root = Path(self.root)
         self._folder = Path(tempfile.mkdtemp(prefix="ensemble-ml-"))
         library = self._folder / Path(LIBRARY).name
@@ -46,12 +46,16 @@ class NativeLoops(BuildHookInterface):
             build_data["tag"] = f"py3-none-{_platform()}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Clear up; called by hatchling."""
+        """Remove the temporary folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def compile_library(source: Path, library: Path) -> None:
-    """Compile `source`; RuntimeError says why that cannot be."""
+    """Compile `source` into `library` with the compiler of the variable CC, or cc.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = zlib.crc32(source.read_bytes())
     try:
@@ -66,7 +70,11 @@ def compile_library(source: Path, library: Path) -> None:
 
 
 def put(library: Path, place: Path) -> None:
-    """Move `library` to `place` in one step, for processes that have the old one loaded; RuntimeError where refused."""
+    """Copy `library` to `place` in one step, for the sake of processes that have the old one loaded.
+
+    Raises:
+        RuntimeError: the folder cannot be written.
+    """
     draft = place.with_name(f"{place.name}.{os.getpid()}")
     try:
         shutil.copy(library, draft)

@@ -37,7 +37,7 @@ HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
 def row(claim: dict, figures: dict) -> str:
-    """One line: what is claimed, what was measured, from where to where it goes, the target, whether it holds."""
+    """Return the line of a claim: its words, the measured value with its range, the target, and whether it holds."""
     value, target = shown(claim["value"]), "above 0" if claim["target"] == POSITIVE else shown(claim["target"])
     if value == target and claim["value"] != claim["target"]:
         value = f"{claim['value']:.5g}"
@@ -53,7 +53,7 @@ def row(claim: dict, figures: dict) -> str:
 
 
 def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
-    """Smallest and largest value of the figure that a claim is about, where there is one: it has the claim's value."""
+    """Return the smallest and largest value of the figure that has a claim's median and unit, or None without one."""
     for figure in figures.values():
         ends = figure["min"], figure["max"]
         alike = figure["median"] == claim["value"] and figure["unit"] == claim["unit"]
@@ -63,7 +63,7 @@ def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
 
 
 def shown(value: float | str | None) -> str:
-    """A number as the table has it."""
+    """Return a number as the table shows it."""
     if value is None:
         return "none"
     if not isinstance(value, int | float):
@@ -85,18 +85,18 @@ def command(name: str, content: dict) -> str:
 
 
 def commit(content: dict) -> str:
-    """The commit that was measured, with a + where files had changed since."""
+    """Return the commit that was measured, with a + where files had changed since."""
     whole = content["commit"]
     return whole[:7] + "+" * whole.endswith("+")
 
 
 def rows(claims: list[dict], figures: dict) -> list[str]:
-    """Lines of claims; what an older file says twice (at least, and at most) is said once."""
+    """Return a line for each claim. Lines that an older file has twice (at least, and at most) stand once."""
     return list(dict.fromkeys(row(claim, figures) for claim in claims))
 
 
 def published() -> dict[str, dict]:
-    """The contents of all results files by their names."""
+    """Return the contents of all results files by their names."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     for name, content in found.items():
         if content.get("size", "full") != "full":
@@ -119,7 +119,7 @@ def front(found: dict[str, dict]) -> list[str]:
 
 
 def summary(found: dict[str, dict]) -> list[str]:
-    """Claims of skill, how many of each benchmark hold, all that do not, and where a rival is faster."""
+    """Return the tables of skill, of how many claims hold and of those that do not, and what competitors do better."""
     lines = []
     for name in ("quickstart", "skill"):
         claims, figures = found[name]["claims"], found[name]["figures"]
@@ -151,7 +151,7 @@ def _held(content: dict) -> list[dict]:
 
 
 def everything(found: dict[str, dict]) -> list[str]:
-    """All claims of all benchmarks."""
+    """Return the tables of all claims of all benchmarks, each folded under its command."""
     lines = []
     for name, content in found.items():
         if content["claims"]:
@@ -161,6 +161,7 @@ def everything(found: dict[str, dict]) -> list[str]:
 
 
 def main() -> int:
+    """Write the tables, or with --check name the pages whose table is another. Return the exit status."""
     found, wrong = published(), False
     pages = {
         ROOT / "README.md": front(found),

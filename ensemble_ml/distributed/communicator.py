@@ -1,5 +1,6 @@
-"""The interface of communication: a group of ranks, or the null communicator of a single rank, which runs the same
-code.
+"""The interface of communication between ranks, over a process group or within a single rank.
+
+The null communicator of a single rank lets it run the same code as a group.
 
 Every collective fills tensors that the caller made and returns a `Pending`. It counts two things. `seconds_waited` is
 the time that the host waits for results; under NCCL, waiting inside the GPU's own queue is not included. `bytes_sent`
@@ -92,27 +93,32 @@ class NullCommunicator:
         self.rank, self.size, self.bytes_sent, self.seconds_waited = 0, 1, 0, 0.0
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
+        """Leave `x` as it is, since a reduction over one rank changes nothing."""
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Copy `x` to `out`."""
         out.copy_(x)
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Copy `x` to `out`."""
         out.copy_(x)
         return Done()
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
     ) -> Pending:
+        """Copy `x` to `out`, since the only rank sends to itself."""
         out.copy_(x)
         return Done()
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
+        """Leave `x` as it is."""
         return Done()
 
     def barrier(self) -> None:
-        pass
+        """Return at once."""
 
 
 class TorchCommunicator:
@@ -125,10 +131,12 @@ class TorchCommunicator:
         self._home = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
+        """Replace `x` by its sum, maximum or minimum over the ranks, and count the bytes of a ring."""
         self.bytes_sent += 2 * bytes_of(x) * (self.size - 1) // self.size
         return self._run(lambda t: dist.all_reduce(t, _OPS[op], self._group, async_op=True), x, x, async_op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Fill `out` (n,) with this rank's shard of the sum of `x` (P n,) over the ranks."""
         self.bytes_sent += bytes_of(x) * (self.size - 1) // self.size
 
         def call(to: Tensor, given: Tensor) -> Any:
@@ -137,6 +145,7 @@ class TorchCommunicator:
         return self._run(call, out, x, async_op)
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Fill `out` (P n,) with every rank's `x` (n,), in rank order."""
         self.bytes_sent += bytes_of(x) * (self.size - 1)
 
         def call(to: Tensor, given: Tensor) -> Any:
@@ -147,6 +156,7 @@ class TorchCommunicator:
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
     ) -> Pending:
+        """Send a slice of `x` to each rank and fill `out` with the slices received, in rank order."""
         self.bytes_sent += (sum(sent) - sent[self.rank]) * x.element_size()
 
         def call(to: Tensor, given: Tensor) -> Any:
@@ -155,11 +165,13 @@ class TorchCommunicator:
         return self._run(call, out, x, async_op)
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
+        """Replace `x` by the `x` of rank `source` of the group, and count bytes at the source alone."""
         self.bytes_sent += bytes_of(x) * (self.size > 1 and self.rank == source)
         first = dist.get_global_rank(self._group, source)
         return self._run(lambda t: dist.broadcast(t, first, self._group, async_op=True), x, x, async_op)
 
     def barrier(self) -> None:
+        """Return once every rank has called, and count the time until then as waiting."""
         start = time.perf_counter()
         dist.barrier(self._group)
         self.seconds_waited += time.perf_counter() - start

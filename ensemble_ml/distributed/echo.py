@@ -97,17 +97,20 @@ class Echo:
         self._traffic, self._axes = traffic, axes
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
+        """Record an all-reduce, and answer as if every rank held this `x`."""
         self._sent("all_reduce", 2 * bytes_of(x) * (self.size - 1) // self.size)
         if op == "sum":
             x.mul_(self.size)
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Record a reduce-scatter, and fill `out` with the first elements of `x`."""
         self._sent("reduce_scatter", bytes_of(x) * (self.size - 1) // self.size)
         out.copy_(x[: len(out)])
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """Record an all-gather, and answer as if every rank had sent this `x`."""
         self._sent("all_gather", bytes_of(x) * (self.size - 1))
         out.view(self.size, -1).copy_(x.reshape(1, -1).expand(self.size, -1))
         return Done()
@@ -115,6 +118,7 @@ class Echo:
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
     ) -> Pending:
+        """Record an exchange, and answer with `x` itself, or with zeros where the slices' lengths differ."""
         width = x.element_size()
         self._sent("all_to_all", (sum(sent) - sent[self.rank]) * width, (sum(received) - received[self.rank]) * width)
         if list(received) == list(sent):
@@ -127,12 +131,13 @@ class Echo:
         return found
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
+        """Record a broadcast, and leave `x` as it is."""
         own = self.rank == source
         self._sent("broadcast", bytes_of(x) * own, bytes_of(x) * (not own))
         return Done()
 
     def barrier(self) -> None:
-        pass
+        """Return at once, and record nothing."""
 
     def _sent(self, kind: str, sent: int, received: int | None = None) -> None:
         self.bytes_sent += sent

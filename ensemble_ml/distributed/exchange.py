@@ -274,6 +274,7 @@ class GradientAverage(BucketExchange):
         return torch.float64 if self.params[0].dtype is torch.float64 else torch.float32
 
     def begin(self, step: int) -> None:
+        """Prepare for the backward pass of `step`, and wait for collectives of an abandoned step."""
         super().begin(step)
         # On a GPU, an abandoned step may have left collectives that nobody waited for.
         for _, pending, _ in self._under_way:

@@ -354,6 +354,11 @@ class PartUpsample(nn.Upsample):
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's shard of the upsampled field. Linear modes fetch one point from each neighbour.
+
+        Raises:
+            UserError: `x` has no batch axis.
+        """
         norms.check_axes(self, x)
         if self.mode == "nearest":
             return super().forward(x)
@@ -380,6 +385,10 @@ class PartDropout(nn.Dropout):
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Set elements to zero with probability `p` in training mode and divide the others by 1 - p.
+
+        Every call in training mode with 0 < p < 1 takes one number from torch's generator.
+        """
         if not self.training or self.p == 0:
             return x
         if self.p == 1:

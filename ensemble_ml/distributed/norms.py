@@ -125,6 +125,17 @@ class PartGroupNorm(nn.GroupNorm):
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise each group of channels by its moments over the points of all ranks.
+
+        Args:
+            x: (B, C, ...) this rank's shard.
+
+        Returns:
+            The normalised shard, in the shape and type of `x`.
+
+        Raises:
+            UserError: `x` has no batch axis.
+        """
         check_axes(self, x)
         size = math.prod(x.shape[1:]) // self.num_groups  # `reshape` cannot infer -1 if there is no sample
         grouped = _wide(x).reshape(x.shape[0], self.num_groups, size)

@@ -150,6 +150,11 @@ class PartPadder(Padder):
         return rows, columns, Across(self.part_shard.columns, self.sign, self.offset)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Pad with the neighbours' points: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z).
+
+        Raises:
+            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
+        """
         return halo(x_BCYXZ, *self.sides(x_BCYXZ))
 
 
@@ -163,6 +168,7 @@ class PartConvolution(Convolution):
     part_overlap: Overlap
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Convolve this rank's shard: (B, inputs, Y, X, Z) -> (B, outputs, Y, X, Z)."""
         if not self.part_overlap.on or self.vertical is Vertical.full:
             return super().forward(x_BCYXZ)
         conv = self.across if self.vertical is Vertical.separable else self.conv

@@ -195,7 +195,8 @@ class Heads(nn.Module):
 
         Args:
             mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
-            spread0, spread1: s0 and s1, the same shape.
+            spread0: s0, the prior spread, the same shape.
+            spread1: s1, the expected spread of the full ensemble, the same shape.
             network: (B, outputs, T, V, [Z,] Y, X) outputs of the network, float32.
             residuals: v and w of the error MLP, (B, 2, T, V, [Z,] Y, X); None without that MLP.
 

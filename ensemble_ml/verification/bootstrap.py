@@ -91,7 +91,7 @@ class Interval:
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
-    """Number the block of each initialisation time.
+    """Return the number of the block that each initialisation time belongs to.
 
     Blocks last `block_days` or more. A new block starts after every gap that is longer than `block_days`. A remainder
     at the end of a run of dates joins the block before it if it is too short. A run shorter than `block_days` is a

@@ -31,7 +31,9 @@ def pit(
     a calibrated forecast would not be uniform otherwise (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
 
     Args:
-        family, location, scale: The forecast distribution; location and scale in the units of the variable.
+        family: The type of the forecast distribution.
+        location: Location of the distribution, in the units of the variable.
+        scale: Scale of the distribution, in the same units.
         y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
         uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
 

@@ -35,6 +35,7 @@ class GatherPadder(PartPadder):
     """Padding by one row and column on each side, from the whole field that every rank gathers."""
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Gather the whole field, and pad this rank's shard from it: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z)."""
         shard = self.part_shard
         whole = _Gather.apply(x_BCYXZ, shard, self.part_mesh.spatial)
         (top, bottom), (left, right) = shard.own_rows, shard.own_columns

@@ -48,6 +48,10 @@ class TimedCommunicator:
         return getattr(self._inner, name)
 
     def all_to_all_single(self, *args: Any, **settings: Any) -> Pending:
+        """Start the exchange of the communicator inside, and add the time of the call to the clock.
+
+        Waiting for what is returned adds its time, too. Arguments are those of `Communicator.all_to_all_single`.
+        """
         began = time.perf_counter()
         pending = self._inner.all_to_all_single(*args, **settings)
         self._clock.seconds += time.perf_counter() - began
