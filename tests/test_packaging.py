@@ -2,19 +2,27 @@
 
 import re
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import ensemble_ml
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+CONTAINER = (ROOT / "Containerfile").read_text()
+APPTAINER = (ROOT / "scripts" / "apptainer.def").read_text()
+OF_CONDA = {  # packages of PyPI that conda-forge has under another name
+    "dask": "dask-core", "eccodes": "python-eccodes", "matplotlib": "matplotlib-base", "torch": "pytorch",
+}  # fmt: skip
 
 
 def requirements() -> list[Requirement]:
@@ -60,3 +68,61 @@ def test_paths_that_contributors_are_sent_to_are_there():
 @pytest.mark.parametrize(("name", "file"), re.findall(r"`(\w+)` (?:of|in) `([\w/]+\.py)`", GUIDE))
 def test_names_that_contributors_are_sent_to_are_there(name, file):
     assert re.search(rf"^(class |def )?{name}\b", (ROOT / file).read_text(), re.MULTILINE)
+
+
+def conda_specs(texts: list[str]) -> dict[str, SpecifierSet]:
+    """Return versions by conda's names, of requirements as PyPI writes them."""
+    named = {canonicalize_name(one.name): one.specifier for one in map(Requirement, texts)}
+    return {OF_CONDA.get(name, name): specifier for name, specifier in named.items()}
+
+
+def test_the_recipe_asks_for_what_the_package_does():
+    recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
+    needs = recipe["requirements"]
+    python = f"python{PROJECT['requires-python']}"
+    assert conda_specs(needs["run"]) == conda_specs([python, *PROJECT["dependencies"]])
+    assert conda_specs(needs["run_constraints"]) == conda_specs(PROJECT["optional-dependencies"]["grib"])
+    assert conda_specs(needs["host"]) == conda_specs([python, "pip", *SETTINGS["build-system"]["requires"]])
+    assert [recipe["context"]["version"], recipe["package"]["name"]] == [PROJECT["version"], PROJECT["name"]]
+    about = recipe["about"]
+    assert [about["license"], about["summary"]] == [PROJECT["license"], PROJECT["description"]]
+    assert [about["license_file"]] == PROJECT["license-files"]
+
+
+def copied(text: str) -> set[str]:
+    """Return the paths in the checkout that the description of an image copies into it."""
+    if text.startswith("Bootstrap"):
+        [section] = re.findall(r"^%files\n((?: .+\n)+)", text, re.MULTILINE)
+        return {line.split()[0] for line in section.splitlines()}
+    lines = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
+    return {word for line in lines for word in line.split()[:-1]}
+
+
+@pytest.mark.parametrize("text", [CONTAINER, APPTAINER], ids=["Containerfile", "apptainer.def"])
+def test_images_get_all_that_the_wheel_is_made_of(text):
+    wheel = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]
+    made_of = {*wheel["packages"], *wheel["force-include"], wheel["hooks"]["custom"]["path"]}
+    made_of |= {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml", "constraints.txt", ".gitignore"}
+    assert copied(text) == made_of
+    assert not [path for path in made_of if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *re.findall(r"^RUN ((?:.*\\\n)*.*)$", CONTAINER, re.MULTILINE),
+        *re.findall(r"^%(?:post|test|runscript|environment)\n((?:(?: .*)?\n)+)", APPTAINER, re.MULTILINE),
+    ],
+    ids=lambda script: script.split("\n")[0].strip()[:40],
+)
+def test_scripts_of_images_are_shell(script):
+    assert script.strip()
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+
+
+def test_the_program_in_an_image_is_not_run_by_root():
+    last = CONTAINER.rpartition("\nFROM ")[2]
+    [user] = re.findall(r"^USER (\w+)$", last, re.MULTILINE)
+    assert user != "root" and re.search(rf"useradd .*\b{user}\b", last)
+    [command] = re.findall(r"^ENTRYPOINT (.+)$", last, re.MULTILINE)
+    assert yaml.safe_load(command) == list(PROJECT["scripts"])
