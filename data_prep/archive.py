@@ -395,7 +395,7 @@ def open_archive(
     )
     # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
     if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):
-        text = "%s: no field is said to be after the start, so times are taken for starts; where they are valid times,"
+        text = "%s: no field states a lead, so times are taken for init times; where they are valid times,"
         log.warning(f"{text} give a coordinate forecast_reference_time", source.path)
     if role == FORECAST:
         _warn_unstated_sums(source)

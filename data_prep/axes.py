@@ -186,7 +186,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     in_cf = (init.attrs.get("standard_name"), lead.attrs.get("standard_name")) == ("time", _STANDARD["lead"])
     if (init.name == "valid_time" or (in_cf and not lead.ndim)) and init.dims != lead.dims:
         if lead.size > 1:
-            raise UserError(f"{array.name}: axes {init.name} and {lead.name}: give start dates beside the leads")
+            raise UserError(f"{array.name}: axes {init.name} and {lead.name}: give init times beside the leads")
         if later.any():
             axes["init"] = xr.DataArray(init.values - later.reshape(()), dims=init.dims, name=init.name)
     if not lead.ndim or init.dims != lead.dims:
@@ -251,7 +251,7 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
             place = np.unravel_index(int(wrong.argmax()), wrong.shape)
             shown = [str(one.values[place].astype("datetime64[m]")) for one in (times, wanted)]
             raise UserError(
-                f"{array.name}: {axis.name} says {shown[0]} where start and lead make {shown[1]}"
+                f"{array.name}: {axis.name} is {shown[0]} where start and lead make {shown[1]}"
                 f" ({int(wrong.sum())} of {wrong.size} times differ); mend the axes, or drop {axis.name}"
             )
 

@@ -141,7 +141,7 @@ class Job:
             with build.date(date, pool) as writer:
                 for part in self.plan.wanted:
                     self._part(writer, part, date, stopped)
-        log.debug("start date %s: built", hour_text(self.plan.layout.init_time[date]))
+        log.debug("init time %s: built", hour_text(self.plan.layout.init_time[date]))
         return True
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:

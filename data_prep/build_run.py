@@ -46,11 +46,11 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     todo = [] if config.finalise else build.missing(mine)
     for path, dates in build.outdated.items():
         first = hour_text(job.plan.layout.init_time[min(dates)])
-        counts = f"{len(dates)} start dates (first {first})"
+        counts = f"{len(dates)} init times (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
     _say_what_is_superseded(job, build)
     if len(todo) < len(mine) and not config.finalise:
-        log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
+        log.info("%s: %d of %d init times are built already", build.path, len(mine) - len(todo), len(mine))
     try:
         if todo:
             _all(config, job, build, todo)
@@ -64,10 +64,10 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         _check_still(build, () if config.finalise else left)
         build.discard()  # removes the folder if nothing is built in it
         counts = f"{len(left)} of {build.dates}"
-        raise UserError(f"output={build.path}: {counts} start dates are not built yet; run without finalise=true")
+        raise UserError(f"output={build.path}: {counts} init times are not built yet; run without finalise=true")
     if left:
         log.info(
-            "%s: parts=%s is done; %d of %d start dates are left to others",
+            "%s: parts=%s is done; %d of %d init times are left to others",
             build.path,
             config.parts,
             len(left),
@@ -82,7 +82,7 @@ def _say_what_is_superseded(job: Job, build: Build) -> None:
     """Warn of init times that were built from other fields than the archive has now."""
     if build.superseded:
         first = hour_text(job.plan.layout.init_time[min(build.superseded)])
-        text = "%s: %d start dates (first %s) were built from other fields than the archive has now; build them again"
+        text = "%s: %d init times (first %s) were built from other fields than the archive has now; build them again"
         log.warning(text, build.path, len(build.superseded), first)
 
 
@@ -98,7 +98,7 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
             # folder.
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
-                log.info("waiting for %d start dates that another builder has under way", len(todo))
+                log.info("waiting for %d init times that another builder has under way", len(todo))
                 waiting = True
             if todo:
                 time.sleep(_LOOK_AGAIN)
@@ -115,7 +115,7 @@ def _check_seen(build: Build, lost: list[int]) -> None:
     """Refuse an output folder in which the init times that workers have built do not appear."""
     if lost:
         raise UserError(
-            f"output={build.path}: workers have built {len(lost)} start dates that are not seen here; give a folder"
+            f"output={build.path}: workers have built {len(lost)} init times that are not seen here; give a folder"
             " that this process and all workers share"
         )
 
@@ -173,7 +173,7 @@ def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
     times = ", ".join(hour_text(job.plan.layout.init_time[date]) for date in sorted(dates)[:4])
     more = f" and {len(dates) - 4} more" if len(dates) > 4 else ""
     return UserError(
-        f"a worker died while it built start date {times}{more} ({type(error).__name__}: killed, or out of memory); "
+        f"a worker died while it built init time {times}{more} ({type(error).__name__}: killed, or out of memory); "
         "run the same again to go on, with fewer workers if memory is short"
     )
 
@@ -184,7 +184,7 @@ def _say_what_is_kept(build: Build, error: BaseException) -> None:
     if kept:
         how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         log.warning(
-            "prepare: %s; %d of %d start dates are kept in %s: run the same again to go on",
+            "prepare: %s; %d of %d init times are kept in %s: run the same again to go on",
             how, kept, build.dates, build.work,
         )  # fmt: skip
     else:
@@ -214,4 +214,4 @@ class _Lines:
         now = time.monotonic()
         if number and (now - self.said > _LINE_EVERY or self.done == self.count):
             self.said = now
-            log.info("prepare: %d of %d start dates in %.0f s", self.done, self.count, now - self.start)
+            log.info("prepare: %d of %d init times in %.0f s", self.done, self.count, now - self.start)

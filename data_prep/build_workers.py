@@ -67,7 +67,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             client = stack.enter_context(_cluster(stack, config))
             count = config.workers
             if config.scheduler and not client.nthreads():
-                log.warning("scheduler=%s: has no worker yet; start dates wait for one", config.scheduler)
+                log.warning("scheduler=%s: has no worker yet; init times wait for one", config.scheduler)
             # Dask could answer a pure call with the result of an earlier one, although the output may have been removed
             # since.
             pool = stack.enter_context(client.get_executor(pure=False))

@@ -476,7 +476,7 @@ def say_units(names: Iterable[str]) -> str:
         names: short names of the variables.
     """
     said = ", ".join(f"{name}: {field(name).units}" for name in sorted(set(names)))
-    return f"say them, as in 'units={{{said}}}'"
+    return f"give them, as in 'units={{{said}}}'"
 
 
 def _skipped(readers: list[Reader]) -> dict[str, int]:
@@ -492,7 +492,7 @@ def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> N
     """Log the variables that are left out, with a level that depends on the reason."""
     known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
     if known:
-        text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
+        text = "%s: left out, though the variables are known: %s; convert these, or state their units as CF does"
         log.warning(text, path, ", ".join(known))
     if gaps := sorted(name for name in counts if NO_MESSAGE in name):
         log.warning("%s: files hold %s: a message may be damaged there; fetch them again", path, _first(gaps))

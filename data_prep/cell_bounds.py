@@ -133,7 +133,7 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
         return f" (the {sorted(of_gust - {'maximum'})[0]} over time and not the maximum)"
     named = "GRIB_stepType" if "GRIB_stepType" in array.attrs else "step_type"
     if kind in OF_STEP_TYPE and not over_intervals(array, field):
-        return f" ({named} {kind}, over no interval that is said)"
+        return f" ({named} {kind}, over an interval that is not stated)"
     if (
         not said
         or field.accumulated
@@ -141,7 +141,7 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
         or any(_bounds(axis) in data for axis in _times(array))
     ):
         return ""
-    return f" ({said[0]} over time, over no interval that is said)"
+    return f" ({said[0]} over time, over an interval that is not stated)"
 
 
 def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]], str]:

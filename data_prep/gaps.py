@@ -86,7 +86,7 @@ def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place:
     span = truth.span((truth.layout.surface if surface else truth.layout.variables)[place[1]], place[0])
     over = f" over hours {span[0]} to {span[1]}" if span else ""
     valid = hour_text(start + np.timedelta64(hours, "h"))
-    return f"lacks {what}{over} at {valid}, which verifies the start date {hour_text(start)} at lead {hours} h"
+    return f"lacks {what}{over} at {valid}, which verifies the init time {hour_text(start)} at lead {hours} h"
 
 
 def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:
@@ -100,7 +100,7 @@ def listed(gaps: Sequence[Gap]) -> str:
     """Return gaps as a message shows them: the first few by name, and totals."""
     dates, fields = len({gap.date for gap in gaps}), sum(gap.count for gap in gaps)
     more = f"; and {len(gaps) - _SHOWN} more like these" if len(gaps) > _SHOWN else ""
-    total = f"{fields} field{'s' * (fields > 1)} of {dates} start date{'s' * (dates > 1)}"
+    total = f"{fields} field{'s' * (fields > 1)} of {dates} init time{'s' * (dates > 1)}"
     return f"{total} missing: {'; '.join(map(str, gaps[:_SHOWN]))}{more}"
 
 
@@ -124,16 +124,16 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
     if gaps and policy is Gaps.error:
         raise UserError(
             f"input {source.path}: {listed(gaps)}; other dates or members have them: complete the archive, leave them "
-            "out with dates=, variables=, levels= or leads=, or say gaps=skip (these dates) or gaps=mask (these fields)"
+            "out with dates=, variables=, levels= or leads=, or set gaps=skip (these dates) or gaps=mask (these fields)"
         )
     if isinstance(truth, ArchiveTruth):
         truth.unmatched()  # intervals that do not fit are no gap
         of_truth = find_truth_gaps(truth)
         if not both.has(Part.TRUTH):
-            raise UserError(f"truth {truth.path}: has no field at any valid time of the forecast; say truth=null")
+            raise UserError(f"truth {truth.path}: has no field at any valid time of the forecast; set truth=null")
         if of_truth and policy is Gaps.error:
             raise UserError(
-                f"truth {truth.path}: {listed(of_truth)}; complete it, choose start dates with dates=..., say "
+                f"truth {truth.path}: {listed(of_truth)}; complete it, choose init times with dates=..., set "
                 "gaps=skip (these dates) or gaps=mask (these fields), or truth=null"
             )
         gaps += of_truth
@@ -141,7 +141,7 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
         return both, gaps
     dates = sorted({gap.date for gap in gaps})
     if len(dates) == len(source.layout.init_time):
-        raise UserError(f"gaps=skip: no start date is complete; {listed(gaps)}; say gaps=mask, or leave fields out")
+        raise UserError(f"gaps=skip: no init time is complete; {listed(gaps)}; set gaps=mask, or leave fields out")
     return both.without(dates), gaps
 
 

@@ -85,8 +85,8 @@ class Geometry:
         if self.crop is None:
             if 1 in self.cells.shape:
                 raise UserError(
-                    f"grid: {self.target.describe()}: means over its cells are asked for, and one row or column does"
-                    " not say how large a cell is; take two at least"
+                    f"grid: {self.target.describe()}: means over its cells are asked for, and the size of a cell"
+                    " does not follow from one row or column; take two at least"
                 )
             for name, weights in zip(("latitude", "longitude"), self.weights, strict=True):
                 _check_covered(name, weights, self.source, self.target)

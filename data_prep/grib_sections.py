@@ -195,7 +195,7 @@ def _check_lists(grid: bytes) -> None:
     vertical, place, rows = grid[3], grid[4], _integer(grid, 8, 2)
     listed = 4 * vertical if vertical else (0 if place == 255 else 2 * rows)  # vertical coordinates, or points by row
     if listed and place - 1 + listed > len(grid):
-        raise UserError(f"damaged sections (section 2 of {len(grid)} bytes has no room for its lists)")
+        raise UserError(f"damaged sections (section 2 of {len(grid)} bytes has no space for its lists)")
 
 
 def _steps1(first: bytes) -> tuple[int, int] | None:
@@ -396,7 +396,7 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
 def _check_room(room: int, most: int) -> None:
     """Refuse a section of values that is larger than the message."""
     if not 0 <= room <= most:
-        raise UserError(f"damaged sections ({room} bytes of values; the message has room for {most})")
+        raise UserError(f"damaged sections ({room} bytes of values; the message has space for {most})")
 
 
 def _octet(content: Content, place: int) -> int:

@@ -207,7 +207,7 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
     other = overrides.names.get(field.name)
     # The user chose another variable of the file for this field, so this one must not take its place.
     if other in data and other != array.name:
-        return Identity(None, f" (names= says that {other} is {field.name})")
+        return Identity(None, f" (names= states that {other} is {field.name})")
     if reason := _no_field(data, array, field) or ("" if stated else _contradicted(array, field, spelling)):
         return Identity(None, f" ({reason})")
     if reason := other_quantity(data, array, field):
@@ -297,7 +297,7 @@ class NoUnits(OfSomethingElse):
     """An error for a variable of the registry without units, if nothing else determines them."""
 
     def __init__(self, array: xr.DataArray, field: Field):
-        super().__init__(f"{array.name}: has no units; say 'units={{{field.name}: {field.units}}}'", "no units")
+        super().__init__(f"{array.name}: has no units; give 'units={{{field.name}: {field.units}}}'", "no units")
         self.name, self.field = str(array.name), field
 
 

@@ -89,10 +89,10 @@ def _check_settings(config: PrepareConfig) -> None:
     """Raise a UserError for settings that can be refused before any file is opened."""
     for key in ("input", "output"):
         if not is_dataset(getattr(config, key)) and getattr(config, key) in (MISSING, None, "", []):
-            raise UserError(f"{key}: is not given; say {key}=PATH")
+            raise UserError(f"{key}: is not given; give {key}=PATH")
     for key in ("truth", "static"):
         if any(not is_dataset(path) and not path for path in as_list(getattr(config, key))):
-            raise UserError(f"{key}: holds an empty path; give one, or say {key}=null")
+            raise UserError(f"{key}: holds an empty path; give one, or set {key}=null")
     for key in ("input", "truth"):
         for path in as_list(getattr(config, key)):
             if not is_dataset(path) and is_store(Path(path)):
@@ -115,19 +115,19 @@ def _log_gaps(job: Job) -> None:
         for note in job.truth.unverified().values():
             log.warning("%s", note)
     if job.gaps:
-        done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
+        done = "these init times are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)
     missing = dates_of(job.plan.provenance.get("gaps", {}).get("starts", ""))
     if len(missing):
         shown = shortened([hour_text(start) for start in missing])
-        log.warning("%s: a regular series but for %d start dates: %s", job.source.path, len(missing), shown)
+        log.warning("%s: a regular series but for %d init times: %s", job.source.path, len(missing), shown)
 
 
 def _log_plan(source: ArchiveSource, both: Pair) -> None:
     """Log what the archive holds and what is stored of it."""
     lay, geometry = both.layout, source.catalogue.geometry
     log.info(
-        "%s: %d start dates, %d members, leads %s h, %s; levels %s hPa; grid %s",
+        "%s: %d init times, %d members, leads %s h, %s; levels %s hPa; grid %s",
         both.path,
         len(lay.init_time),
         len(lay.realization),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MEMBER, CONTROL = 0, 1
 IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
-    " where start dates are built already); where an archive or a static file is read in place, leave the field out"
+    " where init times are built already); where an archive or a static file is read in place, leave the field out"
 )
 NO_MESSAGE = "that are no GRIB message"  # ends the note on bytes between messages: one may be damaged there
 OTHER_UNITS = "units "  # follows a variable's name in the note on why it is left out

@@ -128,7 +128,7 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
     years = records["init"].astype("datetime64[Y]").astype(int) + 1970
     if years.min() < 1678 or years.max() > 2261:  # the range of datetime64[ns]
         far = records["init"][(years < 1678) | (years > 2261)][0]
-        raise UserError(f"{path}: start date {str(far)[:13]}: only those from 1678 to 2261 can be kept; leave it out")
+        raise UserError(f"{path}: init time {str(far)[:13]}: only those from 1678 to 2261 can be kept; leave it out")
     found = np.unique(records["field"]).tolist()
     upper = records["level"][~IS_SURFACE[records["field"]]]
     return Layout(

@@ -227,7 +227,7 @@ class XarrayFile:
                 else:
                     strange.append(error)
         if not tables and {"members_in", "ensemble_ml_version"} <= set(data.attrs):
-            raise UserError(f"{self.path}: a forecast that predict made, no archive; say evaluate forecast={self.path}")
+            raise UserError(f"{self.path}: a forecast that predict made, no archive; use evaluate forecast={self.path}")
         if strange and not tables and not self.without_units:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
@@ -326,8 +326,8 @@ class XarrayFile:
         lead_of_valid_time(array, axes)
         untangle(array, axes)
         if axes["init"] is None and not field.static:
-            lacks = f"{array.name}: has no start date; give it a coordinate forecast_reference_time"
-            raise OfSomethingElse(lacks, "no start date")
+            lacks = f"{array.name}: has no init time; give it a coordinate forecast_reference_time"
+            raise OfSomethingElse(lacks, "no init time")
         check_valid_times(array, axes)
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())

@@ -188,7 +188,7 @@ def build_config(task: str, composed: DictConfig) -> Any:
         lines = schema.setting_lines(TASKS[task].config)
         empty = [k for k, default, _ in lines if default == schema.MISSING and OmegaConf.select(composed, k) == ""]
         if empty:  # most likely from a shell variable that is not set
-            raise UserError(f"{empty[0]}: is not given; say {empty[0]}=...")
+            raise UserError(f"{empty[0]}: is not given; give {empty[0]}=...")
         schema.check_finite(OmegaConf.to_container(composed))
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -443,7 +443,7 @@ def _dispatch(arguments: list[str]) -> int:
         settings = _with_store(settings)
     size = next((item for item in settings if re.match(r"[+]*size=", item)), None)
     if task == "simulate" and size is not None:
-        raise UserError(f"{size}: names what was chosen, and chooses nothing; say simulate={size.partition('=')[2]}")
+        raise UserError(f"{size}: names what was chosen, and chooses nothing; use simulate={size.partition('=')[2]}")
     options.pop("--run", options.pop("-r", None))  # running is the default
     shows = sorted(options.keys() & set(_SHOWS))
     if shows and "--multirun" in options:
@@ -454,7 +454,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _show(task, options, settings)
     alone = next((name for name in ("--resolve", "--package") if name in options), None)
     if alone is not None:
-        raise UserError(f"{alone}: belongs to --cfg; say ensemble-ml {task} --cfg job {alone}")
+        raise UserError(f"{alone}: belongs to --cfg; use ensemble-ml {task} --cfg job {alone}")
     if "--multirun" in options:
         return _sweep(task, options, settings)
     of_hydra = next((item for item in settings if re.match(r"[+~]*hydra[/.]", item)), None)
@@ -535,9 +535,7 @@ def _with_store(settings: list[str]) -> list[str]:
 def _show(task: str, options: dict[str, str], settings: list[str]) -> int:
     """Print what one of Hydra's options asks for, without running a task."""
     if "--shell-completion" in options and not re.match(r"((un)?install|query)=(bash|fish|zsh)\b", " ".join(settings)):
-        raise UserError(
-            '--shell-completion: say for which shell: eval "$(ensemble-ml -sc install=bash)", or zsh or fish'
-        )
+        raise UserError('--shell-completion: name the shell: eval "$(ensemble-ml -sc install=bash)", or zsh or fish')
     logging.getLogger().handlers.clear()  # Hydra adds its own handlers, and each line would appear twice
     try:
         _by_hydra(task, options, [] if "--hydra-help" in options else settings, lambda _: None)

@@ -157,7 +157,7 @@ def field(name: str) -> Field:
     found = _by_name().get(name)
     if found is None:
         known = _by_alias().get(name)
-        raise UserError(f"variable {name}: unknown; {f'say {known.name}' if known else _suggest(name)}")
+        raise UserError(f"variable {name}: unknown; {f'use {known.name}' if known else _suggest(name)}")
     return found
 
 

@@ -225,7 +225,7 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
         values = values.sel(level=level)
     for dim in _START:
         if values.sizes.get(dim, 1) != 1:
-            raise UserError(f"forecast: holds {values.sizes[dim]} start dates; choose one, as with isel({dim}=[0])")
+            raise UserError(f"forecast: holds {values.sizes[dim]} init times; choose one, as with isel({dim}=[0])")
         values = values.squeeze(dim, drop=True) if dim in values.dims else values
     grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
     nearest = nearest_points(grid, [[float(latitude), float(longitude)]])

@@ -148,7 +148,7 @@ TASKS: dict[str, Task] = {
     "predict": Task(
         schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
         "output=forecast",
-        "OUTPUT/forecast_YYYYMMDDHH.nc, one a start date",
+        "OUTPUT/forecast_YYYYMMDDHH.nc, one for each init time",
     ),
     "evaluate": Task(
         schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "

@@ -98,7 +98,7 @@ print(forecast)
 archive = api.at_places_of(archive, forecast)
 [held] = open_forecasts([str(folder)])
 seen = np.isin(forecast.init_time, np.concatenate([held.training_dates, held.validation_dates, held.earlier_dates]))
-print(f"{seen.sum()} of {len(files)} start dates had a part in the training and are left out")
+print(f"{seen.sum()} of {len(files)} init times had a part in the training and are left out")
 forecast = forecast.isel(init_time=~seen & np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 both = np.intersect1d(np.array(held.lead_hours, "timedelta64[h]"), archive.lead_time.values)  # leads of all files
 if not len(both):
@@ -110,7 +110,7 @@ archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
 with_truth = archive[f"{name}_truth"].notnull().any(["latitude", "longitude"]).all("lead_time").values
 if not with_truth.any():
-    raise ValueError(f"{folder}: none of {len(files)} start dates can be scored; forecast other dates")
+    raise ValueError(f"{folder}: none of {len(files)} init times can be scored; forecast other dates")
 archive, forecast = archive.isel(init_time=with_truth), forecast.isel(init_time=with_truth)
 used = max(made_from, key=len)  # a date may lack some of those that were asked for
 members = archive[name].load()
@@ -120,7 +120,7 @@ if len(used) > 1:  # a date of one of them has no spread to compare with
 truth = archive[f"{name}_truth"].load().where(there)
 reduced = members.sel(realization=used)
 weights = api.area_weights(truth)
-scored = f"{truth.sizes['init_time']} of {np.sum(~seen)} start dates have a truth"
+scored = f"{truth.sizes['init_time']} of {np.sum(~seen)} init times have a truth"
 print(f"{label}: {scored}; {len(used)} of {members.sizes['realization']} members in")
 
 # %% [markdown]
@@ -182,9 +182,9 @@ if f"{name}_ensemble_spread" in forecast:
 # ## Is the distribution worth more than the ensemble?
 #
 # The continuous ranked probability score is an absolute error for distributions: lower is better, in the variable's
-# units. For a normal law it has a closed form (Gneiting et al. 2005), which a large sample of quantiles confirms; of
-# raw members `scores` computes the fair version, which does not punish an ensemble for being small: it is what
-# infinitely many such members would score, so it shows what is left to gain, and is no competitor.
+# units. For a normal distribution it has a closed form (Gneiting et al. 2005), which a large sample of quantiles
+# confirms; of raw members `scores` computes the fair version, which does not punish an ensemble for being small: it is
+# what infinitely many such members would score, so it shows what is left to gain, and is no competitor.
 
 
 # %%
@@ -205,7 +205,7 @@ def by_date(values):
 
 
 predicted = forecast[f"{name}_location"], forecast[f"{name}_scale"]
-family = predicted[0].attrs["distribution_family"]  # its own law: rain and wind are not normal
+family = predicted[0].attrs["distribution_family"]  # its own: rain and wind are not normal
 score = {"predicted": by_date(crps(predicted, family))}
 score |= {who: by_date(crps(law, "normal")) for who, law in laws.items() if who != "predicted"}
 fair = crps_for_ensemble(members, truth, "realization", method="fair", preserve_dims="all")
@@ -257,6 +257,7 @@ sure = f"95 % interval {low:.1f} to {high:.1f} %" if np.isfinite(low) else "no 9
 print(
     f"From {len(used)} of {members.sizes['realization']} members, the predicted distribution of {label} at"
     f" {hours[-1]} h has a CRPS of {score['predicted'].mean('init_time').values[-1]:.4g} {units}:"
-    f" {abs(float(gain[-1])):.1f} % {'below' if gain[-1] > 0 else 'above'} that of the normal law of {rival} ({sure},"
-    f" {truth.sizes['init_time']} start dates), {verdict}."
+    f" {abs(float(gain[-1])):.1f} % {'below' if gain[-1] > 0 else 'above'}"
+    f" that of the normal distribution of {rival} ({sure},"
+    f" {truth.sizes['init_time']} init times), {verdict}."
 )

@@ -70,11 +70,11 @@ if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scal
     raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
 seen = np.concatenate([held.training_dates, held.validation_dates, held.earlier_dates])  # they are no test
 files = {start: path for start, path in held.files.items() if start not in seen}
-print(f"{len(held.files) - len(files)} of {len(held.files)} start dates had a part in the training and are left out")
+print(f"{len(held.files) - len(files)} of {len(held.files)} init times had a part in the training and are left out")
 files = {start: path for start, path in files.items()
          if start in truths.init_time.values and truths.sel(init_time=start).notnull().any()}  # fmt: skip
 if not files:
-    raise ValueError(f"{folder}: none of {len(held.files)} start dates can be looked at; forecast other dates")
+    raise ValueError(f"{folder}: none of {len(held.files)} init times can be looked at; forecast other dates")
 
 
 # %% [markdown]
@@ -90,7 +90,7 @@ if not files:
 members = archive[name].sel(lead_time=lead)
 times = members.init_time.values
 one_year = len(np.unique(times.astype("datetime64[Y]"))) == 1
-source = "the other start dates of the archive's only year" if one_year else f"other years, within {DAYS} days"
+source = "the other init times of the archive's only year" if one_year else f"other years, within {DAYS} days"
 
 
 def climate_of(chosen):
@@ -111,7 +111,7 @@ for start in files:
 few = f"{len(files) - len(efi)} of {len(files)} dates are left out, with less than {FEWEST_VALUES} values there"
 print(f"Climate from {source}; {few}")
 if not efi:
-    raise ValueError(f"{store}: no climate for any of {len(files)} start dates; forecast others, or add years to it")
+    raise ValueError(f"{store}: no climate for any of {len(files)} init times; forecast others, or add years to it")
 weights = api.area_weights(members)
 unusual = {start: float(abs(index).weighted(weights).mean()) for start, index in efi.items()}
 case = max(unusual, key=unusual.get)
@@ -170,7 +170,7 @@ there = np.isfinite(truth) & np.isfinite(efi[case]) & np.isfinite(forecast[f"{na
 scores = {}
 for who, (mean, sigma) in laws.items():
     given, family = (mean, sigma), "normal"
-    if who == "post-processed":  # its own law: rain and wind are not normal
+    if who == "post-processed":  # its own: rain and wind are not normal
         given = forecast[f"{name}_location"], forecast[f"{name}_scale"]
         family = given[0].attrs["distribution_family"]
     crps = api.crps_distribution(*given, truth, family=family, preserve_dims="all")

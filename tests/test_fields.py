@@ -51,7 +51,7 @@ def test_all_of_ens10_is_known():
 
 
 def test_unknown_name_offers_near_ones():
-    with pytest.raises(UserError, match=r"variable T2M: unknown; say t2m$"):  # settings take the registry's own
+    with pytest.raises(UserError, match=r"variable T2M: unknown; use t2m$"):  # settings take the registry's own
         field("T2M")
     with pytest.raises(UserError, match=r"variable temprature: unknown; did you mean .*temperature"):
         resolve("temprature")

@@ -112,7 +112,7 @@ def test_in_a_kernel_it_is_what_it_is_without(run, monkeypatch, read_out, name, 
 )
 def test_evaluate_forecast(run, read_out, variable, forecast):
     text, pictures = read_out("evaluate_forecast", variable, forecast)
-    assert "5 of 6 start dates have a truth; 3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
+    assert "5 of 6 init times have a truth; 3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
     assert pictures == 3 and not re.search(r"\bnan\b", text.split("members in\n")[1])
     error = re.search(r"raw 6 \+48 h: error of the mean (\S+)", text)[1]
     assert float(error) == pytest.approx(raw_error(run, variable, forecast), rel=1e-3)
@@ -128,7 +128,7 @@ def test_leads_that_all_files_have_are_looked_at(run, read_out, tmp_path, name, 
             data.isel(forecast_period=[0] if path is paths[which] else slice(None)).to_netcdf(tmp_path / path.name)
     text, _ = read_out(name, forecast=tmp_path)
     assert "at 24 h has a CRPS" in text.splitlines()[-1] and "48 h" not in text
-    assert name == "extreme_case" or "5 start dates" in text.splitlines()[-1]
+    assert name == "extreme_case" or "5 init times" in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
@@ -195,7 +195,7 @@ def test_extreme_case(read_out, variable, forecast):
     text, pictures = read_out("extreme_case", variable, forecast)
     assert text.count("<- the case") == 1 and "EECRPS" in text and "standard deviations away" in text
     assert "the most unusual of 5 dates" in text.splitlines()[-1]
-    assert "Climate from the other start dates of the archive's only year; 0 of 5 dates are left out" in text
+    assert "Climate from the other init times of the archive's only year; 0 of 5 dates are left out" in text
     assert pictures == 1 and not re.search(r"\bnan\b", text)
     if forecast == "region":
         north, east = map(float, re.search(r"At (\S+) N, (\S+) E", text).groups())
@@ -241,17 +241,17 @@ def printed(made, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
 def test_dates_that_had_a_part_in_the_training_are_left_out(made, printed, tmp_path, name):
     text = printed(name)
-    assert "2 of 20 start dates had a part in the training and are left out" in text
-    assert "18 of 18 start dates have a truth" in text if name == "evaluate_forecast" else "\n  2001-" not in text
+    assert "2 of 20 init times had a part in the training and are left out" in text
+    assert "18 of 18 init times have a truth" in text if name == "evaluate_forecast" else "\n  2001-" not in text
     write_forecasts(tmp_path, made, TEST[:4], corrected(), train=TRAIN)
     with netCDF4.Dataset(min(tmp_path.glob("*.nc")), "a") as data:  # the others do not know of it
         data.training_dates, data.validation_dates = f"{DATES[TEST[1]]}T00", f"{DATES[TEST[3]]}T00"
     text = printed(name, forecast=tmp_path)
-    assert "2 of 4 start dates had a part in the training and are left out" in text
+    assert "2 of 4 init times had a part in the training and are left out" in text
     for path in tmp_path.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
             data.validation_dates = " ".join(f"{DATES[date]}T00" for date in TEST)
-    with pytest.raises(ValueError, match=r": none of 4 start dates can be .*; forecast other dates$"):
+    with pytest.raises(ValueError, match=r": none of 4 init times can be .*; forecast other dates$"):
         printed(name, forecast=tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_dates_whose_climate_has_too_few_values_have_no_index(made, printed, tmp
         expected[f"{DATES[date]}T00"] = f"{(areas * np.abs(index)).sum() / areas.sum():.2f}"
     assert dict(re.findall(r"^  (2003\S+)  (\S+)", text, re.MULTILINE)) == expected and len(expected) == 14
     write_forecasts(tmp_path, made, TEST[-2:], corrected(), train=TRAIN)  # other years know none or one date
-    with pytest.raises(ValueError, match=r"no climate for any of 2 start dates; forecast others, or add years to it$"):
+    with pytest.raises(ValueError, match=r"no climate for any of 2 init times; forecast others, or add years to it$"):
         printed("extreme_case", forecast=tmp_path)
 
 
@@ -302,4 +302,4 @@ def test_one_member_has_no_raw_spread(made, printed, tmp_path):
     write_forecasts(tmp_path, made, TEST[:4], spread, train=TRAIN, members_in="1")
     text = printed("evaluate_forecast", forecast=tmp_path, variable="t 850").split("members in\n")[1]
     assert "predicted +24 h: error of the full ensemble's spread" in text and not re.search(r"\bnan\b", text)
-    assert "raw +24 h" not in text and "that of the normal law of raw 10" in text
+    assert "raw +24 h" not in text and "that of the normal distribution of raw 10" in text

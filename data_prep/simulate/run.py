@@ -65,7 +65,7 @@ def simulate(config: SimulateConfig) -> Path:
     write_whole(output / "archive.json", json.dumps(describe(config, years, figures), indent=1))
     shutil.rmtree(output / ".parts")
     dates = sum(len(year.written) for year in years)
-    print(f"simulated {dates} start dates in {time.perf_counter() - began:.0f} s: {output}", flush=True)
+    print(f"simulated {dates} init times in {time.perf_counter() - began:.0f} s: {output}", flush=True)
     return output
 
 

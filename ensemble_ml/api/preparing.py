@@ -181,7 +181,7 @@ def _split(store: TensorStore, train: list[str] | None, validation: list[str] | 
     count = len(times) // _VALIDATION
     if count < _FEWEST:
         raise UserError(
-            f"{store.path}: {len(times)} start dates, of which a {_VALIDATION}th is too few for validation; say train="
+            f"{store.path}: {len(times)} init times, of which a {_VALIDATION}th is too few for validation; give train="
             " and validation=, or give more"
         )
     return _iso(times[:-count]), _iso(times[-count:])

@@ -113,7 +113,7 @@ class Scores:
 def _written(path: Path, text: str, overwrite: bool) -> Path:
     """Write a text to a file, unless one exists that may not be replaced."""
     if path.exists() and not overwrite:
-        raise UserError(f"{path}: exists; say overwrite=True, or choose another name")
+        raise UserError(f"{path}: exists; set overwrite=True, or choose another name")
     check_writable(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, text, overwrite)

@@ -111,7 +111,7 @@ def _store(skill: SkillConfig) -> TensorStore:
         raise UserError(f"skill.store={path}: {len(store.layout.realization)} members; {most} are needed")
     lacking = [date for date in range(len(store.layout.init_time)) if not _whole(store, date)]
     if store.masked or lacking:
-        what = f"masked points of {', '.join(store.masked)}" if store.masked else f"gaps on {len(lacking)} start dates"
+        what = f"masked points of {', '.join(store.masked)}" if store.masked else f"gaps on {len(lacking)} init times"
         raise UserError(f"skill.store={path}: has {what}, which are not scored here; prepare it without them")
     return store
 

@@ -76,7 +76,7 @@ def run(config: BenchmarkConfig) -> Path:
         file, section = sections[name]
         path = Path(folder) / file
         if not path.is_file():
-            notes.append(f"{name}: skipped, {path} is not there; say with files=FOLDER where it is")
+            notes.append(f"{name}: skipped, {path} is not there; give its folder by files=FOLDER")
             log.warning(notes[-1])
             continue
         found = section(config, path)

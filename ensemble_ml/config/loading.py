@@ -52,7 +52,7 @@ class LoadingConfig:
 
     name: LoaderName = opt(LoaderName.clairvoyant, "clairvoyant: read by plan, each byte from slow storage as seldom as can be | torch: torch's DataLoader")
     ram: Any = opt(None, "clairvoyant: memory for loading on each rank, packed cache and look-ahead together, as 4GB or 512MiB; null takes half of what is free, shared by the ranks of a host")
-    disk: Any = opt(0, "clairvoyant: room for packed fields on local disk, for each rank")
+    disk: Any = opt(0, "clairvoyant: space for packed fields on local disk, for each rank")
     folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
     ahead: int = opt(3, "batches read ahead; torch: shared out to the workers, of which each reads one at least, and without workers none")
     threads: int = opt(2, "clairvoyant: threads that read and decode")

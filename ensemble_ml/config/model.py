@@ -48,7 +48,7 @@ NETWORKS = ("unet3d", "emos", "drn", "ens10_unet", "poet")
 class ModelConfig:
     """The network and its heads."""
 
-    name: str = opt("unet3d", "unet3d | emos | drn | ens10_unet | poet: our network, or a published rival")
+    name: str = opt("unet3d", "unet3d | emos | drn | ens10_unet | poet: our network, or a published baseline")
     hidden: int = opt(32, "channels of the finest level, doubled at each pooling up to max_hidden; drn: of every layer")
     max_hidden: int = opt(128, "most channels of a level")
     depth: Any = opt("auto", "number of poolings L; latitude is processed in blocks of 2^L rows; auto takes the most that the grid allows, up to 3 (ens10_unet: 2); drn: hidden layers, auto: 2")
@@ -63,7 +63,7 @@ class ModelConfig:
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
-    families: Any = opt(None, "distribution families that differ from the registry's, e.g. {q: lognormal}")
+    families: Any = opt(None, "distributions that differ from the registry's, e.g. {q: lognormal}")
     standardise: Standardise = opt(Standardise["global"], "global | las: inputs by one mean and deviation a level, or by local area-wise maps")
     min_members: int = opt(1, "fewest members that predict accepts")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
@@ -79,7 +79,7 @@ class ModelConfig:
         at_least(self, 0, "surroundings", "residuals", group="model.")
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}
-        require("model.families", given, isinstance(given, dict), "give a family by variable, {q: lognormal}")
+        require("model.families", given, isinstance(given, dict), "give a distribution by variable, {q: lognormal}")
         # An empty dictionary becomes None, because Hydra cannot add keys to a dictionary that the schema holds.
         self.families = {str(k): str(getattr(v, "value", v)) for k, v in given.items()} or None
         known = [family.value for family in Family]

@@ -13,7 +13,7 @@ class PlanSettings:
     """What is planned for, and what is measured."""
 
     ranks: int = opt(0, "ranks to share the work out over; 0 takes those that were started, or one a core or GPU of this machine")
-    ranks_per_node: int = opt(0, "ranks of a node; 0 takes what the launcher says, or all of them")
+    ranks_per_node: int = opt(0, "ranks of a node; 0 takes what the launcher reports, or all of them")
     memory_gb: float = opt(0.0, "memory of a rank, 1e9 bytes; 0 takes its share of this machine's")
     alpha: float | None = opt(None, "seconds that a message takes; null measures it between the ranks that were started, or between processes of this machine")
     beta: float | None = opt(None, "seconds that a byte takes: 8e-9 is 1 Gbit/s; null measures it")

@@ -18,8 +18,8 @@ class DataConfig:
     """Which part of a store a run uses, and how start dates are split."""
 
     store: str = opt(MISSING, "tensor store made by prepare")
-    train: list[str] = opt(list, "start dates to train on: years, ISO dates or start/end ranges")
-    validation: list[str] = opt(list, "start dates that choose the best checkpoint; may be empty")
+    train: list[str] = opt(list, "init times to train on: years, ISO dates or start/end ranges")
+    validation: list[str] = opt(list, "init times that choose the best checkpoint; may be empty")
     hours: list[int] | None = opt(None, "start hours (UTC) of these dates that are taken; null takes all")
     variables: list[str] | None = opt(None, "pressure-level variables; null takes all of the store, but for those that have no truth where others do")
     surface: list[str] | None = opt(None, "surface variables; null takes all of the store, but for those that have no truth where others do")
@@ -57,7 +57,7 @@ class TrainConfig:
     output: str = opt("runs", "folder of all runs")
     seed: int = opt(0, "seed of weights, of the small networks and the points they are fitted to, order of dates and member subsets")
     steps: int = opt(1000, "optimizer steps; 0 leaves the model as the fits before the first step make it")
-    batch_size: int = opt(4, "start dates a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
+    batch_size: int = opt(4, "init times a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
     patience: int = opt(0, "validations in a row without a better score after which training ends; 0 trains all `steps`")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")

@@ -103,7 +103,7 @@ def watch_first_pass(
 def _refusal(name: str) -> UserError:
     """Return the error for a function between layers that cannot be partitioned."""
     return UserError(
-        f"partition: {name}() between the layers of the model would see one rank's part of the field alone, or is not"
+        f"partition: {name}() between the layers of the model would see one rank's shard of the field alone, or is not"
         " known to work point by point; use a layer for it (nn.Upsample, nn.AvgPool2d, ...), or leave it out"
     )
 

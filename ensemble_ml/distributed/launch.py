@@ -384,7 +384,7 @@ def _all_come(store: Any, world: World, patience: timedelta) -> None:
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
         raise UserError(
             f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
-            f" {patience.total_seconds():.0f} s; start all of them, and look at what those say"
+            f" {patience.total_seconds():.0f} s; start all of them, and look at their messages"
         )
 
 

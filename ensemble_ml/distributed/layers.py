@@ -195,7 +195,7 @@ def _check_part(side: Side, length: int, step: int, reach: int) -> None:
     if side.comm.rank < side.comm.size - 1 and length % step:
         raise UserError(
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
-            f" multiple of the stride {step}; share whole blocks out"
+            f" multiple of the stride {step}; partition in whole blocks"
         )
     # Only the last shard can be too short, because its halo is narrower.
     if length + sum(side.widths(side.comm.rank)) < reach:
@@ -299,7 +299,7 @@ class _PartTransposed:
             if comm is not None and comm.rank < comm.size - 1:
                 least = most = n * self.stride[i]
             if not least <= size <= most:
-                raise UserError(f"{name}: this rank's part of axis {axis} can have {least} to {most} points")
+                raise UserError(f"{name}: this rank's shard of axis {axis} can have {least} to {most} points")
             found.append(size - least)
         return found
 

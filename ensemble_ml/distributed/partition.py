@@ -88,7 +88,9 @@ def _refuse_unknown(model: EnsembleModel) -> None:
     for name, module in model.named_modules():
         ours = type(module).__module__.startswith(_OURS)
         if not (ours or module in inner or isinstance(module, _BY_POINT)):
-            raise TypeError(f"layer {name} ({type(module).__name__}): of such layers nobody knows what a part computes")
+            raise TypeError(
+                f"layer {name} ({type(module).__name__}): what a shard computes is not known for such layers"
+            )
 
 
 def _swap(module: nn.Module, kind: type[nn.Module], **values: Any) -> None:

@@ -154,7 +154,7 @@ def pick(found: Sequence[Candidate]) -> Candidate:
     """
     fitting = [c for c in found if not c.why and c.cost is not None]
     if not fitting:
-        raise UserError("plan: no partition fits; plan.why=true says why")
+        raise UserError("plan: no partition fits; plan.why=true gives the reasons")
     return min(fitting, key=lambda c: (c.cost.seconds if c.cost else 0.0, c.lat * c.lon, c.lon))
 
 

@@ -134,7 +134,7 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
     )
     if why:
         log.warning(
-            "partition: the model could not be tried on a part of a field (%s); compare its results with one process",
+            "partition: the model could not be tried on a shard of a field (%s); compare its results with one process",
             why,
         )
 
@@ -352,8 +352,8 @@ class _Trial:
             if not sizes.real:
                 raise
             raise _DifferentError(
-                f"partition: one rank's part of the field fails where the whole does not ({error}); parameters and"
-                " buffers of the whole field's size are not shared out: give them as channels of the input"
+                f"partition: one rank's shard of the field fails where the whole does not ({error}); parameters and"
+                " buffers of the whole field's size are not partitioned: give them as channels of the input"
             ) from error
         if len(parts) != len(results) or not all(_same(a, b, end) for a, b in zip(results, parts, strict=True)):
             raise _refusal("the result of the model")
@@ -378,8 +378,8 @@ def _compare_ways(whole: Way, part: Way) -> None:
 def _refusal(what: str) -> UserError:
     """Return the error for a tensor that differs on a shard."""
     return _DifferentError(
-        f"partition: {what} differs on one rank's part of the field from what the whole has there: it is made of the"
-        " part's own size, positions or random numbers; give coordinates and weights as channels of the input, and the"
+        f"partition: {what} differs on one rank's shard of the field from what the whole has there: it is made of the"
+        " shard's own size, positions or random numbers; give coordinates and weights as channels of the input, and the"
         " whole field's size as a constant (a model that knows its rank's place: partition(..., trial=False))"
     )
 

@@ -106,7 +106,7 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     worlds = [world for launcher in _NAMES if (world := _read(env, launcher)) is not None]
     for other in worlds[1:]:
         if (other.rank, other.size) != (worlds[0].rank, worlds[0].size):
-            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; say whose count: {_choices(worlds[0], other)}")
+            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; choose whose count: {_choices(worlds[0], other)}")
     return worlds[0] if worlds else World()
 
 

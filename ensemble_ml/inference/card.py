@@ -171,7 +171,7 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     else:
         tested = sum(str(date)[:13] in seen for date in scores["dates"]["test"])
         apart = f"{tested} test dates had a part in training" if tested else "test dates had no part in training"
-    return f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}{apart}."
+    return f"## Split\n\n{_table(('', 'init times', 'from', 'to'), rows)}\n\n{chosen}{apart}."
 
 
 def _span(dates: list[str]) -> tuple[str, str, str]:
@@ -219,7 +219,7 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
     """Return the section on limits: general ones, the notes of the evaluation, and where the model is worse."""
     lines = [
         "Only the grid, variables, levels and lead times above; anything else is refused by name.",
-        f"Trained on {len(meta['training_dates'])} start dates; seasons and regimes that they lack are extrapolation.",
+        f"Trained on {len(meta['training_dates'])} init times; seasons and regimes that they lack are extrapolation.",
         "Tied to the forecasting system of the training data: after a change of that system, fit anew.",
     ]
     if _told(meta.get("widths")) and spec.config.postprocess:
@@ -273,7 +273,7 @@ def _use(meta: Mapping[str, Any]) -> str:
     command = f"ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in={members} output=forecast"
     return (
         f"## Use\n\n    {command}\n\n"
-        "Open a forecast with xarray; each variable's attributes say what it is. Forecasts carry the checkpoint's hash."
+        "Open a forecast with xarray; each variable's attributes describe it. Forecasts carry the checkpoint's hash."
     )
 
 

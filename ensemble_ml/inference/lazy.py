@@ -133,7 +133,7 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
     if len({start.positions for start in starts}) > 1:
         few = next(start for start in starts if start.missing)
         where = f"{str(few.init_time)[:16]}: {few.missing}"
-        raise UserError(f"{where}; leave such start dates out with dates=, or choose others with members=[...]")
+        raise UserError(f"{where}; leave such init times out with dates=, or choose others with members=[...]")
     head = header_of_all(job, starts)
     maker = Forecaster(job, _checked(device), job.config.threads or torch.get_num_threads())
     size = batch_size(job.spec)
@@ -163,7 +163,7 @@ def _checked(device: str | None) -> str | None:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             why = str(error).splitlines()[0]
-            raise UserError(f"device={device}: cannot be used ({why}); say cpu, or leave it out") from error
+            raise UserError(f"device={device}: cannot be used ({why}); give cpu, or leave it out") from error
     return device
 
 

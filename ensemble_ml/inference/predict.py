@@ -130,7 +130,7 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
     if given.planned and any(degree not in ("auto", 1) for degree in (given.lat, given.lon)):
         raise UserError(
             f"parallel.lat={given.lat} parallel.lon={given.lon}: no partition is planned for a forecast; give both, or"
-            " neither (each rank then has start dates of its own)"
+            " neither (each rank then has init times of its own)"
         )
     if topology.trainer > 1:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")

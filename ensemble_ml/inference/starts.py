@@ -167,7 +167,7 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
         raise UserError(f"input {source.path}: holds no ensemble forecast")
     wanted = choose_members(layout.realization, config.members_in)
     if config.dates is not None and not len(config.dates):
-        raise UserError("dates=[]: names no start date; leave it out for all")
+        raise UserError("dates=[]: names no init time; leave it out for all")
     every = np.arange(len(layout.init_time))
     dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
     # This checks the request itself. `_start` checks again for dates with missing members.
@@ -175,7 +175,7 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
     starts = [_start(source, spec, config, int(date), wanted) for date in dates]
     unlike = _unlike([start.init_time for start in starts], trained)
     if unlike:
-        text = "input %s: %d of %d start dates are at an hour or in a season that training lacked, the first %s: %s"
+        text = "input %s: %d of %d init times are at an hour or in a season that training lacked, the first %s: %s"
         first = min(unlike)
         log.warning(text, source.path, len(unlike), len(starts), iso(first), unlike[first])
     return [replace(start, unlike=unlike.get(start.init_time, "")) for start in starts]

@@ -95,7 +95,7 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
     paths = [folder / file_name(start.init_time) for start in starts]
     # Files are named by the minute, so two starts in one minute would write the same file.
     if len(set(paths)) < len(paths):
-        raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")
+        raise UserError("dates: two init times lie in one minute, and forecasts are named by it; predict them apart")
     there = [path for path in paths if path.exists()]
     if there and not (config.overwrite or config.resume):
         count = f"{len(there)} of {len(paths)} forecasts"

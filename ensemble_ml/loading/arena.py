@@ -81,7 +81,7 @@ class Arena:
             self.give_back(tuple(taken))
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-            log.warning("loading: a unit of %d bytes is not kept: %s", len(data), error.strerror)
+            log.warning("loading: a cache unit of %d bytes is not kept: %s", len(data), error.strerror)
             return None
         return tuple(found)
 

@@ -99,7 +99,7 @@ class Batches:
         share: tuple[int, int] = (0, 1),
     ):
         if not len(dates):
-            raise UserError("data.train: no start date; name years, dates or ranges that the store holds")
+            raise UserError("data.train: no init time; name years, dates or ranges that the store holds")
         self.reader, self.dates = reader, np.asarray(dates)
         self._spare = spare_members(reader.spec)
         self.order = Order(seed, len(dates), batch_size)

@@ -181,7 +181,7 @@ def _what(plan: UnitPlan, ahead: int) -> list[str]:
     room = f"memory {_mb(plan.room.ram)}, disk {_mb(plan.room.disk)}"
     lines = [
         f"Loading by plan: {len(np.unique(trace.turn))} batches over {plan.ranks} ranks, {len(trace.unit)} uses of"
-        f" {len(distinct)} units (a member, or the targets, of a start date)",
+        f" {len(distinct)} cache units (a member, or the targets, of an init time)",
         f"  packed {_mb(whole)}, used {used / whole:.1f} times each",
         f"  cache of a rank: {room}; {rule}; {ahead} batches ahead",
     ]

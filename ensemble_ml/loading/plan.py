@@ -49,7 +49,7 @@ class Room:
     def __post_init__(self) -> None:
         for name in ("ram", "disk"):
             if getattr(self, name) < 0:
-                raise UserError(f"loading: room in {name} of {getattr(self, name)} bytes; 0 or more is needed")
+                raise UserError(f"loading: a capacity of {getattr(self, name)} bytes of {name}; 0 or more is needed")
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ class StoreItems:
         self.parts = tuple(parts or [part for part in (Part.FORECAST, Part.TRUTH) if store.has(part)])
         self.dates = _positions(dates, len(store.layout.init_time))
         if not len(self.dates):
-            raise UserError(f"{store.path}: no start date is left; choose others")
+            raise UserError(f"{store.path}: no init time is left; choose others")
         self.arrays = self._shapes()
         with ThreadPoolExecutor(_THREADS) as pool:
             self.store.keep_factors(self.parts, self.dates.tolist(), pool)
@@ -339,5 +339,5 @@ def _positions(dates: Any, count: int) -> np.ndarray:
     if found.dtype == bool and found.shape == (count,):
         found = np.flatnonzero(found)
     if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
-        raise UserError(f"dates={dates}: positions of start dates from 0 to {count - 1}, or a mask of them, are needed")
+        raise UserError(f"dates={dates}: positions of init times from 0 to {count - 1}, or a mask of them, are needed")
     return found

@@ -118,7 +118,7 @@ class UnitPeers:
                 raise ConnectionError("what it answers is of no rank of this run") from error
         if checksum(out.data) == expected and len(out) == planned:
             return out
-        log.warning("loading: a unit from rank %d is damaged and is read anew", holder)
+        log.warning("loading: a cache unit from rank %d is damaged and is read anew", holder)
         return None
 
     def _shared(self, holder: int) -> bool:

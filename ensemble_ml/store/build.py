@@ -257,7 +257,7 @@ class Build:
             entry.plan, entry.fingerprint = self.plan.of_date(date), self.plan.facts.get(FINGERPRINT)
             entry.save(self.entry_file(date))
         except OSError as error:
-            raise refused(self.store, error.filename or f"start date {date}", error) from error
+            raise refused(self.store, error.filename or f"init time {date}", error) from error
         finally:
             writer.abort()
 
@@ -294,7 +294,7 @@ class Build:
         """Write everything but the shards, and the model climate where it is wanted."""
         left = self.missing() if self.shared else []
         if left:
-            raise UserError(f"output={self.path}: {len(left)} of {self.dates} start dates are not built yet")
+            raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")
         try:
             finish_store(self.store, self.plan, self._entries())
             if self.plan.climate_days:

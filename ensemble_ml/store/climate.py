@@ -65,7 +65,7 @@ class ModelClimate:
         if len(years) < 2:
             only = str(years[0]) if len(years) else "none"
             raise UserError(
-                f"{source.path}: a model climate needs start dates of two years or more; it has {only} alone"
+                f"{source.path}: a model climate needs init times of two years or more; it has {only} alone"
             )
         held: Any = getattr(source, "forecast", source)  # the forecast store, where a truth is joined to it
         same = 0 < days == getattr(held, "climate_days", 0) and np.array_equal(levels, PROBABILITIES)
@@ -89,7 +89,7 @@ class ModelClimate:
         times, found = self.source.layout.init_time, self._near(date)
         if not len(found):
             raise UserError(
-                f"{self.source.path}: no start date of another year lies within {self.days} days of "
+                f"{self.source.path}: no init time of another year lies within {self.days} days of "
                 f"{np.datetime_as_string(times[date], 'D')}'s calendar date; widen the window of the model climate"
             )
         return found

@@ -49,7 +49,7 @@ def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     if gaps["fields"]:
         policy = "prepare needs gaps=skip or gaps=mask, or the rest of the archive"
-        where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'start date')}"
+        where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'init time')}"
         yield f"Gaps: {where}; {policy}"
         yield from _some(gaps["all"])
     else:
@@ -93,7 +93,7 @@ def _axes(found: dict[str, Any]) -> dict[str, str]:
     dates = found["dates"]
     years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
     return {
-        "start dates": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
+        "init times": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
         "members": f"{len(found['members'])}: {_list(found['members'])}",
         "leads": f"{_list(found['lead_hours'])} h",
         "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
@@ -106,7 +106,7 @@ def _axes(found: dict[str, Any]) -> dict[str, str]:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page of a store."""
     dates = found["dates"]
-    state = "complete" if found["complete"] else f"half-built: {dates['done']} of {dates['count']} start dates are done"
+    state = "complete" if found["complete"] else f"half-built: {dates['done']} of {dates['count']} init times are done"
     yield f"{found['store']}: tensor store, format {found['format']}, {state}"
     yield ""
     yield from _pairs(
@@ -143,14 +143,14 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
     if not found["gaps"]:
         yield "Gaps: none"
     for part, gap in found["gaps"].items():
-        yield f"Gaps in the {part}: {_count(gap['fields'], 'field')} on {_count(gap['dates'], 'start date')}"
+        yield f"Gaps in the {part}: {_count(gap['fields'], 'field')} on {_count(gap['dates'], 'init time')}"
         yield from (f"  {line}" for line in gap["first"])
         if gap["dates"] > len(gap["first"]):
-            yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
+            yield f"  and {gap['dates'] - len(gap['first'])} more init times"
     if starts := found["provenance"].get("gaps", {}).get("starts"):
         # Older stores hold a list of dates instead of a string.
         dates = [hour_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
-        yield f"A regular series but for {_count(len(dates), 'start date')}: {shortened(dates, _STARTS)}"
+        yield f"A regular series but for {_count(len(dates), 'init time')}: {shortened(dates, _STARTS)}"
     for name, share in found["masked"].items():
         yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"
 

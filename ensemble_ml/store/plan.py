@@ -58,7 +58,7 @@ class BuildPlan:
         years = np.unique(self.layout.init_time.astype("datetime64[Y]"))
         if self.climate_days and len(years) < 2:
             raise UserError(
-                f"climate_days={self.climate_days}: a model climate is made of other years; the start dates are of "
+                f"climate_days={self.climate_days}: a model climate is made of other years; the init times are of "
                 f"{', '.join(map(str, years)) or 'none'} alone: give more years, or leave it out"
             )
         for name, values in self.static.items():

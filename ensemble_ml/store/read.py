@@ -333,7 +333,7 @@ class TensorStore:
             raise UserError(f"store {self.path}: has no {part.value}; it holds {there}")
         dates = len(self.layout.init_time)
         if not 0 <= date < dates:
-            raise UserError(f"store {self.path}: has no start date {date}; it holds 0 to {dates - 1}")
+            raise UserError(f"store {self.path}: has no init time {date}; it holds 0 to {dates - 1}")
 
     def _read_kind(
         self, part: Part, kind: Kind, date: int, selection: Selection, out: np.ndarray | None = None

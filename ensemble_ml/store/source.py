@@ -193,7 +193,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
         seconds = init_time.astype("datetime64[s]")  # datetime64[ns] ends in 2262, and a period may not
         inside = (seconds >= start) & (seconds < end)
         if not inside.any():
-            raise UserError(f"{key} {period}: no start date lies there; the data span {_span(init_time)}")
+            raise UserError(f"{key} {period}: no init time lies there; the data span {_span(init_time)}")
         chosen |= inside
     return np.flatnonzero(chosen)
 

@@ -63,7 +63,7 @@ class EnsembleBackend(BackendEntrypoint):
         ]:
             raise UserError(f"{off[0]}=False: this engine decodes; xr.open_zarr(STORE) shows what is stored")
         if use_cftime:
-            raise UserError("use_cftime=True: start dates are of the standard calendar, as numpy.datetime64")
+            raise UserError("use_cftime=True: init times are of the standard calendar, as numpy.datetime64")
         store = TensorStore(Path(filename_or_obj))
         dropped = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
         parts = dict.fromkeys(spec.part for spec in store.specs)

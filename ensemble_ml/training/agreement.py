@@ -138,7 +138,7 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
     taught = sorted({iso(t) for t in init_time} & set(earlier["training"]))
     if taught:
         raise UserError(
-            f"data.validation={config.data.validation}: {len(taught)} of its start dates, first {taught[0][:13]},"
+            f"data.validation={config.data.validation}: {len(taught)} of its init times, first {taught[0][:13]},"
             f" trained the weights of init_from={config.init_from}; choose dates apart, or the best checkpoint is"
             " chosen on what it was trained on"
         )

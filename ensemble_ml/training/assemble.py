@@ -408,7 +408,7 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
     if config.model.precision is not Precision.auto:
         speed = candidates(device, config.model.precision)[0]
         speed.apply(state.model)
-        log.info("speed: %s, as model.precision says, channels last", speed.precision.value)
+        log.info("speed: %s, as model.precision sets, channels last", speed.precision.value)
         return speed
 
     model, spec, batch = state.model, own.spec, first.batch(0)

@@ -244,7 +244,7 @@ def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
     validated = meta.get("validated_step")
     if validated is not None and validated != meta["step"]:
         log.warning(
-            "checkpoint %s: of step %d, but its widths and scores are of the validation after step %d;"
+            "checkpoint %s: of step %d, but its calibration factors and scores are of the validation after step %d;"
             " checkpoints/best has its own",
             path, meta["step"], validated,
         )  # fmt: skip

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_DATES = 24  # this suffices for one number a field
 _DRY_DATES = 10  # this suffices for how often and how much it rains, because each date has many dry points
-_WIDTH, _WIDTH_AGAIN = "width of sigma", "width of sigma with the error network"  # names of stages
+_WIDTH, _WIDTH_AGAIN = "calibration factors of sigma", "calibration factors with the error MLP"  # names of stages
 
 
 @dataclass(eq=False)

@@ -73,7 +73,7 @@ def _refuse_uneven_nodes(session: Session) -> None:
     session.mesh.world.all_reduce(apart)
     if apart:
         raise UserError(
-            f"optim.hierarchical=true: of {own} ranks in a row, said to be of one node, some are on another; set"
-            " hierarchical=false, or let the launcher fill node by node and say how many ranks are on each"
+            f"optim.hierarchical=true: of {own} ranks in a row, counted as one node, some are on another; set"
+            " hierarchical=false, or let the launcher fill node by node and give the number of ranks on each"
             " (LOCAL_WORLD_SIZE)"
         )

@@ -214,7 +214,7 @@ class Planner:
         room = f"{self.memory / 1e9:.3g}"
         place = f"plan.memory_gb={room}" if self.settings.memory_gb else f"{room} GB a rank, {self.local} on a machine"
         told = f"{place}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each at the least" + (
-            " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
+            " (plan.ranks_per_node sets how many share one)" if self.local > self.busy else ""
         )
         given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
         # Weights and optimizer take the same memory on any number of ranks. If they alone are too much, more ranks do
@@ -365,7 +365,7 @@ def plan(config: PlanConfig) -> Path:
             sizes = sorted({*config.data.members, config.data.validation_members})
             print(describe_fits(reader, work_of(reader, *dates, sizes), ranks, config.data.validation_members))
         else:
-            print("What loading reads, and when, is told where data.train names the start dates.")
+            print("What loading reads, and when, is printed where data.train names the init times.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
         if config.plan.simulate:
             content["scaling"] = _scaling(planner, found, folder)
@@ -392,7 +392,7 @@ def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> No
         for line in reasons(found):
             print(line)
     elif hidden:
-        print(f"{hidden} other partition{'s do' if hidden > 1 else ' does'} not fit; plan.why=true says why")
+        print(f"{hidden} other partition{'s do' if hidden > 1 else ' does'} not fit; plan.why=true gives the reasons")
     print(f"parallel.data={best.data} parallel.lat={best.lat} parallel.lon={best.lon}")
 
 

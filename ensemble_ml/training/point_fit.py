@@ -253,7 +253,7 @@ def gather(
     choices, each = pool_size(cells, (len(network.first), inputs + 1), fields, arrays, len(train))
     rows = each * len(train) * choices
     if rows < min(_LEAST_ROWS, len(train) * choices * cells):
-        log.info("%s: memory holds fewer than %d points, so nothing is added", name, _LEAST_ROWS)
+        log.info("%s: memory holds fewer than %d points, so nothing is added", CALLED[name], _LEAST_ROWS)
         return None
     mine = dates.team.stretch(len(train) * choices)
     held = each * len(mine)
@@ -288,7 +288,7 @@ def gather(
         dates.progress.note_cut(name, "none of its steps")
         return None
     if not dates.team.anywhere(bool(made.weight.any())):
-        log.info("%s: what it is fitted to is known on no training date, so nothing is added", name)
+        log.info("%s: what it is fitted to is known on no training date, so nothing is added", CALLED[name])
         return None
     return made
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLED = {"surroundings": "spread network", "residuals": "error network"}
+CALLED = {"surroundings": "spread MLP", "residuals": "error MLP"}
 SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and steps take the rest
 # When each network has to end, as a fraction of the time for all fits. Sums over dates follow each of them.
 _UNTIL = {"surroundings": 0.58, "residuals": 0.88}

@@ -126,7 +126,7 @@ class Recorded:
             self._drop(f"{1e3 * seconds:.1f} ms, and {1e3 * self._seconds:.1f} ms as it is called")
             return
         self._recording = recording
-        text = "recorded a pass on a batch of %d: %.1f ms, in place of %.1f ms"
+        text = "captured a pass on a batch of %d as a CUDA graph: %.1f ms, in place of %.1f ms"
         log.info(text, len(batch), 1e3 * seconds, 1e3 * self._seconds)
 
     def _drop(self, why: str) -> None:
@@ -135,7 +135,7 @@ class Recorded:
         self.model.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        log.info("passes are not recorded: %s", why)
+        log.info("passes are not captured as CUDA graphs: %s", why)
 
     def _played(self, recording: _Recording, batch: Batch) -> dict[str, Tensor]:
         """Copy a batch into the recording's memory, replay it, and hand out its gradients and losses."""

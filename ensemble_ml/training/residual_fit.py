@@ -79,7 +79,7 @@ def fit_residuals(
         dates.progress.note_cut("residuals", "none of its steps")
         return False
     if len(train) < FEWEST_DATES:
-        log.info("residuals: %d dates are too few, so nothing is added", len(train))
+        log.info("error MLP: %d dates are too few, so nothing is added", len(train))
         return False
     points = Points(correction, dates, targets)
     score = _Score(correction, dates, dry)
@@ -96,7 +96,7 @@ def fit_residuals(
 
     if not learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates):
         return False
-    log.info("residuals: fitted to %d points", pool.rows)
+    log.info("error MLP: fitted to %d points", pool.rows)
     return True
 
 

@@ -40,7 +40,7 @@ def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
             less = f"batch_size={topology.data} (now {config.batch_size}), or {less}"
         cause = (str(error) or type(error).__name__).splitlines()[0][:120]  # NumPy and Python may say nothing more
         raise UserError(
-            f"step {session.step}: rank {topology.rank} has not enough memory for its part of a batch (data"
-            f" {where.data}, lat {where.lat}, lon {where.lon}: {cause}); try {less}; ensemble-ml plan says what each"
+            f"step {session.step}: rank {topology.rank} has not enough memory for its shard of a batch (data"
+            f" {where.data}, lat {where.lat}, lon {where.lon}: {cause}); try {less}; ensemble-ml plan shows what each"
             " would need"
         ) from error

@@ -161,7 +161,7 @@ def plot(points: Sequence[Point], path: Path) -> Path:
         axes.loglog(devices, [p.rate for p in own], "o-", base=2, label="predicted")
         ideal = [own[0].rate * n / own[0].devices for n in devices]
         axes.loglog(devices, ideal, ":", base=2, color="grey", label="ideal")
-        axes.set(title=f"{kind} scaling", xlabel="devices", ylabel="start dates a second")
+        axes.set(title=f"{kind} scaling", xlabel="devices", ylabel="init times a second")
         axes.legend()
     figure.savefig(path, dpi=110)
     return path

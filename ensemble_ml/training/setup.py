@@ -55,7 +55,7 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
             is in both.
     """
     if not config.train:
-        raise UserError("data.train: empty; name start dates to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
+        raise UserError("data.train: empty; name init times to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
     train = select_dates(init_time, [str(p) for p in config.train], "data.train")
     validation = select_dates(init_time, [str(p) for p in config.validation], "data.validation")
     train, validation = (_at_hours(config, init_time, dates) for dates in (train, validation))
@@ -63,7 +63,7 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
     if len(both):
         first = np.datetime64(init_time[both[0]], "h")
         raise UserError(
-            f"data.validation={config.validation}: shares {len(both)} start dates with data.train, first {first};"
+            f"data.validation={config.validation}: shares {len(both)} init times with data.train, first {first};"
             " choose dates apart, or the best checkpoint is chosen on what it was trained on"
         )
     return train, validation
@@ -81,7 +81,7 @@ def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> n
     kept = dates[np.isin(hours, config.hours)]
     if not len(kept):
         there = ", ".join(f"{hour:02d}" for hour in np.unique(hours).tolist())
-        raise UserError(f"data.hours={config.hours}: no start date that was chosen starts then; there are {there} UTC")
+        raise UserError(f"data.hours={config.hours}: no init time that was chosen starts then; there are {there} UTC")
     return kept
 
 

@@ -163,11 +163,11 @@ class Stepper:
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
-        dates = f"on start dates {shortened(batch.init_time)}"
+        dates = f"on init times {shortened(batch.init_time)}"
         # If the fault is another rank's, the dates of this rank are not to blame: name those of the whole batch.
         if outcome.culprits and self.session.topology.rank not in outcome.culprits:
             [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
-            dates = f"on start dates among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
+            dates = f"on init times among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
         where = f"step {self.state.step + 1}: {what}, {dates}"
         if self.config.optim.nonfinite is Nonfinite.stop or self.skipped > _MOST_SKIPPED:
             raise NotFinite(where)

@@ -56,7 +56,7 @@ def fit_surroundings(
     asked = telling(dates, targets, validation)
     train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
-        log.info("surroundings: %d dates are too few, so nothing is added", len(train) + len(validation))
+        log.info("spread MLP: %d dates are too few, so nothing is added", len(train) + len(validation))
         return
     points = Points(correction, dates, targets)
 
@@ -75,7 +75,7 @@ def fit_surroundings(
         return
     shares, gain = _shares(points, spaced(validation, VALIDATION_DATES))
     network.second *= shares[:, None]
-    told = "surroundings: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
+    told = "spread MLP: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
     log.info(told, pool.rows, dates_called(asked), 100 * float(gain.mean().nan_to_num()))
 
 
@@ -97,7 +97,7 @@ def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
     both, own, whole = torch.zeros(3, len(correction.linear.relative_climatology), dtype=torch.float64)
     linear, network = correction.linear, correction.surroundings
     assert network is not None
-    for date in points.dates.each("spread network: shares", validation):
+    for date in points.dates.each("spread MLP: shares", validation):
         sample, members = points.dates.sample(date), points.dates.members
         padded = linear.padded(sample.mean, sample.spread, members)
         errors = points.wanted(date, sample, members)

@@ -162,7 +162,7 @@ class Truth:
             if share > _OFTEN and variable not in told:
                 told.add(variable)
                 log.warning(
-                    "%s: the truth is zero at %.0f %% of the points, to which the %s law gives no chance;"
+                    "%s: the truth is zero at %.0f %% of the points, to which the %s distribution gives no chance;"
                     " 'model.families={%s: %s}' has one that does",
                     names[position], 100 * share, laws[position].value, variable, Family.CENSORED_NORMAL.value,
                 )  # fmt: skip
@@ -351,7 +351,7 @@ class Truth:
         seen = self._points(spaced(validation, VALIDATION_DATES), inflation)
         # All pairs of fractions are tried, because a better mean changes which width is best.
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
-        each = self.dates.progress.over("error network: shares", tried)
+        each = self.dates.progress.over("error MLP: shares", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
         # If all pairs cost the same, no date has the field.
         known = costs.amax(0) > costs.amin(0)
@@ -361,7 +361,7 @@ class Truth:
         # The last layer is linear, so a fraction of the output is a fraction of its weights.
         second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
         gain = 1 - float((costs.amin(0) / costs[0])[known].mean().nan_to_num(1.0))
-        log.info("residuals: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
+        log.info("error MLP: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:

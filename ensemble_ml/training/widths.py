@@ -55,7 +55,7 @@ def widths_by_size(
     if len(sizes) < 2 or not reader.spec.config.postprocess:
         return {}
     if sizes != asked:
-        few = "widths: fewer than %d validation dates have more than %d members, so these share a width"
+        few = "calibration: fewer than %d validation dates have more than %d members, so these share factors"
         log.info(few, FEWEST_TO_WIDEN, sizes[-1])
     chosen = spaced(np.asarray(dates)[there >= max(sizes[-1], usual)], _DATES_A_SIZE)
     measured = scores(batches(chosen, sizes), sizes)

@@ -110,7 +110,7 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     if not block_days > 0:
         raise UserError(f"block_days={block_days}: must be above 0")
     if not (np.diff(init_time) > np.timedelta64(0, "s")).all():
-        raise UserError("init_time: start dates must ascend, each once; sort them")
+        raise UserError("init_time: init times must ascend, each once; sort them")
     days = init_time.astype("datetime64[s]").astype(np.int64) / 86400
     breaks = np.flatnonzero(np.diff(days) > block_days) + 1
     blocks: list[list[int]] = []

@@ -32,7 +32,7 @@ _ROUNDING = 1e-6  # tolerance, as a share of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF standard names of axes that differ from our names
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # the form that `inference.contents` writes
-_OTHERS = "give it start and valid times as docs/forecasts.md says under Other people's forecasts"
+_OTHERS = "give it start and valid times as docs/forecasts.md describes under Other people's forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
@@ -69,8 +69,8 @@ class ForecastFile:
             raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
         starts = np.unique(self._times("forecast_reference_time"))
         if len(starts) != 1:
-            many = f"forecast_reference_time holds {len(starts)} start dates"
-            raise self._wanting(f"{many}; give a file for each start date")
+            many = f"forecast_reference_time holds {len(starts)} init times"
+            raise self._wanting(f"{many}; give a file for each init time")
         return starts[0]
 
     @cached_property
@@ -323,7 +323,7 @@ class ForecastFile:
         # Bounds and shifts of the other families are fixed numbers in the registry's units, so their parameters cannot
         # be converted.
         if found != (1.0, 0.0) and family != Family.NORMAL.value:
-            raise self._wanting(f"{name}: parameters of a {family} law in {units}; give them in {known.units}")
+            raise self._wanting(f"{name}: parameters of a {family} distribution in {units}; give them in {known.units}")
         return found
 
     def _wanting(self, what: str) -> UserError:

@@ -260,7 +260,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             if name not in axes or name not in found or not _alike(axes[name], found[name]):
                 raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
         if start in files:
-            raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
+            raise UserError(f"{path}: init time {str(start)[:13]} is also that of {files[start].name}; keep one")
         files[start] = path
     names, uneven = _names(held)
     shared = set(leads[paths[0]]).intersection(*leads.values())

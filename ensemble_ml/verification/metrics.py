@@ -75,7 +75,7 @@ METRICS: dict[str, Metric] = {
         Metric("crps_fair", "fair CRPS of the members", (_S.CRPS_FAIR,), _same),
         Metric("crps_members", "CRPS of the members", (_S.CRPS_MEMBERS,), _same),
         Metric("crps_normal", "CRPS of N(m, s^2)", (_S.CRPS_NORMAL,), _same),
-        Metric("crps_family", "CRPS as the variable's family", (_S.CRPS_FAMILY,), _same),
+        Metric("crps_family", "CRPS of the variable's distribution", (_S.CRPS_FAMILY,), _same),
         Metric("rmse", "RMSE of the mean", (_S.SQUARED_ERROR,), np.sqrt),
         Metric("bias", "bias of the mean", (_S.ERROR,), _same),
         # Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1: the root is taken after the mean, and a raw ensemble's

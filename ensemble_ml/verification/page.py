@@ -26,21 +26,21 @@ DEFINITIONS = {
         scored: what their spread S of all members leaves for the N-M others. Of those that say of a date no member, or
         one that the ensemble does not have, and of climatology and raw spreads, it is S. Forecasts that have seen a
         member held out, or may have, have no such score.""",
-    "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
+    "CRPS": """Continuous ranked probability score: of a predicted distribution as it is; of a raw
         ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
         CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.
         They are not the same: a perfect 10-member ensemble with sigma 1 scores 0.600, 0.601, 0.564 and 0.621.""",
     "baselines": f"""Fitted on the fit dates with the same members: {_CORRECTIONS}. A variance v from n dates
         (n - 1 in its denominator) predicts with v (1 + 1/n). Shrinkage keeps what odd and even blocks of
-        the fit dates agree on. A quantity that cannot be negative, or is a share, is scored as a normal law and as
-        the variable's own family, both with the corrected mean; that of the lower CRPS on the test dates is taken. The
+        the fit dates agree on. A quantity that cannot be negative, or is a share, is scored as a normal distribution
+        and as the variable's own, both with the corrected mean; that of the lower CRPS on the test dates is taken. The
         best baseline is the one of the reduced ensemble's, or climatology, with the lowest geometric mean CRPS on the
         test dates themselves, which favours it.""",
     "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
     "calibration": """PIT: the predicted distribution function at the truth, drawn at random within the jump of a
-        censored law. Ranks: of the truth among raw members, ties drawn. Brier score and reliability: of the truth's
-        exceeding m + 1.28 s of the cell's climate on the fit dates.""",
+        censored distribution. Ranks: of the truth among raw members, ties drawn. Brier score and reliability: of the
+        truth's exceeding m + 1.28 s of the cell's climate on the fit dates.""",
     "members together": """Ordinary CRPS, energy and variogram score (order 0.5) of members as vectors over variables
         and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble, at
         (i - 1/2)/M, where their CRPS is least, in the rank order of its members.""",
@@ -51,7 +51,7 @@ DEFINITIONS = {
         points together (Benjamini and Hochberg).""",
     "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
         unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
-    "intervals": """Block bootstrap over start dates, in blocks of block_days or more, apart where dates are
+    "intervals": """Block bootstrap over init times, in blocks of block_days or more, apart where dates are
         further apart; the same draws for all; percentiles, taken further out where blocks are few (Student's t);
         nothing is sure by fewer than five blocks. Better means that the whole interval of a difference is on the good
         side, of a forecast from no more members than what it is compared with, and as for the full ensemble's spread,

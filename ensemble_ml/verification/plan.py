@@ -96,7 +96,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     if dropped:
         reasons = sorted({d["reason"] for d in dropped})
         counts = (f"{sum(d['reason'] == reason for d in dropped)} {reason}" for reason in reasons)
-        notes.append(f"{len(dropped)} start dates are not scored: {', '.join(counts)}.")
+        notes.append(f"{len(dropped)} init times are not scored: {', '.join(counts)}.")
     if truth and len(fit) < FEWEST_DATES:
         notes.append(f"Only {len(fit)} dates to fit on: corrections need {FEWEST_DATES}, so none is shown.")
     if len(fit) < FEWEST_SPREADS:
@@ -214,7 +214,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
     # Baselines get the same dates as the forecasts were trained on. More or fewer would make the comparison unfair.
     trained = next((f for f in forecasts if len(f.training_dates)), None)
     if trained is None:
-        raise UserError(f"{forecasts[0].path}: records no training_dates; say with fit=[...] what to fit baselines on")
+        raise UserError(f"{forecasts[0].path}: records no training_dates; give dates to fit baselines on by fit=[...]")
     if any(len(f.training_dates) and set(f.training_dates) != set(trained.training_dates) for f in forecasts):
         notes.append(f"Forecasts were trained on different dates; baselines are fitted on those of {trained.label}.")
     wanted = _of_hours(trained.training_dates, forecasts, notes)
@@ -275,7 +275,7 @@ def _test_dates(
             dropped.append({"date": hour_text(start), "reason": reason})
     if not test:
         why = ", ".join(sorted({d["reason"] for d in dropped}))
-        counted = f"none of {len(offered)} start dates can be scored ({why})"
+        counted = f"none of {len(offered)} init times can be scored ({why})"
         raise UserError(f"forecast={forecasts[0].path}: {counted}; forecast other dates")
     return np.array(test), dropped
 

@@ -112,7 +112,7 @@ def climate_note(setting: Setting) -> str:
     """
     climate = model_climate(setting)
     if climate is None:
-        return "There is no extreme forecast index: it needs start dates of two years, and climate_days above 0."
+        return "There is no extreme forecast index: it needs init times of two years, and climate_days above 0."
     window = f"members of other years within {setting.climate_days} days of the date"
     where = "as the store holds it" if climate.stored is not None else "made for this evaluation"
     return f"The model climate of the extreme forecast index: {window}, {where}."

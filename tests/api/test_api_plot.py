@@ -34,7 +34,7 @@ def test_figures(here):
         (lambda f: eml.plot.map(f["t_mean"]), "t_mean: has several values along"),
         (lambda f: eml.plot.map(f["level"]), "level: has several values along level"),
         (lambda f: eml.plot.fan(f, "t", 0, 0), "level=None: give one of"),
-        (lambda f: eml.plot.fan(f, "t2m", 0, 0), "holds 7 start dates"),
+        (lambda f: eml.plot.fan(f, "t2m", 0, 0), "holds 7 init times"),
         (lambda f: eml.plot.fan(f, "sst", 0, 0), "sst: the forecast has no quantiles"),
         (lambda f: eml.plot.reliability(f["t2m_mean"], f["t2m_mean"] > 0), "forecast: holds"),
         (lambda f: eml.plot.reliability(f["t2m_mean"], f["t2m_mean"][:, :, 1:] > 0), "coordinates are not those"),

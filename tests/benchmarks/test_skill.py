@@ -90,7 +90,7 @@ def test_years_are_split_as_the_archive_has_them():
     times = np.array([f"{year}-01-07" for year in range(2001, 2008)], "datetime64[ns]")
     found = entrants.split(SkillConfig(), times)
     assert found == entrants.Dates([str(y) for y in range(2001, 2005)], ["2005"], ["2006", "2007"])
-    with pytest.raises(UserError, match=r"skill.train, skill.test: share 1 start dates \(first 2007"):
+    with pytest.raises(UserError, match=r"skill.train, skill.test: share 1 init times \(first 2007"):
         entrants.split(SkillConfig(train=["2001/2003", "2007"]), times)
 
 

@@ -84,7 +84,7 @@ class TestGrib:
             ({"variables": ["q"]}, "variables=q: .* it has t, z, t2m"),
             ({"levels": [700]}, "levels=700: .* it has 500, 850"),
             ({"leads": [48]}, "leads=48: .* it has 0, 24"),
-            ({"dates": ["1999"]}, "dates 1999: no start date"),
+            ({"dates": ["1999"]}, "dates 1999: no init time"),
         ):
             with pytest.raises(UserError, match=text):
                 open_archive(path, **wrong)

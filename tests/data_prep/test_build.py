@@ -51,7 +51,7 @@ def test_slurm_jobs_are_described_and_a_scheduler_that_is_not_there_is_named(arc
     pytest.importorskip("dask_jobqueue")
     with pytest.raises(UserError, match=r"executor=slurm: .*jobqueue\.yaml"):  # no settings of a queue here
         prepare(config(archive, tmp_path / "s.zarr", executor=Executor.slurm, workers=2))
-    with pytest.raises(UserError, match="workers=0: say how many SLURM jobs"):
+    with pytest.raises(UserError, match="workers=0: give the number of SLURM jobs"):
         PrepareConfig(executor=Executor.slurm)
     with pytest.raises(UserError, match="scheduler=None: belongs to executor=distributed"):
         PrepareConfig(executor=Executor.distributed)
@@ -123,8 +123,8 @@ def test_what_is_done_is_not_done_again(archive, whole, tmp_path, caplog):
     assert len(stamps) == 2 * 3  # forecast, mean, spread
     with caplog.at_level("DEBUG", "data_prep"):
         prepare(settings)
-    assert sum("built" in r.getMessage() and "start date 20" in r.getMessage() for r in caplog.records) == DATES - 2
-    assert any("2 of 12 start dates are built already" in r.getMessage() for r in caplog.records)
+    assert sum("built" in r.getMessage() and "init time 20" in r.getMessage() for r in caplog.records) == DATES - 2
+    assert any("2 of 12 init times are built already" in r.getMessage() for r in caplog.records)
     target = tmp_path / "s.zarr"
     assert all((target / path.relative_to(build.store)).stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     assert building.contents(target) == whole
@@ -166,7 +166,7 @@ def test_a_stopped_build_says_what_it_keeps(archive, whole, tmp_path, number):
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 130, said
-    assert "start dates are kept in" in said and "run the same again to go on" in said and "Traceback" not in said
+    assert "init times are kept in" in said and "run the same again to go on" in said and "Traceback" not in said
     assert not (tmp_path / "s.zarr").exists()
     assert building.contents(prepare(config(archive, tmp_path / "s.zarr"))) == whole
 
@@ -269,9 +269,7 @@ def test_a_worker_that_dies_is_reported_by_its_dates(archive, whole, tmp_path, m
     settings = config(archive, tmp_path / "s.zarr", executor=Executor.processes, workers=1)
     begin(settings, [0])
     monkeypatch.setattr(workers, "build_date", building.die)
-    with pytest.raises(
-        UserError, match=r"a worker died while it built start date 2001-01-02T00, .* run the same again"
-    ):
+    with pytest.raises(UserError, match=r"a worker died while it built init time 2001-01-02T00, .* run the same again"):
         prepare(settings)
     monkeypatch.undo()
     assert building.contents(prepare(settings)) == whole

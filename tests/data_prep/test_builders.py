@@ -86,7 +86,7 @@ def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkey
     settings = config(archive, tmp_path / "s.zarr", workers=1)
     monkeypatch.setattr(building_run, "_SEEN_WITHIN", 0.2)
     monkeypatch.setattr(Job, "run", lambda *_: True)  # as one does whose folder is another machine's
-    with pytest.raises(UserError, match=f"workers have built {DATES} start dates that are not seen here"):
+    with pytest.raises(UserError, match=f"workers have built {DATES} init times that are not seen here"):
         prepare(settings)
 
 
@@ -110,7 +110,7 @@ def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
 
 
 def test_what_is_to_be_completed_is_not_thrown_away(archive, tmp_path):
-    with pytest.raises(UserError, match=r"restart=True: with finalise=true it would throw away the start dates"):
+    with pytest.raises(UserError, match=r"restart=True: with finalise=true it would throw away the init times"):
         config(archive, tmp_path / "s.zarr", restart=True, finalise=True)
 
 
@@ -123,7 +123,7 @@ def test_two_builders_share_the_work(archive, whole, tmp_path):
     assert all(code == 0 or "exists already" in text for text, code in codes), codes
     assert building.contents(tmp_path / "s.zarr") == whole
     lines = [line for log in tmp_path.glob("log*") for line in log.read_text().splitlines()]
-    assert sorted(lines) == [f"start date 2001-01-{day:02}T00: built" for day in range(1, DATES + 1)]
+    assert sorted(lines) == [f"init time 2001-01-{day:02}T00: built" for day in range(1, DATES + 1)]
     assert not list(tmp_path.glob("*.building"))
 
 
@@ -145,7 +145,7 @@ def test_a_builder_waits_for_the_dates_of_another(archive, whole, tmp_path, capl
     with caplog.at_level("INFO", "data_prep"):
         prepare(settings)
     other.join()
-    assert any("waiting for 1 start dates that another builder" in r.getMessage() for r in caplog.records)
+    assert any("waiting for 1 init times that another builder" in r.getMessage() for r in caplog.records)
     assert building.contents(tmp_path / "s.zarr") == whole
 
 
@@ -172,7 +172,7 @@ def test_a_builder_that_comes_while_another_tidies_up_finds_the_store_done(archi
 
 def test_shares_of_a_batch_queue(archive, whole, tmp_path):
     target = tmp_path / "s.zarr"
-    with pytest.raises(UserError, match=r"12 of 12 start dates are not built yet; run without finalise=true"):
+    with pytest.raises(UserError, match=r"12 of 12 init times are not built yet; run without finalise=true"):
         prepare(config(archive, target, finalise=True))
     assert not building_folder(target).exists()
     for number in (2, 3, 1):
@@ -268,7 +268,7 @@ def test_gaps_that_are_filled_meanwhile_cost_their_own_dates(tmp_path, caplog):
     caplog.set_level("DEBUG")
     store = open_store(prepare(settings))
     assert store.present(Part.FORECAST, 2)[0].all()
-    assert "2 of 3 start dates are built already" in caplog.text
+    assert "2 of 3 init times are built already" in caplog.text
     ensemble(tmp_path / "whole" / "a.grib", dates=days)
     other = open_store(prepare(config(tmp_path / "whole", tmp_path / "w.zarr", gaps=Gaps.mask)))
     for date in range(3):

@@ -148,7 +148,7 @@ def test_lists_beyond_the_end_of_section_2(tmp_path, octets):
     """ecCodes reads beyond the message there, which ends the program with a segmentation fault."""
     content = bytearray(MESSAGES[3])
     content[8 + int.from_bytes(content[8:11], "big") + octets[0]] = octets[1]
-    with pytest.raises(UserError, match=r"message 1 at byte 0: damaged sections \(section 2 of 32 bytes has no room"):
+    with pytest.raises(UserError, match=r"message 1 at byte 0: damaged sections \(section 2 of 32 bytes has no space"):
         GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
 
 

@@ -43,7 +43,7 @@ def test_all_that_is_missing_is_listed(tmp_path):
     with pytest.raises(UserError) as caught:
         prepare(settings(tmp_path, Gaps.error))
     text = str(caught.value)
-    assert "5 fields of 2 start dates missing: member 2 at 2001-01-02T00 lacks t at 500 hPa, lead 24 h; " in text
+    assert "5 fields of 2 init times missing: member 2 at 2001-01-02T00 lacks t at 500 hPa, lead 24 h; " in text
     assert "member 3 at 2001-01-03T00 lacks t at 500 hPa, lead 0 h (4 fields)" in text and "gaps=skip" in text
     assert not (tmp_path / "error.zarr").exists()
 
@@ -53,7 +53,7 @@ def test_a_long_list_is_cut(tmp_path):
     path = ensemble(tmp_path / "a.grib", dates=DATES, members=range(1, 8), leave_out=gone)
     gaps = find_gaps(open_pair(path).forecast)
     assert len(gaps) == 18 and listed(gaps).endswith("lead 24 h; and 8 more like these")
-    assert listed(gaps).count("lacks") == 10 and listed(gaps).startswith("18 fields of 3 start dates missing: ")
+    assert listed(gaps).count("lacks") == 10 and listed(gaps).startswith("18 fields of 3 init times missing: ")
 
 
 def test_dates_with_gaps_are_left_out(tmp_path, caplog):
@@ -70,7 +70,7 @@ def test_dates_with_gaps_are_left_out(tmp_path, caplog):
     assert kept["policy"] == "skip" and kept["dates"] == "2001-01-02T00 2001-01-03T00"
     assert kept["first"][-1] == "member 3 at 2001-01-03T00 lacks t at 500 hPa, lead 0 h (4 fields)"
     assert kept["fields"] == 5
-    assert any("these start dates are left out (gaps=skip)" in record.getMessage() for record in caplog.records)
+    assert any("these init times are left out (gaps=skip)" in record.getMessage() for record in caplog.records)
 
 
 def test_dates_with_gaps_are_kept_with_these_fields_absent(tmp_path):
@@ -93,7 +93,7 @@ def test_gaps_of_the_truth(tmp_path):
     assert [gap.start for gap in find_truth_gaps(pair.truth)] == ["2001-01-03T00", "2001-01-04T00"]
     config = PrepareConfig(input=str(path), truth=str(verifying), output=str(tmp_path / "s.zarr"))
     with pytest.raises(
-        UserError, match=r"truth .*: 4 fields of 2 start dates missing: lacks t at 500 hPa at 2001-01-04"
+        UserError, match=r"truth .*: 4 fields of 2 init times missing: lacks t at 500 hPa at 2001-01-04"
     ):
         prepare(config)
     config.gaps = Gaps.skip
@@ -110,7 +110,7 @@ def test_nothing_is_left(tmp_path):
     gone = [(date, 2, 24, "t", level) for date, level in zip(DATES, (500, 850) * 2, strict=True)]
     path = ensemble(tmp_path / "a.grib", dates=DATES, leave_out=gone)
     config = PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"), gaps=Gaps.skip)
-    with pytest.raises(UserError, match="gaps=skip: no start date is complete; 4 fields of 4 start dates"):
+    with pytest.raises(UserError, match="gaps=skip: no init time is complete; 4 fields of 4 init times"):
         prepare(config)
 
 
@@ -118,18 +118,16 @@ def test_a_regular_series_without_a_date(tmp_path, caplog):
     path = ensemble(tmp_path / "a.grib", dates=(20010101, 20010103, 20010105, 20010109, 20010111, 20010113))
     with caplog.at_level(logging.WARNING, "data_prep"):
         prepare(PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr")))
-    assert any(
-        "regular series but for 1 start dates: 2001-01-07T00" in record.getMessage() for record in caplog.records
-    )
+    assert any("regular series but for 1 init times: 2001-01-07T00" in record.getMessage() for record in caplog.records)
     store = open_store(tmp_path / "s.zarr")
     kept = {"policy": "error", "dates": "", "fields": 0, "first": [], "starts": "2001-01-07T00"}
     assert store.provenance["gaps"] == kept
     looked = inspect(InspectConfig(store=store.path, speed=False))
     for starts in ("2001-01-07T00", ["2001-01-07T00"]):  # as stores had them before
         looked["provenance"]["gaps"]["starts"] = starts
-        assert "A regular series but for 1 start date: 2001-01-07T00" in as_text(looked)
+        assert "A regular series but for 1 init time: 2001-01-07T00" in as_text(looked)
     looked["provenance"]["gaps"]["starts"] = "R40/2001-01-07T00/PT24H"
-    assert "for 40 start dates: 2001-01-07T00, 2001-01-08T00" in as_text(looked)
+    assert "for 40 init times: 2001-01-07T00, 2001-01-08T00" in as_text(looked)
 
 
 def test_provenance_of_thousands_of_gaps_is_short():
@@ -199,7 +197,7 @@ class TestHypercubes:
 
     def test_nothing_is_left_where_all_dates_have_some(self, config):
         config.gaps = Gaps.skip
-        with pytest.raises(UserError, match=r"gaps=skip: no start date is complete; 5 fields of 2 start dates"):
+        with pytest.raises(UserError, match=r"gaps=skip: no init time is complete; 5 fields of 2 init times"):
             prepare(config)
 
     def test_they_are_looked_for_once(self, config, monkeypatch):

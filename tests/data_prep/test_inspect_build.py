@@ -29,7 +29,7 @@ def test_half_built_and_built(settings, tmp_path, capsys):
     assert not (tmp_path / "a.zarr").exists()
     half = look(tmp_path, verify=True)
     assert not half["complete"] and half["dates"]["done"] == 1 and half["dates"]["count"] == 3
-    assert "half-built: 1 of 3 start dates are done" in capsys.readouterr().out
+    assert "half-built: 1 of 3 init times are done" in capsys.readouterr().out
     assert half["sizes"]["parts"]["forecast"]["bytes"] > 0 and half["fingerprint"] is None and not half["gaps"]
     prepare(settings(parts="2/3"))
     prepare(settings(parts="3/3"))

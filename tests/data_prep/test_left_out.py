@@ -135,7 +135,7 @@ def test_an_embedded_archive_holds_static_fields_and_a_grid(tmp_path):
 
 @pytest.mark.parametrize("key", ["truth", "static"])
 def test_an_empty_path_is_not_the_folder_one_stands_in(tmp_path, key):
-    with pytest.raises(UserError, match=f"{key}: holds an empty path; give one, or say {key}=null"):
+    with pytest.raises(UserError, match=f"{key}: holds an empty path; give one, or set {key}=null"):
         prepared(tmp_path, input=ensemble(tmp_path / "a.grib"), **{key: ""})
 
 

@@ -319,7 +319,7 @@ def test_a_control_that_is_not_there_cannot_be_included(tmp_path, caplog):
 
 def test_a_forecast_without_a_start_date_is_not_of_1970(tmp_path):
     dataset().isel(time=0, drop=True).to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match=r"a.nc: \w+: has no start date; give it a coordinate forecast_reference_time"):
+    with pytest.raises(UserError, match=r"a.nc: \w+: has no init time; give it a coordinate forecast_reference_time"):
         open_archive(tmp_path / "a.nc")
 
 

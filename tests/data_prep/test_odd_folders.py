@@ -118,7 +118,7 @@ def test_finishing_what_the_last_share_has_finished(tmp_path):
 def test_a_share_that_is_to_finish_says_what_is_missing(tmp_path):
     given = made_archive(tmp_path / "archive", 4)
     prepare(config(given, tmp_path / "s.zarr", parts="1/2"))
-    with pytest.raises(UserError, match="2 of 4 start dates are not built yet; run without finalise=true"):
+    with pytest.raises(UserError, match="2 of 4 init times are not built yet; run without finalise=true"):
         prepare(config(given, tmp_path / "s.zarr", parts="1/2", finalise=True))
 
 

@@ -43,7 +43,7 @@ class TestNames:
         path = written(flat("K", t2m=270.0, screen=280.0), tmp_path / "a.nc")
         source = open_archive(path, overrides=Overrides({"t2m": "screen"}))
         assert source.read(Part.FORECAST, 0).surface.mean() > 275
-        assert list(source.catalogue.readers[0].skipped) == ["t2m (names= says that screen is t2m)"]
+        assert list(source.catalogue.readers[0].skipped) == ["t2m (names= states that screen is t2m)"]
 
     def test_they_leave_modifiers_out(self, tmp_path):
         data = flat("K", screen=280.0, skt=280.0)
@@ -81,7 +81,7 @@ class TestUnits:
     def test_they_are_stated_where_the_file_states_none(self, tmp_path):
         data = flat(tp=2.0)
         path = written(data, tmp_path / "a.nc")
-        with pytest.raises(UserError, match=r"a.nc: tp: has no units; say them, as in 'units=\{tp: m\}'"):
+        with pytest.raises(UserError, match=r"a.nc: tp: has no units; give them, as in 'units=\{tp: m\}'"):
             open_archive(path)
         found = open_archive(path, overrides=Overrides({}, {"tp": "mm"})).read(Part.FORECAST, 0).surface[:, 0, 0]
         np.testing.assert_allclose(found, data.tp.values[0, :, 0] / 1e3, rtol=1e-6)
@@ -142,15 +142,15 @@ class TestConventions:
         path = written(data, tmp_path / "a.nc")
         with caplog.at_level("WARNING"):
             assert open_archive(path).layout.names == ("skt",)
-        assert f"left out for having no units: {lacking}; say them, as in 'units={{" in caplog.text
+        assert f"left out for having no units: {lacking}; give them, as in 'units={{" in caplog.text
         short = {"z500": "z", "q850": "q", "tas": "t2m"}.get(lacking, lacking)
-        with pytest.raises(UserError, match=rf"variables=\[{short}\]: .*a.nc: {lacking} has no units; say them"):
+        with pytest.raises(UserError, match=rf"variables=\[{short}\]: .*a.nc: {lacking} has no units; give them"):
             open_archive(path, variables=[short])
 
     def test_all_are_named_at_once(self, tmp_path):
         written(flat(t2m=5.0, msl=1013.0), tmp_path / "a.nc")
         written(flat(z500=5500.0, z850=1500.0), tmp_path / "b.nc")
-        said = r"msl, t2m, z500, z850: have no units; say them, as in 'units=\{msl: Pa, t2m: K, z: m2 s-2\}'"
+        said = r"msl, t2m, z500, z850: have no units; give them, as in 'units=\{msl: Pa, t2m: K, z: m2 s-2\}'"
         with pytest.raises(UserError, match=said):
             open_archive(tmp_path)
 

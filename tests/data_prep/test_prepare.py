@@ -179,7 +179,7 @@ class TestRefusals:
         path = ensemble(tmp_path / "a.grib", leave_out=[(20010101, 2, 24, "t", 850)])
         settings = PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
         self.refused(
-            settings, "1 field of 1 start date missing: member 2 at 2001-01-01T00 lacks t at 850 hPa, lead 24 h; other"
+            settings, "1 field of 1 init time missing: member 2 at 2001-01-01T00 lacks t at 850 hPa, lead 24 h; other"
         )
 
     def test_a_control_missing_on_one_date(self, archive):
@@ -190,8 +190,8 @@ class TestRefusals:
         made = [message("t", date=20010100 + d, member=None, level=z) for d in (1, 2, 3) for z in (500, 850)]
         write(archive / "truth" / "all.grib", made)
         text = (
-            "truth .*: 2 fields of 1 start date missing: lacks t at 500 hPa at 2001-01-04T00, which verifies the start "
-            r"date 2001-01-03T00 at lead 24 h \(2 fields\); complete it, choose start dates with dates=..., say gaps="
+            "truth .*: 2 fields of 1 init time missing: lacks t at 500 hPa at 2001-01-04T00, which verifies the init "
+            r"time 2001-01-03T00 at lead 24 h \(2 fields\); complete it, choose init times with dates=..., set gaps="
         )
         self.refused(config(archive), text)
         assert not open_store(prepare(config(archive, truth=None))).has(Part.TRUTH)
@@ -247,7 +247,7 @@ class TestRefusals:
             ({"truth": "nowhere"}, "nowhere: no such file or folder; give the truth archive's path"),
             ({"variables": ["temprature"]}, "variable temprature: unknown; did you mean"),
             ({"variables": ["q"]}, "variables=q: .* has none of it"),
-            ({"dates": ["2007"]}, "dates 2007: no start date lies there"),
+            ({"dates": ["2007"]}, "dates 2007: no init time lies there"),
         ],
     )
     def test_settings(self, archive, changes, text):

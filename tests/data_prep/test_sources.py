@@ -80,8 +80,8 @@ def test_a_changed_file_makes_its_dates_be_built_again(archive, tmp_path, caplog
     before = stamp(str(other))
     caplog.set_level(logging.INFO)
     prepare(settings(archive, tmp_path / "a.zarr"))
-    assert f"{archive}/a.grib: changed since 1 start dates (first 2001-01-01T00) were built from it" in caplog.text
-    assert "b.grib: changed" not in caplog.text and "1 of 4 start dates are built already" in caplog.text
+    assert f"{archive}/a.grib: changed since 1 init times (first 2001-01-01T00) were built from it" in caplog.text
+    assert "b.grib: changed" not in caplog.text and "1 of 4 init times are built already" in caplog.text
     assert stamp(str(other)) == before
     prepare(settings(archive, tmp_path / "fresh.zarr"))
     assert building.contents(tmp_path / "a.zarr") == building.contents(tmp_path / "fresh.zarr")
@@ -156,7 +156,7 @@ def test_a_truth_that_grows_between_parts_is_one_truth_in_the_store(tmp_path, ca
     prepare(settings(forecast, tmp_path / "a.zarr", parts="1/2", **given))
     truth("an.grib", 20010102, 5)
     prepare(settings(forecast, tmp_path / "a.zarr", parts="2/2", **given))
-    text = "1 start dates (first 2001-01-01T00) were built from other fields than the archive has now; build them again"
+    text = "1 init times (first 2001-01-01T00) were built from other fields than the archive has now; build them again"
     assert [line for line in caplog.messages if line.endswith(text)]
     assert not (tmp_path / "a.zarr").exists()
     prepare(settings(forecast, tmp_path / "a.zarr", parts="1/2", **given))
@@ -172,5 +172,5 @@ def test_what_an_archive_has_more_of_leaves_finished_dates_alone(tmp_path, caplo
     gribfiles.ensemble(tmp_path / "in" / "b.grib", names=("t2m",), dates=DATES[:2])
     with caplog.at_level(logging.INFO):
         prepare(settings(tmp_path / "in", tmp_path / "a.zarr", variables=["t"]))
-    assert any("1 of 2 start dates are built already" in line for line in caplog.messages) and before.fingerprint
+    assert any("1 of 2 init times are built already" in line for line in caplog.messages) and before.fingerprint
     assert not any("other fields" in line for line in caplog.messages)

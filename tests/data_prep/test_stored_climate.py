@@ -104,7 +104,7 @@ def test_an_interrupted_end_is_taken_up_again(made, tmp_path, monkeypatch, caplo
         prepare(settings)
     assert not (tmp_path / "with.zarr").exists() and Build.unfinished(tmp_path / "with.zarr")
     prepare(settings)
-    assert "6 of 6 start dates are built already" in caplog.text
+    assert "6 of 6 init times are built already" in caplog.text
     assert building.contents(tmp_path / "with.zarr") == building.contents(made / "with.zarr")
 
 

@@ -315,7 +315,7 @@ def test_gusts_of_the_moment_are_not_verified_by_those_of_an_hour(tmp_path, capl
 
 def test_starts_that_nanoseconds_do_not_reach_are_refused(tmp_path):
     path = write(tmp_path / "a.grib", [message("t", date=23000101, member=m, seed=m) for m in (1, 2)])
-    with pytest.raises(UserError, match="start date 2300-01-01T00: only those from 1678 to 2261 can be kept"):
+    with pytest.raises(UserError, match="init time 2300-01-01T00: only those from 1678 to 2261 can be kept"):
         open_pair(path)
 
 

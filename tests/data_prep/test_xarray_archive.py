@@ -228,7 +228,7 @@ def test_valid_times_after_one_lead_are_brought_back_to_their_starts(tmp_path):
     data.expand_dims("step").to_netcdf(tmp_path / "c.nc")
     assert open_archive(tmp_path / "c.nc").layout.init_time.tolist() == lay.init_time.tolist()
     dataset().rename(time="valid_time").to_netcdf(tmp_path / "b.nc")
-    with pytest.raises(UserError, match="axes valid_time and step: give start dates beside the leads"):
+    with pytest.raises(UserError, match="axes valid_time and step: give init times beside the leads"):
         open_archive(tmp_path / "b.nc")
 
 
@@ -245,7 +245,7 @@ def test_times_beside_a_scalar_lead_are_valid_times_where_both_are_named_in_term
 def test_a_forecast_that_states_no_lead_is_told_of(tmp_path, caplog):
     dataset().isel(step=0, drop=True).to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.lead_hours == (0,)
-    assert "no field is said to be after the start, so times are taken for starts" in caplog.text
+    assert "no field states a lead, so times are taken for init times" in caplog.text
 
 
 def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):

@@ -177,7 +177,7 @@ def test_means_and_extremes_over_no_interval_that_is_said(tmp_path, method):
     data.to_netcdf(tmp_path / "a.nc")
     source = open_archive(tmp_path / "a.nc")
     assert source.layout.variables == ("u",)
-    assert source.catalogue.readers[0].skipped == {f"t ({method} over time, over no interval that is said)": 1}
+    assert source.catalogue.readers[0].skipped == {f"t ({method} over time, over an interval that is not stated)": 1}
 
 
 def test_sums_that_begin_anew_become_consecutive(tmp_path):

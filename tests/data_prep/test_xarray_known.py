@@ -274,7 +274,7 @@ def test_valid_times_that_contradict_start_and_lead(tmp_path, shift, one):
         assert opened(data, tmp_path)[0].layout.lead_hours == (0, 24)
         return
     first = "2001-01-03" if one else "2001-01-01"
-    with pytest.raises(UserError, match=f"valid_time says {first}T01:00 where start and lead make {first}T00:00"):
+    with pytest.raises(UserError, match=f"valid_time is {first}T01:00 where start and lead make {first}T00:00"):
         opened(data, tmp_path)
 
 

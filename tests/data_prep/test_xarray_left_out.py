@@ -52,7 +52,7 @@ def test_levels_of_a_model_are_not_those_of_pressure(tmp_path):
     ("attributes", "reason"),
     [
         ({"GRIB_paramId": 121, "GRIB_stepType": "max"}, ""),  # mx2t6, to which cfgrib gives the name of what it is of
-        ({"GRIB_paramId": 167, "GRIB_stepType": "avg"}, r" \(GRIB_stepType avg, over no interval that is said\)"),
+        ({"GRIB_paramId": 167, "GRIB_stepType": "avg"}, r" \(GRIB_stepType avg, over an interval that is not stated\)"),
         ({"GRIB_paramId": 167, "GRIB_stepType": "avgua"}, r" \(of stepType avgua\)"),
         ({"cell_methods": "time: range"}, r" \(range over time\)"),
         ({"cell_methods": "step: area: standard_deviation"}, r" \(standard_deviation over time\)"),

@@ -50,8 +50,8 @@ class TestWords:
 
     @pytest.mark.parametrize(
         ("said", "reason"),
-        [("max", " (step_type max, over no interval that is said)"), ("instant", ""), ("instantaneous", ""),
-         ("maximum", " (step_type max, over no interval that is said)"), ("diff", " (of stepType diff)")],
+        [("max", " (step_type max, over an interval that is not stated)"), ("instant", ""), ("instantaneous", ""),
+         ("maximum", " (step_type max, over an interval that is not stated)"), ("diff", " (of stepType diff)")],
     )  # fmt: skip
     def test_the_step_type_that_others_than_cfgrib_write(self, tmp_path, said, reason):
         source, skipped = opened(surface(step_type=said), tmp_path)
@@ -201,7 +201,7 @@ class TestValidTimes:
         if not hours:
             assert opened(data, tmp_path)[0].layout.lead_hours == (0, 24)
             return
-        with pytest.raises(UserError, match=f"{name} says 2001-01-01T12:00 where start and lead make 2001-01-01T00:00"):
+        with pytest.raises(UserError, match=f"{name} is 2001-01-01T12:00 where start and lead make 2001-01-01T00:00"):
             opened(data, tmp_path)
 
     def test_starts_and_valid_times_alone_make_the_lead(self, tmp_path):

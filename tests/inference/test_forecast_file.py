@@ -118,7 +118,7 @@ def test_inspect_says_that_a_forecast_is_no_archive(tmp_path, quantiles):
     for given in (path, path.parent):
         with pytest.raises(UserError) as raised:
             describe_archive(str(given))
-        assert str(raised.value) == (f"{path}: a forecast that predict made, no archive; say evaluate forecast={path}")
+        assert str(raised.value) == (f"{path}: a forecast that predict made, no archive; use evaluate forecast={path}")
 
 
 def test_storage(written):

@@ -40,7 +40,7 @@ def test_starts_within_an_hour_have_names_of_their_own(config):
     titles = [opened(path).attrs["title"].split(" from ")[1] for path in paths]
     assert titles == ["2001-01-30 12 UTC", "2001-01-30 12:30 UTC"]
     source.layout.init_time[1] = source.layout.init_time[0] + np.timedelta64(30, "s")
-    with pytest.raises(UserError, match="two start dates lie in one minute"):
+    with pytest.raises(UserError, match="two init times lie in one minute"):
         predict(config(overwrite=True), source)
 
 
@@ -120,7 +120,7 @@ def test_a_killed_run_that_replaces_others_goes_on(config, tmp_path):
 
 
 def test_no_dates_and_far_ends(config, source):
-    with pytest.raises(UserError, match=r"dates=\[\]: names no start date"):
+    with pytest.raises(UserError, match=r"dates=\[\]: names no init time"):
         predict(config(dates=[]), source)
     assert len(predict(config(dates=["2001-02/9999"]), source)) == 1
 
@@ -220,7 +220,7 @@ def test_hours_and_seasons_that_training_lacked_are_told(config, tmp_path, caplo
         f"start 46 days of the year away, {known}",
         f"start at 06 UTC and 123 days of the year away, {known}",
     ]
-    said = "input memory: 3 of 5 start dates are at an hour or in a season that training lacked, the first"
+    said = "input memory: 3 of 5 init times are at an hour or in a season that training lacked, the first"
     assert warnings(caplog) == [f"{said} 2002-01-31T12:00: {comments[1]}"]
 
 

@@ -124,7 +124,7 @@ def test_cloud_cover_in_per_cent_is_no_threshold(config):
         ({"members_in": [True, 2]}, "give a number of members, or a list"),
         ({"points": [[True, 2]]}, "give a list of \\[latitude, longitude\\]"),
         ({"members_in": 1, "members_out": True}, "members_out=true needs two members or more"),
-        ({"dates": ["1999"]}, "dates 1999: no start date lies there"),
+        ({"dates": ["1999"]}, "dates 1999: no init time lies there"),
         ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
         ({"thresholds": {"t": []}}, "thresholds.t"),
         ({"thresholds": {"t": [float("nan")]}}, "thresholds.t"),

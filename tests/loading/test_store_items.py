@@ -148,7 +148,7 @@ def test_damage_names_the_file(tmp_path, epochs, room):
 def test_fingerprints_tell_selections_apart(store):
     items = [StoreItems(store), StoreItems(store, selection=chosen(store)), StoreItems(store, dates=[0, 1])]
     assert len({one.fingerprint() for one in items}) == 3
-    with pytest.raises(UserError, match="no start date"):
+    with pytest.raises(UserError, match="no init time"):
         StoreItems(store, dates=[])
 
 
@@ -266,5 +266,5 @@ def test_dates_may_be_a_mask_and_nothing_but_positions(store):
     mask = np.arange(count) % 2 == 1
     assert StoreItems(store, dates=mask).dates.tolist() == np.flatnonzero(mask).tolist()
     for wrong in (mask[1:], [0.0, 1.0], [count], [-1], store.layout.init_time[:2]):
-        with pytest.raises(UserError, match="positions of start dates from 0"):
+        with pytest.raises(UserError, match="positions of init times from 0"):
             StoreItems(store, dates=wrong)

@@ -173,5 +173,5 @@ def passed(session, function):
 
 def test_partitioned_networks_are_watched():
     for found in run_ranks(passed, 2, ACROSS["mean"], lat=2):
-        assert "mean() between the layers of the model would see one rank's part" in found
+        assert "mean() between the layers of the model would see one rank's shard" in found
     assert run_ranks(passed, 2, BESIDE["nearest"], lat=2) == [(2, 4, 8, 16)] * 2

@@ -324,7 +324,7 @@ def test_transposed_convolutions_of_a_given_size():
         assert error < 1e-12
         range_ = "8 to 9" if rank else "8 to 8"
         assert said == [
-            f"ConvTranspose2d output_size=(19, 12): this rank's part of axis 2 can have {range_} points",
+            f"ConvTranspose2d output_size=(19, 12): this rank's shard of axis 2 can have {range_} points",
             "ConvTranspose2d output_size=(16,): 2 or 4 numbers are wanted",
         ]
 

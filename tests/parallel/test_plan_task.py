@@ -57,7 +57,7 @@ def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     by_mesh = {(p["data"], p["lat"], p["lon"]): p for p in found["partitions"]}
     assert "optim.clip" in by_mesh[2, 2, 1]["why"] and "why" not in by_mesh[1, 2, 2]
-    assert "where data.train names the start dates" in capsys.readouterr().out
+    assert "where data.train names the init times" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_bad_input_ends_in_one_line(store, tmp_path, capsys, monkeypatch, more, 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["data.validation=[1999]"], "data.validation 1999: no start date"),
+        (["data.validation=[1999]"], "data.validation 1999: no init time"),
         (["data.members=[9]"], "data.members=[9]"),
         (["model.depth=4"], "use model.depth=3 or less"),
         (["plan.ranks=1", "plan.simulate=true", "plan.alpha=null", "plan.beta=null"], "one rank has no link to time"),

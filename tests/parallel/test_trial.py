@@ -64,7 +64,7 @@ def mesh_of(x):
     return torch.stack([rows, columns]).to(x.dtype)
 
 
-PART = "one rank's part of the field fails where the whole does not ("
+PART = "one rank's shard of the field fails where the whole does not ("
 REFUSED = {
     "mul() ": {
         "a number": lambda _, x: x * x.shape[2],
@@ -463,7 +463,7 @@ def test_a_network_that_cannot_be_tried_is_let_pass_with_a_warning(caplog):
     net = net_of(lambda _, x: x.relu())
     net.lock = threading.Lock()
     assert lone(net)(part_of()).shape == (2, 3, 8, 24)
-    assert "the model could not be tried on a part of a field (cannot pickle" in caplog.text
+    assert "the model could not be tried on a shard of a field (cannot pickle" in caplog.text
 
 
 def test_a_rank_that_has_no_sample_tries_nothing(caplog):

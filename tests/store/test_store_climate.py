@@ -200,7 +200,7 @@ def test_refusals(store, tmp_path):
     with pytest.raises(UserError, match="two years or more; it has 2001 alone"):
         ModelClimate(one)
     apart = make_store(tmp_path / "apart.zarr", dates=["2001-01-01", "2002-06-01"], shape=(9, 16))
-    with pytest.raises(UserError, match="no start date of another year lies within 9 days of 2001-01-01"):
+    with pytest.raises(UserError, match="no init time of another year lies within 9 days of 2001-01-01"):
         ModelClimate(apart).quantiles(0)
     with pytest.raises(UserError, match="ascending numbers"):
         ModelClimate(store, probabilities=(0.5, 0.1))

@@ -62,7 +62,7 @@ def test_what_is_not_there_is_named_beside_what_is(original, selection, message)
 
 
 def test_dates_parts_and_years_that_are_not_there(original):
-    with pytest.raises(UserError, match="has no start date 2; it holds 0 to 1"):
+    with pytest.raises(UserError, match="has no init time 2; it holds 0 to 1"):
         original.read(Part.FORECAST, 2)
     with pytest.raises(UserError, match="has no control; it holds forecast, truth, mean, spread"):
         original.read(Part.CONTROL, 0)

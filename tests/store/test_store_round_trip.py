@@ -259,7 +259,7 @@ def test_dates_are_chosen_by_period():
     assert select_dates(times, ["2001"]).tolist() == [0, 1]
     assert select_dates(times, ["2001-01-31", "2003"]).tolist() == [0, 2]
     assert select_dates(times, ["2001-02/2003-06-01"]).tolist() == [1, 2]
-    with pytest.raises(UserError, match="dates 1999: no start date lies there; the data span 2001-01-31T12 to 2003"):
+    with pytest.raises(UserError, match="dates 1999: no init time lies there; the data span 2001-01-31T12 to 2003"):
         select_dates(times, ["1999"])
 
 

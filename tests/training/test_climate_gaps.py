@@ -163,7 +163,7 @@ def test_networks_without_any_target_add_nothing(tmp_path, caplog):
     config = replace(reader.spec.config, linear=True, surroundings=8, residuals=8)
     with caplog.at_level("INFO"):
         found = fit_climate(Reader(store, replace(reader.spec, config=config)), TRAIN, TEST, 3, [3]).climate
-    assert "surroundings: what it is fitted to is known on no training date, so nothing is added" in caplog.text
+    assert "spread MLP: what it is fitted to is known on no training date, so nothing is added" in caplog.text
     assert not found.surroundings_second.any() and np.isfinite(found.residuals_second).all()
 
 

@@ -91,7 +91,7 @@ def test_a_law_that_knows_no_zero_is_told_of_where_the_truth_is_often_zero(store
     monkeypatch.setattr(truth.dates, "target", lambda *_: values)
     truth.tell_of_zeros(np.arange(3))
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ([f"tp: the truth is zero at 25 % of the points, to which the {law} law gives no chance;"
+    assert lines == ([f"tp: the truth is zero at 25 % of the points, to which the {law} distribution gives no chance;"
                       " 'model.families={tp: censored_normal}' has one that does"] if told else [])  # fmt: skip
 
 

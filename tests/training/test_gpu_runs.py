@@ -36,7 +36,7 @@ def test_resumes_bit_for_bit(config_of, monkeypatch, caplog, name, precision):
             train(config_of(run="parts", **plan))
     parts = train(config_of(run="parts", resume=True, **plan))
     assert_equal_runs(whole, parts)
-    assert ("recorded a pass" in caplog.text) == (name == "unet3d")
+    assert ("captured a pass" in caplog.text) == (name == "unet3d")
     assert load_checkpoint(whole / "checkpoints" / "last").meta["device"] == torch.cuda.get_device_name()
 
 
@@ -46,7 +46,7 @@ def test_recorded_passes_give_what_called_ones_do(config_of, monkeypatch, caplog
     plan = dict(steps=24, validate_every=6, batch_size=3, optim__name=OptimName.adamw, average=0.9,
                 model__families={"t2m": "lognormal"})  # fmt: skip
     played = train(config_of(run="played", **plan))
-    assert caplog.text.count("recorded a pass on a batch of 3") == 1, caplog.text
+    assert caplog.text.count("captured a pass on a batch of 3") == 1, caplog.text
     monkeypatch.setattr(stepper, "Recorded", lambda model, run, record: run)
     called = train(config_of(run="called", **plan))
     assert_equal_runs(played, called)

@@ -43,7 +43,7 @@ def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(con
     begin = {"init_from": str(first), "data__train": ["2001-01-17/2001-01-30"]}  # a run stands for its best checkpoint
     with monkeypatch.context() as patch:
         patch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
-        with pytest.raises(UserError, match="2 of its start dates, first 2001-01-13T00, trained the weights of init"):
+        with pytest.raises(UserError, match="2 of its init times, first 2001-01-13T00, trained the weights of init"):
             train(config_of(run="second", **begin | {"data__validation": ["2001-01-13/2001-01-16"]}))
     config = config_of(run="second", steps=2, **begin)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -67,7 +67,7 @@ def test_nothing_is_stepped_after_the_deadline(clock):
 
 def test_a_stage_says_which_it_is_and_how_much_is_left(clock):
     told = Progress()
-    told.begin(["bias", "inflation", "spread network"])
+    told.begin(["bias", "inflation", "spread MLP"])
     for _ in told.over("inflation", [1, 2, 3, 4]):
         if clock.now > 1000:
             break
@@ -118,8 +118,8 @@ def test_a_run_says_where_its_fits_are(config_of, own_fits, monkeypatch, caplog)
     monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.05,))
     train(config_of(steps=1, data__members=[3]))
     stages = {record.message.split(":")[0] for record in caplog.records if record.message.startswith("fit ")}
-    assert {"fit 9 of 18, spread network", "fit 15 of 18, error network"} <= stages
-    assert re.search(r"fit 15 of 18, error network: \d+% done, about \d+ s left", caplog.text)
+    assert {"fit 9 of 18, spread MLP", "fit 15 of 18, error MLP"} <= stages
+    assert re.search(r"fit 15 of 18, error MLP: \d+% done, about \d+ s left", caplog.text)
     assert re.search(r"at work: [01] of 1 steps are done", caplog.text)
 
 
@@ -167,7 +167,7 @@ def test_fits_without_any_time_leave_one_step(config_of, own_fits, monkeypatch, 
     slowed(monkeypatch, clock)
     found = weights(train(config_of(steps=500, max_minutes=1e-3)))
     assert found.meta["step"] == found.meta["steps"] == 1
-    assert "error network: max_minutes left time for none of its steps" in caplog.text
+    assert "error MLP: max_minutes left time for none of its steps" in caplog.text
     assert not found.state_dict["residuals.second"].any() and not found.state_dict["surroundings.second"].any()
     assert found.state_dict["linear.weight"].any()  # which takes no long time, and is whole
 

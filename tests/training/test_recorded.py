@@ -94,7 +94,7 @@ def test_played_equals_called(model, monkeypatch, caplog):
     found = followed(recorded, model, given)
     # A play to begin with, a timed one, then batches 2, 4 and 6; those of one date are called.
     assert recorder.made == 1 and recorder.plays == 2 + 3
-    assert "recorded a pass on a batch of 2: 500.0 ms, in place of 1000.0 ms" in caplog.text
+    assert "captured a pass on a batch of 2 as a CUDA graph: 500.0 ms, in place of 1000.0 ms" in caplog.text
     for one, other in zip(wanted, found, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a is b is None or torch.equal(a, b)
@@ -128,7 +128,11 @@ def test_what_is_not_faster_or_cannot_be_recorded_is_called(model, monkeypatch, 
     found = followed(recorded, model, given)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(wanted, found, strict=True))
     told = "950.0 ms, and 1000.0 ms as it is called" if error is None else (str(error) or "RuntimeError").split("\n")[0]
-    assert caplog.text.count("passes are not recorded: ") == 1 and told in caplog.text and "more" not in caplog.text
+    assert (
+        caplog.text.count("passes are not captured as CUDA graphs: ") == 1
+        and told in caplog.text
+        and "more" not in caplog.text
+    )
     assert calls[-2:] == ["3", "4"] and recorder.plays == (2 if error is None else 0)
 
 
@@ -175,4 +179,4 @@ def test_what_broke_a_recording_is_told(model, monkeypatch, caplog):
 
     recorded.record = record
     followed(recorded, model, batches(model, [2] * 3))
-    assert "passes are not recorded: operation not permitted" in caplog.text
+    assert "passes are not captured as CUDA graphs: operation not permitted" in caplog.text

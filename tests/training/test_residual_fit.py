@@ -152,7 +152,7 @@ def test_few_dates_give_none_and_say_so(point_dates, caplog):
     correction = nothing(point_dates)
     with caplog.at_level(logging.INFO):
         assert not fitted(point_dates, correction, growing(correction), train=TRAIN[:6])
-    assert "residuals: 6 dates are too few, so nothing is added" in caplog.text
+    assert "error MLP: 6 dates are too few, so nothing is added" in caplog.text
     assert not correction.residuals.second.any()
 
 
@@ -321,5 +321,5 @@ def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch, caplog):
     assert made.learn_residuals(torch.zeros(2, 2, *spec.grid.shape), TRAIN, VALIDATION, SIZES)
     # (v, w) by field: t at both leads, then t2m at both leads
     shares = correction.residuals.second[:, 0].reshape(2, 2, 2)
-    assert "residuals: CRPS on the validation dates" in caplog.text
+    assert "error MLP: CRPS on the validation dates" in caplog.text
     torch.testing.assert_close(shares, right[..., 0].transpose(1, 2).float(), rtol=0, atol=0)

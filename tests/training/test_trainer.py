@@ -115,7 +115,10 @@ def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatc
     run = Path(config.output) / "a"
     assert weights(run).meta["step"] == 3 and weights(run).meta["validated_step"] == 2
     load_model(run / "checkpoints" / "last")
-    assert "of step 3, but its widths and scores are of the validation after step 2; checkpoints/best" in caplog.text
+    assert (
+        "of step 3, but its calibration factors and scores are of the validation after step 2; checkpoints/best"
+        in caplog.text
+    )
     caplog.clear()
     train(replace(config, resume=True))
     for link in ("last", "best"):
@@ -268,9 +271,9 @@ def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data__validation": ["2001-01-31/2001-02-08"]}, "shares 1 start dates with data.train, first 2001-01-31T00"),
+        ({"data__validation": ["2001-01-31/2001-02-08"]}, "shares 1 init times with data.train, first 2001-01-31T00"),
         ({"data__train": []}, "data.train: empty"),
-        ({"data__train": ["1999"]}, "data.train 1999: no start date"),
+        ({"data__train": ["1999"]}, "data.train 1999: no init time"),
         ({"data__variables": ["t", "q"]}, r"data.variables=\['q'\]: not available; there are t, z"),
         ({"data__levels": [1000]}, r"data.levels=\[1000\]"),
         ({"data__leads_out": [72]}, r"data.leads_out=\[72\]"),
@@ -333,7 +336,7 @@ def test_what_is_not_finite_stops_the_run(config_of, monkeypatch, where, what):
 
     monkeypatch.setattr(Loss, "__call__", spoiled)
     config = config_of()
-    with pytest.raises(UserError, match=rf"step 6: {what}, on start dates 2001-01-\d\dT00:00.*checkpoints/last"):
+    with pytest.raises(UserError, match=rf"step 6: {what}, on init times 2001-01-\d\dT00:00.*checkpoints/last"):
         train(config)
     last = weights(Path(config.output) / "a")
     assert last.meta["step"] == 5 and all(torch.isfinite(v).all() for v in last.state_dict.values())

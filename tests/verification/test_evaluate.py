@@ -108,7 +108,7 @@ def test_dates_are_accounted_for(result):
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST]
     assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
     assert [d["reason"] for d in content["dates"]["dropped"]] == ["seen in training"] * 2
-    assert "2 start dates are not scored: 2 seen in training." in content["notes"]
+    assert "2 init times are not scored: 2 seen in training." in content["notes"]
     assert content["dates"]["blocks"] == 4 and content["left_out"] == []
 
 

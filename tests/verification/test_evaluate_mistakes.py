@@ -28,8 +28,8 @@ def truncate(folder):
     [
         ({"forecast": "nowhere"}, "forecast=nowhere: no such folder"),
         ({"members_in": 11}, "members_in=11: .* has 10 members"),
-        ({"fit": ["1999"]}, "fit 1999: no start date lies there"),
-        ({"fit": ["2003"]}, r"none of 8 start dates can be scored \(seen in training, used to fit"),
+        ({"fit": ["1999"]}, "fit 1999: no init time lies there"),
+        ({"fit": ["2003"]}, r"none of 8 init times can be scored \(seen in training, used to fit"),
     ],
 )
 def test_mistakes_of_the_configuration(store, forecast, tmp_path, change, match):
@@ -45,7 +45,7 @@ def test_mistakes_of_the_configuration(store, forecast, tmp_path, change, match)
     ("made", "match"),
     [
         ({"rows": slice(2, 9)}, "its grid .* is not that of"),
-        ({"train": []}, "records no training_dates; say with fit"),
+        ({"train": []}, "records no training_dates; give dates to fit baselines on by fit="),
         ({"leads": (24,), "names": ("t",), "broken": True}, "not a readable NetCDF file"),
     ],
 )

@@ -46,7 +46,7 @@ def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, tex
                 [data, data.assign_coords(forecast_reference_time=[np.datetime64("2030-01-01", "ns")])],
                 "forecast_reference_time",
             ),
-            "forecast_reference_time holds 2 start dates; give a file for each start date",
+            "forecast_reference_time holds 2 init times; give a file for each init time",
         ),
         (
             lambda data: data.assign_coords(latitude=np.sort(data.latitude.values**3)[::-1]),
@@ -62,7 +62,7 @@ def test_files_of_more_than_one_forecast_are_refused(store, forecast, tmp_path, 
 
 def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, forecast, tmp_path):
     other = in_other_units(forecast, tmp_path / "f", ("location", "scale"))
-    with pytest.raises(UserError, match=r"tp_location: parameters of a .* law in mm; give them in m"):
+    with pytest.raises(UserError, match=r"tp_location: parameters of a .* distribution in mm; give them in m"):
         evaluate(settings(other, store, tmp_path / "r"), store)
     for file in other.glob("*.nc"):
         with netCDF4.Dataset(file, "a") as data:

@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "blocks of unordered dates": (
         lambda: bootstrap.blocks_of(np.array(["2001-01-02", "2001-01-01"], "datetime64[s]"), 5),
-        "^init_time: start dates must ascend, each once; sort them$",
+        "^init_time: init times must ascend, each once; sort them$",
     ),
     "no draws": (lambda: bootstrap.draw_dates(np.arange(3), 0, 0), "^draws=0: "),
     "confidence in per cent": (

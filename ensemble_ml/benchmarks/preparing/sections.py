@@ -180,7 +180,7 @@ def reading(work: Workspace) -> Section:
         mine = process.run("preparing.reading", "ours", store=store, count=round_)
         other = process.run("preparing.reading", "zarr", store=whole, count=round_)
         if not np.isclose(mine["total"], other["total"], rtol=1e-6):
-            raise AssertionError("both entrants should have read the same values")
+            raise AssertionError("both competitors should have read the same values")
         ours.append(1e3 * float(np.median(mine["seconds"])))
         theirs.append(1e3 * float(np.median(other["seconds"])))
         sizes.append(float(np.mean(mine["bytes"])))

@@ -113,8 +113,8 @@ def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
     for one, other in combinations(parts, 2):
         if both := sorted(parts[one] & parts[other]):
             raise UserError(
-                f"skill.{one}, skill.{other}: share {len(both)} start dates (first {str(init_time[both[0]])[:13]}); "
-                "give each start date one use"
+                f"skill.{one}, skill.{other}: share {len(both)} init times (first {str(init_time[both[0]])[:13]}); "
+                "give each init time one use"
             )
     return dates
 
