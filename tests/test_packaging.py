@@ -82,7 +82,7 @@ def test_the_recipe_asks_for_what_the_package_does():
     python = f"python{PROJECT['requires-python']}"
     assert conda_specs(needs["run"]) == conda_specs([python, *PROJECT["dependencies"]])
     assert conda_specs(needs["run_constraints"]) == conda_specs(PROJECT["optional-dependencies"]["grib"])
-    assert conda_specs(needs["host"]) == conda_specs([python, "pip", *SETTINGS["build-system"]["requires"]])
+    assert conda_specs(needs["host"]) == conda_specs(["python", "pip", *SETTINGS["build-system"]["requires"]])
     assert [recipe["context"]["version"], recipe["package"]["name"]] == [PROJECT["version"], PROJECT["name"]]
     about = recipe["about"]
     assert [about["license"], about["summary"]] == [PROJECT["license"], PROJECT["description"]]
