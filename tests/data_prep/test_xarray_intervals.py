@@ -257,4 +257,4 @@ def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, 
     data.to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.variables == ("t",)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1 and "though the registry knows the variables: q (units furlongs)" in told[0]
+    assert len(told) == 1 and "though the variables are known: q (units furlongs)" in told[0]
