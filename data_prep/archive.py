@@ -359,6 +359,7 @@ def open_archive(
     derive: Sequence[str] = (),
     cuts: Mapping[str, Collection[int]] | None = None,
     overrides: Overrides = NO_OVERRIDES,
+    several_grids: bool = False,
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
 
@@ -377,6 +378,8 @@ def open_archive(
         cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored. Sums of
             other variables are cut at each lead that the archive has of them, whatever `leads` keeps.
         overrides: names and units of NetCDF and Zarr variables that the user states.
+        several_grids: whether to open an archive whose files are on several grids, to say what it holds. Its values can
+            only be read if `change` brings all to one grid by `regrid`.
 
     Raises:
         UserError: a file is missing or damaged, or the selection leaves nothing.
@@ -384,7 +387,8 @@ def open_archive(
     if role not in (FORECAST, TRUTH):
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     variables = None if variables is None else [resolve(name).name for name in variables]
-    catalogue = Catalogue(paths, role=role, index=index, overrides=overrides)
+    several_grids |= change is not None and change.regrid is not None
+    catalogue = Catalogue(paths, role=role, index=index, overrides=overrides, several_grids=several_grids)
     _check_asked(catalogue, variables or ())
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))

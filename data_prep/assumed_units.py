@@ -20,7 +20,7 @@ _NAMES = {
     "vertical_velocity", "divergence", "wind_speed", "2m_temperature", "10m_u_component_of_wind",
     "10m_v_component_of_wind", "10m_wind_speed", "mean_sea_level_pressure", "surface_pressure", "total_precipitation",
     "convective_precipitation", "total_cloud_cover", "total_column_water", "total_column_water_vapour",
-    "sea_surface_temperature", "skin_temperature",
+    "sea_surface_temperature", "skin_temperature", "relative_humidity",
 }  # fmt: skip
 # Weather stays within these ranges in the registry's units, but leaves them somewhere in other units. They are narrower
 # than the limits in `data_prep.limits`, which mark missing values.
@@ -35,6 +35,7 @@ _RANGES = {
     "1": (-0.01, 1.01),
     "m": (-1e-4, 1.0),
 }
+_HUMID = (-0.1, 2.0)  # relative humidity; as a percentage it is higher somewhere in every field
 
 
 def has_convention(spelling: Spelling) -> bool:
@@ -57,7 +58,9 @@ def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> b
         return False
     if field.name == "z":
         return _is_geopotential(values, levels)
-    low, high = _RANGES[field.units]
+    if field.units not in _RANGES:
+        return False
+    low, high = _HUMID if field.standard_name == "relative_humidity" else _RANGES[field.units]
     within = bool(low <= valid.min() and valid.max() <= high)
     if field.accumulated:
         return within and grid.wraps and valid.max() > 0

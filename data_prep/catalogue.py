@@ -27,13 +27,17 @@ from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import starts
 from data_prep.limits import implausible
 from data_prep.records import (
+    CONTROL,
+    FIELD_INDEX,
     IF_ABSENT,
+    IS_ACCUMULATED,
     IS_STATIC,
     KEYS,
     MEMBER,
     NO_MESSAGE,
     OTHER_UNITS,
     RECORD,
+    SINGLE,
     Origin,
     RawField,
     Reader,
@@ -44,7 +48,7 @@ from data_prep.records import (
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.fields import FIELDS, GUST, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.source import Layout
@@ -54,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 30  # names of skipped variables that a message shows
 _UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # label of a variable that the registry does not know, in GRIB or NetCDF
+_CYCLE_50R1 = np.datetime64("2026-05-12T06", "s")  # first start of ECMWF's IFS cycle 50r1
 _LINE_EVERY = 10.0  # seconds between lines on the progress of long work
 
 
@@ -75,10 +80,11 @@ class Catalogue:
         role: what the archive is, such as "forecast"; it stands in messages and chooses a part of a simulated archive.
         index: keeps the tables of files; None reads every file anew.
         overrides: names and units of variables that the user states.
+        several_grids: whether files may be on several grids. Then `onto` has to bring all of them to one.
 
     Attributes:
         records: one record for each field, sorted by `KEYS`.
-        grid: the grid that all fields share.
+        grid: the grid that all fields share; that of the first file if there are several.
         skipped: number of fields that are left out, by a label that names them and the reason.
         without_units: variables that are left out because they state no units: the files' names and ours.
 
@@ -86,16 +92,26 @@ class Catalogue:
         UserError: a file is damaged, grids differ, or no known field is left.
     """
 
-    def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES):
+    def __init__(
+        self,
+        paths: Any,
+        *,
+        role: str,
+        index: FileIndex | None = None,
+        overrides: Overrides = NO_OVERRIDES,
+        several_grids: bool = False,
+    ):
         self.path = _shown(paths)
         self.readers: list[Reader] = open_readers(archive_files(paths, role=role), index, overrides)
         self.files = [reader.path for reader in self.readers]
         self.stamps = [(_whole(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.without_units = _check_units(self.path, self.readers)
-        self.grid = _one_grid(self.readers)
+        self.grid = _one_grid(self.readers, several=several_grids)
         self.geometry = Geometry(self.grid, self.grid)
+        self._geometries = [self.geometry] * len(self.readers)  # of each file
         self.role = role
         table, self.origins = _joined_tables(self.readers)
+        _decide_single_runs(self.path, table, self.origins, role)
         self.skipped = _skipped(self.readers)
         elsewhere = {name for reader in self.readers if isinstance(reader, XarrayFile) for name in reader.elsewhere}
         _report_skipped(self.path, self.skipped, elsewhere)
@@ -107,6 +123,7 @@ class Catalogue:
         # A truth has no members. If it mixes several kinds of fields, it is refused later.
         if role == FORECAST:
             table = _of_members(self.path, self.files, table, self.skipped)
+            table = _of_one_kind(self.path, self.readers, table, self.skipped)
         # The result does not depend on the order of the files.
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
 
@@ -114,9 +131,26 @@ class Catalogue:
         """Convert all values to another grid from now on.
 
         Args:
-            geometry: the conversion from the grid of the files to the new one.
+            geometry: the conversion from the grid of the files to the new one. Files on other grids get one of their
+                own, to the same new grid.
         """
+        made = [geometry]
+        self._geometries = []
+        for grid in (reader.grid or geometry.source for reader in self.readers):
+            known = next((one for one in made if one.source.same_as(grid)), None)
+            if known is None:
+                made.append(known := Geometry(grid, geometry.target, geometry.whole))
+            self._geometries.append(known)
         self.geometry, self.grid = geometry, geometry.target
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Return the different grids of the files."""
+        found: list[Grid] = []
+        for grid in (reader.grid for reader in self.readers if reader.grid is not None):
+            if not any(grid.same_as(one) for one in found):
+                found.append(grid)
+        return found
 
     def without_empty(self, aligned: Callable[[], A], index: FileIndex | None) -> A:
         """Leave out fields that are all NaN, and return the object that reads this catalogue.
@@ -321,17 +355,20 @@ class Catalogue:
         self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
         """Yield `rows` of `records` on the target grid."""
-        if self.geometry.same:
+        if all(geometry.same for geometry in self._geometries):
             yield from self.values(records, rows, into)
             return
-        for raw in self.values(records):
-            moved = self.geometry.field(raw)
+        for record, raw in zip(records, self.values(records), strict=True):
+            moved = self._geometries[record["file"]].field(raw)
             mask = None if moved.mask is None else moved.mask[rows]
             yield replace(moved, values=moved.values[rows], mask=mask)
 
     def _combined(self, target: Target, rows: slice) -> np.ndarray:
         """Combine several fields to one, for example hourly values to a daily mean, on the target grid."""
         records = self.records[list(target.rows)]
+        geometry = self._geometries[records["file"][0]]
+        if any(self._geometries[number] is not geometry for number in records["file"].tolist()):
+            raise UserError(f"{self.path}: {describe(records[0])}: is made of fields on several grids; leave it out")
         # Fields are decoded one after the other, because all hours of a week would need too much memory.
         parts = (raw.decode().astype(np.float64) for raw in self.values(records))
         if target.combine is not Combine.DIFFERENCE:
@@ -341,7 +378,7 @@ class Catalogue:
                 made = difference(*self.values(records))
             except UserError as error:
                 raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
-        return self.geometry.floats(made.astype(np.float32))[rows]
+        return geometry.floats(made.astype(np.float32))[rows]
 
     def methods(self, name: str) -> set[str]:
         """Return the methods over time (mean, maximum, minimum) that files state for a variable.
@@ -349,7 +386,9 @@ class Catalogue:
         Args:
             name: short name of the variable.
         """
-        return {reader.methods[name] for reader in self.readers if name in reader.methods}
+        files = np.unique(self.records["file"][self.records["field"] == FIELD_INDEX[name]]).tolist()
+        readers = [self.readers[number] for number in files]
+        return {reader.methods[name] for reader in readers if name in reader.methods}
 
     @property
     def masked(self) -> tuple[str, ...]:
@@ -368,7 +407,7 @@ class Catalogue:
             name = field_of(record).name
             if name not in found and name not in without:
                 raw = next(self.values(np.array([record], RECORD)))
-                found[name] = self.geometry.field(raw).decode()
+                found[name] = self._geometries[record["file"]].field(raw).decode()
         return dict(sorted(found.items()))
 
     def fingerprint(self, rows: np.ndarray | None = None) -> str:
@@ -424,18 +463,18 @@ def _whole(path: str) -> str:
     return path if path.startswith(MEMORY) else os.path.abspath(path)
 
 
-def _one_grid(readers: list[Reader]) -> Grid:
-    """Return the grid that all files share, or raise a UserError."""
+def _one_grid(readers: list[Reader], *, several: bool) -> Grid:
+    """Return the grid that all files share, or raise a UserError; the first one if there may be `several`."""
     first: Reader | None = None
     for reader in readers:
         if reader.grid is None:
             continue
         if first is None or first.grid is None:
             first = reader
-        elif not reader.grid.same_as(first.grid):
+        elif not several and not reader.grid.same_as(first.grid):
             raise UserError(
                 f"{reader.path}: grid {reader.grid.describe()} differs from that of {first.path}, "
-                f"{first.grid.describe()}; an archive has one grid"
+                f"{first.grid.describe()}; an archive has one grid: prepare with regrid=DEGREES brings all to one"
             )
     if first is None or first.grid is None:
         skipped = sorted({name for reader in readers for name in reader.skipped}, key=lambda name: " (" not in name)
@@ -519,6 +558,60 @@ def _first(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def _decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], role: str) -> None:
+    """Make ECMWF's deterministic run the control of an ensemble that has none; elsewhere it is a run without members.
+
+    Before IFS cycle 50r1 the ensemble had a control of its own. Since then, ECMWF gives it out as the deterministic run
+    alone, which is the same forecast (ECMWF, "Find out how to access ECMWF real-time open data", May 2026).
+
+    Args:
+        path: the archive, for messages.
+        table: (N,) RECORD, whose kinds are changed.
+        origins: the origins that the table points to.
+        role: what the archive is.
+    """
+    single = table["kind"] == SINGLE
+    if not single.any():
+        return
+    table["kind"][single] = MEMBER
+    of_ensemble = [number for number, one in enumerate(origins) if (one.centre, one.ensemble) == ("ecmf", "enfo")]
+    enfo = np.isin(table["origin"], of_ensemble) & table["numbered"]
+    with_control = table["init"][table["kind"] == CONTROL]
+    control = single & (table["init"] >= _CYCLE_50R1) & np.isin(table["init"], table["init"][enfo])
+    control &= ~np.isin(table["init"], with_control)
+    if role == FORECAST and control.any():
+        table["kind"][control] = CONTROL
+        table["numbered"][control] = True
+        log.info("%s: the deterministic run is the control of the ensemble, as ECMWF has it since cycle 50r1", path)
+
+
+def _of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
+    """Return `table` without extremes and means over time beside values of the moment of the same variable.
+
+    NetCDF gives both the same name: the Met Office has files of the temperature at each hour, and of its maximum in the
+    hour before. They are different quantities, and the variable of the registry is that of the moment, but for gusts
+    the largest. Those that are left out are counted in `skipped`.
+    """
+    by_name = ~np.array([reader.keyed for reader in readers], bool)[table["file"]]  # GRIB has a key for each
+    over = by_name & ~IS_ACCUMULATED[table["field"]] & (table["lead_start"] < table["lead"])
+    gone = np.zeros(len(table), bool)
+    for index in np.unique(table["field"][over]).tolist():
+        mine = by_name & (table["field"] == index)
+        at_once = mine & ~over
+        if np.intersect1d(table["lead"][at_once], table["lead"][mine & over]).size:
+            gone |= at_once if FIELDS[index].standard_name == GUST else mine & over
+    if not gone.any():
+        return table
+    for index in np.unique(table["field"][gone]).tolist():
+        gust = FIELDS[index].standard_name == GUST
+        reason = "of the moment, beside the largest of hours" if gust else "over hours, beside values of the moment"
+        skipped[f"{FIELDS[index].name} ({reason})"] = int((table["field"][gone] == index).sum())
+    names = ", ".join(sorted({FIELDS[index].name for index in np.unique(table["field"][gone]).tolist()}))
+    text = "%s: %d fields of %s are left out: the archive has values of the moment and over hours"
+    log.info(text, path, gone.sum(), names)
+    return table[~gone]
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:

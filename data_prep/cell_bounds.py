@@ -17,11 +17,12 @@ from data_prep.axes import ALIASES, ROUNDING, START, VALID, OfSomethingElse, fin
 from data_prep.records import OF_STEP_TYPE, other_step_type
 from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import GUST, Field
+from ensemble_ml.fields import GUST, Field, rate_conversion
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a model cell is a mean over these anyway
 _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
+_SINCE = re.compile(r"\bsince (?:the )?(?:previous|last) (?:forecast step|step|post-processing|output)\b", re.I)
 _MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that are a variable's by nature
 
 
@@ -82,10 +83,23 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
         array: a data variable.
         field: the entry of the registry.
     """
-    if "lead_bounds_hours" in array.attrs or (field.accumulated and hours_of_sum(array)):
+    if "lead_bounds_hours" in array.attrs or (field.accumulated and hours_of_sum(array)) or _periods(array):
         return True
     found = _methods(array)
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
+
+
+def is_mean_rate(array: xr.DataArray, field: Field) -> bool:
+    """Return whether values are the mean rate over an interval of a variable that is a sum, by units and method.
+
+    The mean rate times the length of its interval is the sum. A rate of the moment gives no sum.
+
+    Args:
+        array: a data variable.
+        field: the entry of the registry.
+    """
+    units = str(array.attrs.get("units", ""))
+    return field.accumulated and rate_conversion(units, field.units) is not None and method(array) == "mean"
 
 
 def method(array: xr.DataArray) -> str:
@@ -119,6 +133,8 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     strange = methods - set(_READ)
     if strange:
         return f" ({sorted(strange)[0]} over time)"
+    if is_mean_rate(array, field):
+        return ""
     kind = _step_type(array)
     said = sorted(methods - {"point"})
     if len(said) > 1:
@@ -213,11 +229,14 @@ def widths(
         (N,) int32, or None if no coordinate has bounds and no name states the hours.
 
     Raises:
-        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names.
+        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names; or it is a value
+            since the model's previous step, which the file does not tell.
         UserError: an interval does not end at its coordinate, bounds are not a pair for each value, or the variable's
             name states other hours.
     """
     own = _own_intervals(array, places)
+    if own is None:
+        own = _by_hour_of_day(array, places)
     if own is not None:
         return own
     named = hours_of_sum(array) if field.accumulated else 0
@@ -254,7 +273,82 @@ def widths(
     if absent and field.accumulated and not named:
         text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
         raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
-    return np.int32(named) + along if named else None
+    if named:
+        return np.int32(named) + along
+    return _since_previous_step(data, array, places)
+
+
+def _periods(array: xr.DataArray) -> dict[int, int]:
+    """Return the hours that values cover by the hour of the day at which they end; empty if a comment states none.
+
+    dynamical.org writes of GEFS: "Average value in the last 6 hour period (00, 06, 12, 18 UTC) or 3 hour period (03,
+    09, 15, 21 UTC)."
+    """
+    said = re.findall(r"(\d+)[\s-]hour period \(((?:\d\d,? )+)UTC\)", str(array.attrs.get("comment", "")))
+    return {int(hour): int(length) for length, hours in said for hour in re.findall(r"\d\d", hours)}
+
+
+def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
+    """Return the hours that each field's values cover, (N,) int32, by the time of day; None if none are stated."""
+    periods, init, lead = _periods(array), find_axis(array, "init"), find_axis(array, "lead")
+    if not periods or init is None or lead is None:
+        return None
+    leads = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
+    starts = np.atleast_1d(init.values).astype("datetime64[h]").astype(int)
+    along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
+    start = starts[places.get(init.dims[0] if init.dims else None, along)]
+    hour = leads[places.get(lead.dims[0] if lead.dims else None, along)]
+    ends = ((start + hour) % 24).tolist()
+    if not set(ends) <= set(periods):
+        text = f"{array.name}: its comment says over which hours values are at some hours of the day, not at all"
+        raise OfSomethingElse(text, "over hours that its comment does not say")
+    return np.minimum([periods[end] for end in ends], hour).astype(np.int32)
+
+
+def _since_previous_step(
+    data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]
+) -> np.ndarray | None:
+    """Return the hours, (N,) int32, since the model's step before; None if values are not said to be since then.
+
+    The distance of two leads of the file is not what counts, because leads may have been left out. dynamical.org states
+    the model's steps in the attribute `forecast_resolution` of its archives.
+
+    Raises:
+        OfSomethingElse: values are the mean since the previous step, and nothing states the steps.
+    """
+    lead = find_axis(array, "lead")
+    said = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "comment"))
+    if lead is None or not _SINCE.search(said):
+        return None
+    hours = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
+    steps = _model_steps(str(data.attrs.get("forecast_resolution", "")))
+    lengths = [_step_before(hour, steps) for hour in hours.tolist()]
+    if None in lengths:
+        if method(array) != "mean":  # the largest value since then is read without its interval, too
+            return None
+        text = f"{array.name}: a mean since the model's previous step, of which nothing states the hours; leave it out"
+        raise OfSomethingElse(text, "since the previous step, of which nothing states the hours")
+    along = np.array(lengths, np.int32)
+    count = next(iter(places.values())).shape if places else (1,)
+    return along[places[lead.dims[0]]] if lead.dims else np.full(count, along[0], np.int32)
+
+
+def _model_steps(text: str) -> list[tuple[int, int, int]]:
+    """Parse a text like "Forecast step 0-144 hours: 3 hourly, 144-360 hours: 6 hourly".
+
+    Returns:
+        First hour, last hour and hours of a step of each stretch.
+    """
+    found = re.findall(r"(?:(\d+)-(\d+) hours: )?(?:(\d+) )?hourly", text)
+    return [(int(first or 0), int(last or 10**6), int(hours or 1)) for first, last, hours in found]
+
+
+def _step_before(hour: int, steps: list[tuple[int, int, int]]) -> int | None:
+    """Return the hours from the model's step before to a lead, 0 at the start; None if the lead is no step."""
+    for first, last, length in steps:
+        if hour <= last:
+            return min(length, hour) if (hour - first) % length == 0 else None
+    return None
 
 
 def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:

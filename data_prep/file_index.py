@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 UNKNOWN, FILLED, EMPTY = 0, 1, 2  # states of a field: not read yet, has a value, is all NaN
 
 Found = TypeVar("Found")
-_FORMAT = 7
+_FORMAT = 8
 _LOOK = 0.2  # seconds between checks for the table of a file that another process scans
 # The rows depend on the columns and on the registry, so an index made by another version must not be used.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]

@@ -40,6 +40,7 @@ LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a mes
 _COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
 _AT_2_M = ("surface", "heightAboveGround 2")
 _AT_10_M = ("surface", "heightAboveGround 10")
+_AT_100_M = ("heightAboveGround 100",)
 LEVELS = {  # the kinds of level on which each surface variable lies, with the height if there is one
     "t2m": _AT_2_M,
     "msl": ("surface", "meanSea"),
@@ -47,9 +48,18 @@ LEVELS = {  # the kinds of level on which each surface variable lies, with the h
     "v10": _AT_10_M,
     "ws10": _AT_10_M,
     "fg10": _AT_10_M,
+    "u100m": _AT_100_M,
+    "v100m": _AT_100_M,
+    "ws100m": _AT_100_M,
+    "d2m": _AT_2_M,
+    "r2m": _AT_2_M,
     "tcw": _COLUMN,
     "tcwv": _COLUMN,
     "tcc": (*_COLUMN, "meanSea"),
+    "lcc": ("surface", "lowCloudLayer"),
+    "mcc": ("surface", "middleCloudLayer", "mediumCloudLayer"),
+    "hcc": ("surface", "highCloudLayer"),
+    "swh": ("surface", "meanSea"),
     "orog": ("surface", "ground"),
 }
 _AT_THE_SURFACE = ("surface",)
@@ -94,6 +104,15 @@ def is_control(get: Get) -> bool:
         return True
     # Centres that do not label their messages for MARS state the control in code table 1.4.
     return _processed(get) and get("typeOfProcessedData", kind=int) == PROCESSED_DATA.index("cf")
+
+
+def is_single_run(get: Get) -> bool:
+    """Return whether a message is of ECMWF's operational deterministic forecast.
+
+    From cycle 50r1 on, this is the control of the ensemble (see `data_prep.catalogue`).
+    """
+    labels = {"centre": "ecmf", "class": "od", "expver": "0001", "stream": "oper", "dataType": "fc"}
+    return all(get(key) == value for key, value in labels.items())
 
 
 def _processed(get: Get) -> bool:

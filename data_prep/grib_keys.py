@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.grib_fields import Get, is_control, method_of, on_its_level, why_left_out
+from data_prep.grib_fields import Get, is_control, is_single_run, method_of, on_its_level, why_left_out
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, Origin
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, SINGLE, Origin
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
@@ -282,7 +282,7 @@ def _kind(get: Get) -> Kind:
     row = {
         "field": index,
         "level": level,
-        "kind": CONTROL if is_control(get) else MEMBER,
+        "kind": CONTROL if is_control(get) else SINGLE if is_single_run(get) else MEMBER,
         "member": 0 if member is None else member,
         "numbered": _numbered(get, member),
         "lead_start": start,

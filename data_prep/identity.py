@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import READ, OfSomethingElse, find_axis, lead_of_valid_time, understood
-from data_prep.cell_bounds import hours_of_sum, method, other_quantity
+from data_prep.cell_bounds import hours_of_sum, is_mean_rate, method, other_quantity
 from data_prep.no_field import (
     GROUND,
     described,
@@ -34,10 +34,12 @@ from data_prep.no_field import (
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS
 from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
+from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, rate_conversion, resolve, unit_conversion
 
 _ALTITUDES = ("surface_altitude", "surface_geopotential")
 _ISOBARIC = ("isobaricInhPa", "isobaricInPa")
+_ALOFT_TOO = ("dew_point_temperature", "dewpoint_temperature")  # names of variables near the ground and on levels
+_LOW = 10.0  # m
 _TOP = re.compile(r"surface|orograph|terrain|topograph|altitude")
 _ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
@@ -115,12 +117,16 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
     The one that states no hours is read. Otherwise it is the sum over the hours between leads, or the shortest.
     """
     sums: dict[str, dict[int, str]] = {}
+    rates: dict[str, str] = {}
     for name in sorted(map(str, data.data_vars)):
         with understood(name):
             field = identify(data, data[name], overrides).field
             if field is not None and field.accumulated and _convertible(data[name], field):
-                sums.setdefault(field.name, {}).setdefault(hours_of_sum(data[name]), name)
-    found: dict[str, str] = {}
+                if is_mean_rate(data[name], field):
+                    rates[name] = field.name
+                else:
+                    sums.setdefault(field.name, {}).setdefault(hours_of_sum(data[name]), name)
+    found = {name: next(iter(sums[field].values())) for name, field in rates.items() if field in sums}
     for named in (named for named in sums.values() if len(named) > 1):
         lead = find_axis(data[named[max(named)]], "lead")
         apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
@@ -130,7 +136,7 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
 
 
 def _convertible(array: xr.DataArray, field: Field) -> bool:
-    """Return whether a variable's units, if it states any, are those of a sum. Rates are not read."""
+    """Return whether a variable's units, if it states any, are those of a sum or of a mean rate."""
     try:
         conversion(array, field, str(array.attrs.get("units", "")).strip())
     except OfSomethingElse:
@@ -183,10 +189,12 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
         return spelling.field or of_number
     if number or _of_soil(array):
         return None  # ecCodes gives maxima and soil layers the standard name of the plain quantity
+    standard = str(array.attrs.get("standard_name", "")).strip()
     try:
-        return resolve(str(array.attrs.get("standard_name", "")).strip())
+        return resolve(standard)
     except UserError:
-        return None
+        rates = (one for one in FIELDS if standard in one.rates and is_mean_rate(array, one))
+        return next(rates, None)
 
 
 def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OVERRIDES) -> Identity:
@@ -257,10 +265,13 @@ def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spell
     kind = array.attrs.get("GRIB_typeOfLevel")
     # A pressure level under the name of a surface variable is recognised by its kind of level in `_at_surface`.
     if not upper:
+        if axis is not None and not placed and spelling.stem in _ALOFT_TOO:
+            return Identity(None, " (on pressure levels)")
         return _at_surface(array, field)
     if spelling.height is not None:
         near = spelling.height in heights_of(field)
-        return _near_ground(array, field) if near else Identity(None, f" (at {spelling.height:g} m)")
+        at = {spelling.height}
+        return _near_ground(array, field, at) if near else Identity(None, f" (at {spelling.height:g} m)")
     if spelling.level:
         return _on_named_level(data, field, spelling, axis)
     if axis is not None:
@@ -269,7 +280,8 @@ def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spell
     if field.name == "z" and _of_the_ground(array):
         return _at_surface(array, FIELDS[FIELD_INDEX["orog"]])
     grounds = [one for one in array.coords.values() if one.size == 1 and (one.name in GROUND or is_height(one))]
-    return _near_ground(array, field) if grounds else Identity(None, " (no pressure level)")
+    at = {float(one.values.item()) for one in grounds if is_height(one)}
+    return _near_ground(array, field, at) if grounds else Identity(None, " (no pressure level)")
 
 
 def _at_surface(array: xr.DataArray, field: Field) -> Identity:
@@ -278,10 +290,19 @@ def _at_surface(array: xr.DataArray, field: Field) -> Identity:
     return Identity(None, f" ({other})") if other else Identity(field)
 
 
-def _near_ground(array: xr.DataArray, field: Field) -> Identity:
-    """Return the surface variable of a quantity, such as air temperature at 2 m, if there is exactly one."""
+def _near_ground(array: xr.DataArray, field: Field, heights: set[float]) -> Identity:
+    """Return the surface variable of a quantity, such as air temperature at 2 m, if there is exactly one.
+
+    Args:
+        array: the data variable.
+        field: the quantity.
+        heights: heights above ground at which the variable lies, in m. Without any, or with 0 m alone, it is a variable
+            near the ground, up to 10 m.
+    """
     surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
-    return _at_surface(array, surface[0]) if len(surface) == 1 else Identity(None, " (no pressure level)")
+    stated = heights - {0.0}
+    near = [one for one in surface if (heights_of(one) & stated if stated else max(heights_of(one), default=0) <= _LOW)]
+    return _at_surface(array, near[0]) if len(near) == 1 else Identity(None, " (no pressure level)")
 
 
 def _on_named_level(data: xr.Dataset, field: Field, spelling: Spelling, axis: xr.DataArray | None) -> Identity:
@@ -316,7 +337,7 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
     if not given or not own:
         return own or given
     try:
-        stated = _conversion(own, field)
+        stated = conversion(array, field, own)
     except UserError:
         return given
     if overrides.forecast and stated != _conversion(given, field):
@@ -337,14 +358,19 @@ def _conversion(units: str, field: Field) -> tuple[float, float]:
 def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, float]:
     """Return factor and shift from the units of a data variable to those of the registry.
 
+    Those of a mean rate make the sum over a second of it.
+
     Args:
-        array: the data variable, for error messages.
+        array: the data variable.
         field: the variable that it is.
         units: its units; an empty text stands for the registry's.
 
     Raises:
         OfSomethingElse: the units are those of another quantity.
     """
+    rate = rate_conversion(units, field.units) if is_mean_rate(array, field) else None
+    if rate is not None:
+        return rate, 0.0
     try:
         return _conversion(units or field.units, field)
     except UserError as error:

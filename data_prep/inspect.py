@@ -36,7 +36,7 @@ def describe_archive(paths: Any) -> dict[str, Any]:
     Raises:
         UserError: nothing is there, a file is damaged, or the archive holds no forecast.
     """
-    source = open_archive(paths, index=user_index())
+    source = open_archive(paths, index=user_index(), several_grids=True)
     layout, used = source.layout, source.rows()
     times = layout.init_time.astype("datetime64[m]")
     years, counts = np.unique(times.astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
@@ -58,7 +58,7 @@ def describe_archive(paths: Any) -> dict[str, Any]:
         "levels": list(layout.levels),
         "surface": list(layout.surface),
         "static": sorted({FIELDS[index].name for index in source.catalogue.static_records["field"].tolist()}),
-        "grid": layout.grid.describe(),
+        "grid": _grids(source),
         "gaps": {
             "fields": sum(gap.count for gap in gaps),
             "dates": len({gap.date for gap in gaps}),
@@ -69,6 +69,12 @@ def describe_archive(paths: Any) -> dict[str, Any]:
         "files": _files(source, used),
         "other_files": _other_files(paths, source.catalogue.files),
     }
+
+
+def _grids(source: ArchiveSource) -> str:
+    """Return the grid of the files; if there are several, all of them and what `prepare` needs then."""
+    shown = "; ".join(grid.describe() for grid in source.catalogue.grids)
+    return f"{shown} (prepare with regrid=DEGREES)" if len(source.catalogue.grids) > 1 else shown
 
 
 def _unread(source: ArchiveSource, used: np.ndarray) -> dict[str, int]:

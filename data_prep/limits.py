@@ -24,15 +24,23 @@ _LIMITS = {
     "s-1": (-1.0, 1.0),
     "m": (-0.1, 9.5),  # metres of water
     "kg m-2": (-10.0, 500.0),
+    "J m-2": (-1e4, 3e9),  # some weeks of sunshine
+    "J kg-1": (-1.0, 9.9e3),
     "1": (0.0, 1.0),
 }
-_ALTITUDES = (-2e3, 9.5e3)  # m
+_OF_NAME = {
+    "orog": (-2e3, 9.5e3),
+    "r": (-0.3, 3.0),  # air may be supersaturated with respect to ice; spectral models go below zero
+    "r2m": (-0.3, 3.0),
+    "swe": (-0.1, 100.0),  # glaciers have 10 m and more
+    "swh": (-0.1, 40.0),
+}
 _BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # interpolation makes speeds and humidities slightly negative
 # A level may differ from its height in the standard atmosphere by these metres plus this fraction of the height.
 _HEIGHT_OFF = 2000.0, 0.1
 # Negative sums and fractions outside 0 to 1 are errors, except for rounding. Centres pack rain in steps of up to 0.1 mm
 # (a difference of two sums is off by half a step for each) and clouds in steps of up to 1 %.
-_SUM_BELOW = 1.5e-4  # m
+_SUM_BELOW = {"m": 1.5e-4, "J m-2": 1e4}
 _FRACTION_BEYOND = 0.01
 
 
@@ -44,13 +52,13 @@ def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, f
         level: its level in hPa; 0 if it has none, or if all levels are meant.
         step: packing step of the values, by which they may be off; 0 if it is not known.
     """
-    low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
+    low, high = _OF_NAME.get(field.name, _LIMITS[field.units])
     if field.name == "z" and level:
         height, (metres, share) = standard_height(level), _HEIGHT_OFF
         off = metres + share * abs(height)
         return GRAVITY * (height - off), GRAVITY * (height + off)
     if field.accumulated:
-        return -max(_SUM_BELOW, step), high
+        return -max(_SUM_BELOW[field.units], step), high
     if field.units == "1":
         beyond = max(_FRACTION_BEYOND, step)
         return low - beyond, high + beyond

@@ -14,6 +14,7 @@ from typing import Any
 import xarray as xr
 
 from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse, find_axis
+from data_prep.cell_bounds import is_mean_rate
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
 from ensemble_ml.fields import FIELDS, GUST, Field
 
@@ -98,7 +99,7 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
         field: the variable for which it is taken.
     """
     text = str(array.attrs.get("standard_name", "")).strip()
-    names = _names(field)
+    names = _names(field) | (set(field.rates) if is_mean_rate(array, field) else set())
     if field.surface:
         for other in FIELDS:
             if other.standard_name == field.standard_name:
@@ -193,12 +194,12 @@ def is_height(axis: xr.DataArray) -> bool:
 
 
 def heights_of(field: Field) -> set[float]:
-    """Return the heights of the surface variables of a quantity, in m; empty if they have none.
+    """Return the height of a surface variable, or those of all surface variables of a quantity, in m.
 
-    The 1.5 m of the Met Office counts as 2 m.
+    The 1.5 m of the Met Office counts as 2 m. The result is empty if there is none.
     """
     heights = set()
-    for other in FIELDS:
+    for other in (field,) if field.surface else FIELDS:
         if other.surface and other.standard_name == field.standard_name and (number := re.sub(r"\D", "", other.name)):
             heights.add(float(number))
     return heights | ({_SCREEN} if 2.0 in heights else set())
@@ -220,7 +221,7 @@ def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool)
         if axis.size != 1 or set(axis.dims) & set(sized) or _is_plain(array, name, axis, field):
             continue
         shared = placed and not axis.dims
-        if is_height(axis) and (upper or _is_near(axis, _NEAR if shared else heights_of(field) or _NEAR)):
+        if is_height(axis) and (upper or _is_near(axis, _heights(field, shared=shared))):
             continue
         if shared and name in _OF_MESSAGES - set(HEIGHTS):
             continue
@@ -236,6 +237,12 @@ def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
     return str(axis.attrs.get("units", "")) in _METRES and set(axis.values.ravel().tolist()) <= heights
 
 
+def _heights(field: Field, *, shared: bool) -> set[float]:
+    """Return the heights that a coordinate of a variable may have; more if other variables may share it."""
+    own = heights_of(field)
+    return own | _NEAR if shared or not own else own
+
+
 def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: bool) -> str:
     """Return the coordinate along an axis that makes `field` another quantity; empty if it does not.
 
@@ -243,7 +250,7 @@ def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: boo
     its times.
     """
     words = _letters(f"{name} {axis.attrs.get('standard_name', '')}").split("_")
-    of_height = is_height(axis) and not (upper or _is_near(axis, heights_of(field) or _NEAR))
+    of_height = is_height(axis) and not (upper or _is_near(axis, _heights(field, shared=False)))
     if of_height or "depth" in words or any(word.rstrip("s") in _SHARES for word in words):
         shown = ", ".join(f"{value:g}" if axis.dtype.kind in "iuf" else str(value) for value in axis.values[:3])
         return f"{name} {shown}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from data_prep.grib_io import Stamp
 
 MEMBER, CONTROL = 0, 1
+SINGLE = 2  # ECMWF's deterministic run, which a catalogue makes a member or a control
 IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where init times are built already); where an archive or a static file is read in place, leave the field out"
@@ -44,7 +45,7 @@ RECORD = np.dtype(
         ("origin", np.int16),  # position in the origins of the file; in a catalogue, in those of the whole archive
         ("field", np.int16),  # position in FIELDS
         ("level", np.int32),  # hPa; 0 at the surface
-        ("kind", np.uint8),  # MEMBER or CONTROL
+        ("kind", np.uint8),  # MEMBER or CONTROL; SINGLE before a catalogue has decided
         ("member", np.int32),
         ("numbered", bool),  # whether the file states the member; that of a deterministic run is 0
         ("init", "datetime64[s]"),

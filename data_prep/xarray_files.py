@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -28,6 +28,7 @@ from data_prep.axes import (
     BETWEEN,
     READ,
     OfSomethingElse,
+    by_hindcast_year,
     check_degrees,
     check_valid_times,
     dimensions,
@@ -37,7 +38,7 @@ from data_prep.axes import (
     untangle,
     with_start,
 )
-from data_prep.cell_bounds import hours_of_sum, method, over_intervals, widths
+from data_prep.cell_bounds import hours_of_sum, is_mean_rate, method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
@@ -70,7 +71,7 @@ from data_prep.records import (
 from data_prep.spelling import spell
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Field
+from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store.sources import MEMORY
 
@@ -101,7 +102,8 @@ class _Variable:
     shift: float
     step: float  # step of packed integers in the registry's units; 0 for floats
     limits: tuple[float, float]  # valid values, in the file's units
-    written: Written | None = None  # for Zarr, if values do not show which fields were never written
+    written: Written | None  # for Zarr, if values do not show which fields were never written
+    fixed: Mapping[Hashable, int]  # position along further dimensions
 
 
 class XarrayFile:
@@ -255,17 +257,20 @@ class XarrayFile:
         units = units_of(array, field, self._overrides)
         if not units and not field.static and not has_convention(spell(array.name)):
             raise NoUnits(array, field)
-        grid, *places = self._locate(array)
-        records = self._table(data, array, identity, units, *places)
+        grid, rows, columns = self._locate(array)
+        tables = [
+            self._table(data, part, identity, units, rows, columns, fixed) for fixed, part in by_hindcast_year(array)
+        ]
         if not units and not field.static:
-            if not self._agrees(self._variables[-1], field, records, grid):
+            if not self._agrees(self._variables[-1], field, tables[-1], grid):
                 raise NoUnits(array, field)
             self.assumed[field.name] = field.units
         self.grid = self.grid or grid
-        if said := method(array):
+        said = method(array)
+        if said and not is_mean_rate(array, field):  # the mean of a rate is read as a sum
             self.methods[field.name] = said
         self.found.add(field.name)
-        return [records]
+        return tables
 
     def _agrees(self, variable: _Variable, field: Field, records: np.ndarray, grid: Grid) -> bool:
         """Return whether the values of a variable that states no units agree with the registry's units.
@@ -314,8 +319,12 @@ class XarrayFile:
         units: str,
         rows: np.ndarray,
         columns: np.ndarray,
+        fixed: Mapping[Hashable, int],
     ) -> np.ndarray:
-        """Return the records of a data variable that is a field of the registry."""
+        """Return the records of a data variable that is a field of the registry.
+
+        If `fixed` is not empty, the variable is the part at these positions along further dimensions of the file's.
+        """
         field = identity.field
         assert field is not None
         axes = {role: find_axis(array, role) for role in _LEADING}
@@ -334,11 +343,23 @@ class XarrayFile:
         dims = dimensions(array, axes)
         factor, shift = conversion(array, field, units)
         step = abs(factor * array.encoding.get("scale_factor", 0.0))
-        written = Written(self.path, array, field) if os.path.isdir(self.path) else None
+        stored = data[array.name]
+        written = Written(self.path, stored, field, fixed) if os.path.isdir(self.path) else None
         written = written if written is not None and written.doubtful else None
         self._variables.append(
             _Variable(
-                array.name, self._listed, dims, shape, rows, columns, factor, shift, step, valid_limits(array), written
+                array.name,
+                self._listed,
+                dims,
+                shape,
+                rows,
+                columns,
+                factor,
+                shift,
+                step,
+                valid_limits(array),
+                written,
+                fixed,
             )
         )
         where = np.indices(shape).reshape(len(shape), -1)
@@ -357,10 +378,13 @@ class XarrayFile:
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
         places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
-        stated = widths(data, array, field, places) if over_intervals(array, field) else None
+        rate = is_mean_rate(array, field)
+        stated = self._widths(data, array, field, places, rate=rate) if over_intervals(array, field) else None
         if stated is not None:
             records["lead_start"] -= stated
             records["bounded"] = True
+            if rate:
+                records["decimal"] = 3600.0 * stated
         between = records["level"] == BETWEEN
         if between.any():
             self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
@@ -370,6 +394,34 @@ class XarrayFile:
         if early.any():
             self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
         return records[~between & ~early]
+
+    def _widths(
+        self,
+        data: xr.Dataset,
+        array: xr.DataArray,
+        field: Field,
+        places: Mapping[Hashable, np.ndarray],
+        *,
+        rate: bool,
+    ) -> np.ndarray | None:
+        """Return the hours that each field's values cover (see `data_prep.cell_bounds.widths`).
+
+        Raises:
+            OfSomethingElse: a rate is the mean over intervals that are not known, so that it is not known of what.
+        """
+        if not rate:
+            return widths(data, array, field, places)
+        units, stated = array.attrs["units"], None
+        text = f"{array.name}: a mean rate in {units}, and nothing says over which hours up to each time"
+        try:
+            stated = widths(data, array, field, places)
+        except OfSomethingElse:
+            raise
+        except UserError as error:
+            text = f"{text} ({error})"
+        if stated is None:
+            raise OfSomethingElse(text, f"a mean rate in {units}, over no hours that are said")
+        return stated
 
     def _number_of(self, origin: Origin) -> int:
         """Return the number of an origin, a new one if it has not occurred before."""
@@ -437,21 +489,31 @@ class XarrayFile:
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
             for number, place in zip(numbers, wanted - first, strict=True):
-                step, bounds = variable.step, field_of(records[number]).family.bounds
-                yield self._checked(records[number], _on_bounds(block[tuple(place[1:])], step, bounds))
+                values, seconds = block[tuple(place[1:])], float(records[number]["decimal"])
+                if seconds != 1.0:  # a mean rate, of which the sum over the interval is wanted
+                    values = (values * seconds).astype(np.float32)
+                step, bounds = seconds * variable.step, field_of(records[number]).family.bounds
+                yield self._checked(records[number], _on_bounds(values, step, bounds), variable, step)
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         """Return the variable of a record, and the position of its field in it."""
         variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
-    def _checked(self, record: np.void, values: np.ndarray) -> RawField:
-        """Return the values of a field after a check for missing and implausible ones."""
+    def _checked(self, record: np.void, values: np.ndarray, variable: _Variable, step: float) -> RawField:
+        """Return the values of a field after a check for missing and implausible ones.
+
+        Args:
+            record: the field.
+            values: its values (Y, X) in the registry's units.
+            variable: the data variable that holds it.
+            step: step of packed integers in the registry's units; 0 for floats.
+        """
         units = field_of(record).units
-        low, high = plausible(field_of(record), self._place(record)[0].step, int(record["level"]))
+        low, high = plausible(field_of(record), step, int(record["level"]))
         bad = ~((values > low) & (values < high))
         if not bad.any():
-            return RawField(values, step=self._place(record)[0].step)
+            return RawField(values, step=step)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
@@ -459,14 +521,16 @@ class XarrayFile:
                 count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
             elif ((np.abs(values) < _BEYOND) & bad).any():
                 count += f", or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
-            if self._place(record)[0].limits != (-np.inf, np.inf):
+            if variable.limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():
                 count += f"; {IF_ABSENT}"
             elif bad.sum() == hidden.sum():
-                count += "; only sst may lack points in NetCDF and Zarr: leave the level or variable out, or give GRIB"
+                some = " and ".join(field.name for field in FIELDS if field.maskable)
+                count += f"; only {some} may lack points in NetCDF and Zarr: leave the level or variable out, or give"
+                count += " GRIB"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
-        return RawField(values, mask=hidden, step=self._place(record)[0].step)
+        return RawField(values, mask=hidden, step=step)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """Read a block of one start date, (member, lead, level, Y, X) float32 in our order and units."""
@@ -479,7 +543,8 @@ class XarrayFile:
                 for r, a, b in zip(_LEADING, first, last, strict=True)
                 if r in variable.dims
             }
-            array = array.isel(where | {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)})
+            band = {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)}
+            array = array.isel(where | band | dict(variable.fixed))
             order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -35,11 +35,13 @@ class Written:
         path: folder of the Zarr store.
         array: the variable.
         field: the variable of the registry that it is.
+        fixed: positions along dimensions other than those of init time, member, lead, level, latitude and longitude.
     """
 
-    def __init__(self, path: str, array: xr.DataArray, field: Field):
+    def __init__(self, path: str, array: xr.DataArray, field: Field, fixed: Mapping[Hashable, int] | None = None):
         import zarr
 
+        self._fixed = dict(fixed or {})
         self._folder, self._dims, self._shape = os.path.join(path, str(array.name)), array.dims, array.shape
         made: Any = zarr.open_array(self._folder, mode="r")
         said, fill = array.encoding | array.attrs, made.fill_value
@@ -71,7 +73,7 @@ class Written:
             first: positions of the first field along these dimensions.
         """
         for place in np.ndindex(*values.shape[:3]):
-            at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)}
+            at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)} | self._fixed
             if not self._all(at) or self._nothing(values[place]):
                 values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
                 values = values if values.flags.writeable else values.copy()

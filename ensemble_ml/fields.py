@@ -62,6 +62,7 @@ class Field:
     vector_component: bool = False  # changes sign if a row is continued across a pole
     accumulated: bool = False  # a sum over an interval that ends at the valid time
     static: bool = False
+    rates: tuple[str, ...] = ()  # CF standard names of its rate, of which a mean over an interval gives the sum
     components: tuple[str, ...] = ()  # the two components from whose values it can be derived as the magnitude
     maskable: bool = False  # has no value at some points by nature, so NaN in a file of floats is a mask and no error
 
@@ -103,6 +104,7 @@ FIELDS: tuple[Field, ...] = (
     _pressure("w", "lagrangian_tendency_of_air_pressure", "vertical velocity", "Pa s-1", (135,), "W", "vertical_velocity", "wap", "omega", "vertical_air_velocity_expressed_as_tendency_of_pressure"),
     _pressure("d", "divergence_of_wind", "divergence", "s-1", (155,), "D", "divergence"),
     _pressure("ws", "wind_speed", "wind speed", "m s-1", (10,), "wind_speed", "wspd", family=_TRUNCATED, components=("u", "v")),
+    _pressure("r", "relative_humidity", "relative humidity", "1", (157,), "R", "relative_humidity", "hur", family=_TRUNCATED),
     _surface("t2m", "air_temperature", "2 metre temperature", "K", (167,), "T2M", "2t", "2m_temperature", "tas", "temperature_2m"),
     _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151, 260074), "MSL", "mean_sea_level_pressure", "psl", "prmsl", "air_pressure_at_sea_level", "pressure_at_mean_sea_level", "pressure_reduced_to_mean_sea_level"),
     _surface("sp", "surface_air_pressure", "surface pressure", "Pa", (134,), "SP", "surface_pressure", "ps", "pressure_surface", "pressure_at_surface"),
@@ -110,11 +112,25 @@ FIELDS: tuple[Field, ...] = (
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", "v10m", "wind_v_10m", vector_component=True),
     _surface("ws10", "wind_speed", "10 metre wind speed", "m s-1", (207,), "10si", "si10", "10m_wind_speed", "sfcWind", "wind_speed_10m", family=_TRUNCATED, components=("u10", "v10")),
     _surface("fg10", GUST, "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", "fg10_3", "fg10_6", "fg10m", family=_TRUNCATED),
-    _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", "precipitation_amount", "precipitation", "precipitation_surface", "pr", family=_CENSORED, accumulated=True),
-    _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", "convective_precipitation_amount", family=_CENSORED, accumulated=True),
+    _surface("u100m", "eastward_wind", "100 metre eastward wind", "m s-1", (228246,), "100u", "100m_u_component_of_wind", "wind_u_100m", vector_component=True),
+    _surface("v100m", "northward_wind", "100 metre northward wind", "m s-1", (228247,), "100v", "100m_v_component_of_wind", "wind_v_100m", vector_component=True),
+    _surface("ws100m", "wind_speed", "100 metre wind speed", "m s-1", (228249,), "100si", "si100", "100m_wind_speed", "wind_speed_100m", family=_TRUNCATED, components=("u100m", "v100m")),
+    _surface("d2m", "dew_point_temperature", "2 metre dew point temperature", "K", (168,), "2d", "2m_dewpoint_temperature", "dew_point_temperature_2m", "2 metre dewpoint temperature", "dewpoint_temperature", "tdps"),
+    _surface("r2m", "relative_humidity", "2 metre relative humidity", "1", (260242,), "2r", "relative_humidity_2m", "2m_relative_humidity", "hurs", family=_TRUNCATED),
+    _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", "precipitation_amount", "precipitation", "precipitation_surface", "pr", family=_CENSORED, accumulated=True, rates=("precipitation_flux", "lwe_precipitation_rate")),
+    _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", "convective_precipitation_amount", family=_CENSORED, accumulated=True, rates=("convective_precipitation_flux", "lwe_convective_precipitation_rate")),
+    _surface("sf", "lwe_thickness_of_snowfall_amount", "snowfall", "m", (144, 228144), "snowfall", family=_CENSORED, accumulated=True, rates=("snowfall_flux", "lwe_snowfall_rate")),
+    _surface("ssrd", "integral_wrt_time_of_surface_downwelling_shortwave_flux_in_air", "surface short-wave radiation downwards", "J m-2", (169,), "surface_solar_radiation_downwards", "downward_short_wave_radiation_flux_surface", family=Family.CENSORED_NORMAL, accumulated=True, rates=("surface_downwelling_shortwave_flux_in_air",)),
+    _surface("strd", "integral_wrt_time_of_surface_downwelling_longwave_flux_in_air", "surface long-wave radiation downwards", "J m-2", (175,), "surface_thermal_radiation_downwards", "downward_long_wave_radiation_flux_surface", family=_TRUNCATED, accumulated=True, rates=("surface_downwelling_longwave_flux_in_air",)),
+    _surface("swe", "lwe_thickness_of_surface_snow_amount", "snow depth water equivalent", "m", (141, 228141), "snow_depth_water_equivalent", family=Family.CENSORED_NORMAL),
+    _surface("cape", "atmosphere_convective_available_potential_energy", "convective available potential energy", "J kg-1", (59,), "CAPE", "convective_available_potential_energy", family=_CENSORED),
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
     _surface("tcwv", "atmosphere_mass_content_of_water_vapor", "total column water vapour", "kg m-2", (137,), "TCWV", "total_column_water_vapour", "prw", "atmosphere_water_vapor_content", "lwe_thickness_of_atmosphere_mass_content_of_water_vapor", family=_TRUNCATED),
     _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164, 228164), "TCC", "total_cloud_cover", "clt", "total_cloud_cover_atmosphere", family=Family.DOUBLY_CENSORED_NORMAL),
+    _surface("lcc", "low_type_cloud_area_fraction", "low cloud cover", "1", (186, 3073), "low_cloud_cover", family=Family.DOUBLY_CENSORED_NORMAL),
+    _surface("mcc", "medium_type_cloud_area_fraction", "medium cloud cover", "1", (187, 3074), "medium_cloud_cover", family=Family.DOUBLY_CENSORED_NORMAL),
+    _surface("hcc", "high_type_cloud_area_fraction", "high cloud cover", "1", (188, 3075), "high_cloud_cover", family=Family.DOUBLY_CENSORED_NORMAL),
+    _surface("swh", "sea_surface_wave_significant_height", "significant wave height", "m", (140229,), "significant_height_of_combined_wind_waves_and_swell", "hs", family=_TRUNCATED, maskable=True),
     _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos", maskable=True),
     _surface("skt", "surface_temperature", "skin temperature", "K", (235,), "SKT", "skin_temperature", "ts"),
     _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", "geopotential_at_surface", "surface_geopotential", static=True),
@@ -137,8 +153,7 @@ def _by_alias() -> dict[str, Field]:
     """
     # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
     table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}
-    for name in ("air_temperature", "eastward_wind", "northward_wind", "wind_speed"):
-        table[name] = next(field for field in FIELDS if field.standard_name == name and not field.surface)
+    table |= {field.standard_name: field for field in FIELDS if not field.surface}
     return table | _by_name()
 
 
@@ -194,6 +209,8 @@ _SAME_UNITS = {
     "s-1": ("s-1", "1/s"),
     "m": ("m", "metre", "meter", "metres", "meters", "gpm"),
     "kg m-2": ("kg m-2", "kg/m2"),
+    "J m-2": ("J m-2", "J/m2"),
+    "J kg-1": ("J kg-1", "J/kg", "m2 s-2", "m2/s2"),
     "1": ("1", "(0 - 1)", "0 - 1", "(0-1)", "0-1", "dimensionless", "fraction"),
 }
 _CELSIUS = (
@@ -209,10 +226,17 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
     ("kg m-2", "m"): (1e-3, 0.0),  # water: GRIB edition 2 has precipitation in kg m-2
     ("kg/m2", "m"): (1e-3, 0.0),
     ("cm", "m"): (1e-2, 0.0),
+    ("m of water equivalent", "m"): (1.0, 0.0),
     ("g kg-1", "kg kg-1"): (1e-3, 0.0),
     ("g/kg", "kg kg-1"): (1e-3, 0.0),
     ("%", "1"): (1e-2, 0.0),
     ("percent", "1"): (1e-2, 0.0),
+}
+_RATES = {  # (rate, sum) -> factor that makes the sum over a second of a rate
+    **{(rate, "m"): 1e-3 for rate in ("kg m-2 s-1", "kg/m2/s", "mm s-1", "mm/s")},
+    **{(rate, "m"): 1e-3 / 3600 for rate in ("kg m-2 h-1", "mm h-1", "mm hr-1", "mm/h", "mm/hr")},
+    **{(rate, "m"): 1.0 for rate in ("m s-1", "m/s")},
+    **{(rate, "J m-2"): 1.0 for rate in ("W m-2", "W/m2", "J m-2 s-1")},
 }
 
 
@@ -239,6 +263,16 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
         return _CONVERSIONS[plain, wanted]
     known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
     raise UserError(f"units {found!r}: cannot be converted to {wanted!r}; known are {', '.join(known)}")
+
+
+def rate_conversion(found: str, wanted: str) -> float | None:
+    """Return the factor that makes of a rate its sum over a second; None if `found` are no units of a rate.
+
+    Args:
+        found: units of the rate, in any known spelling.
+        wanted: the registry's units of the sum.
+    """
+    return _RATES.get((_plain(found), wanted))
 
 
 def same_units(one: str, other: str, *, differences: bool = False) -> bool:

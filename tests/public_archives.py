@@ -14,7 +14,7 @@ from typing import Any
 import eccodes
 import numpy as np
 import xarray as xr
-from gribfiles import write
+from gribfiles import message, write
 
 LEVELS = (500, 850)
 # Value at the poles, what is added at the equator, and deviation of the day's weather, in the units of the archives.
@@ -118,11 +118,12 @@ _WB2_ORDER = ("time", "number", "prediction_timedelta", "level", "latitude", "lo
 
 
 def weatherbench(
-    folder: Path, *, degrees: float, dates: int, members: int, leads: Sequence[int] = (24, 48)
+    folder: Path, *, degrees: float, dates: int, members: int, leads: Sequence[int] = (24, 48), whole: bool = False
 ) -> tuple[Path, Path]:
     """Write IFS ENS and ERA5 as WeatherBench 2 has them, and return both paths.
 
-    Latitudes ascend. What WeatherBench 2 derived (wind speeds, sums over six hours, humidity) has no attributes.
+    Latitudes ascend. What WeatherBench 2 derived (wind speeds, sums over six hours, humidity) has no attributes. If it
+    is `whole`, rain is there three times, over six hours, a day and from the start, and the truth has divergence.
     """
     grid = globe(degrees, northwards=True)
     starts, numbers = days(dates), np.arange(1, members + 1)
@@ -130,6 +131,14 @@ def weatherbench(
     ensemble = _wb2(axes, grid, lambda name, levels: _filled(name, levels, starts, grid, numbers, leads))
     every = days(dates + max(leads) // 24)
     truth = _wb2({"time": every, "level": list(LEVELS)}, grid, lambda name, levels: _filled(name, levels, every, grid))
+    if whole:
+        day = ensemble["total_precipitation_6hr"] * 4
+        about = {"long_name": "Total precipitation", "standard_name": "unknown", "units": "m"}
+        ensemble["total_precipitation"] = day.cumsum("prediction_timedelta").assign_attrs(about)
+        ensemble["total_precipitation_24hr"] = day
+        truth["total_precipitation_24hr"] = truth["total_precipitation_6hr"] * 4
+        truth["divergence"] = truth["temperature"] / 1e8
+        truth["divergence"].attrs.clear()
     paths = folder / "ifs_ens.zarr", folder / "era5.zarr"
     for data, path in zip((ensemble, truth), paths, strict=True):
         chunks = {"time": 1, "prediction_timedelta": 1}
@@ -152,7 +161,7 @@ def _wb2(axes: dict[str, Any], grid: Any, fill: Any) -> xr.Dataset:
         data[called] = flat, values, dict(zip(_WB2_ATTRIBUTES, words, strict=True))
     day = fill("tp", (0,)).squeeze(level_at)
     data["total_precipitation_6hr"] = flat, day / 4
-    data["relative_humidity"] = xr.full_like(data["temperature"], 0.7)
+    data["relative_humidity"] = (data["temperature"] - 200) / 100
     data["wind_speed"] = np.hypot(data["u_component_of_wind"], data["v_component_of_wind"])
     data["10m_wind_speed"] = np.hypot(data["10m_u_component_of_wind"], data["10m_v_component_of_wind"])
     for name in ("wind_speed", "10m_wind_speed", "relative_humidity"):
@@ -357,3 +366,386 @@ def _cfgrib(
         data[name] = dims, shape, attributes
     data.attrs = {"GRIB_edition": 1, "GRIB_centre": "ecmf", "GRIB_subCentre": 0, "Conventions": "CF-1.7"}
     return data
+
+
+# --- WeatherBench 2's NeuralGCM ---------------------------------------------------------------------------------------
+
+
+def neuralgcm(folder: Path, *, degrees: float = 30) -> Path:
+    """Write NeuralGCM's ensemble as WeatherBench 2 has it: longitude before latitude, and no units at all."""
+    grid, starts, numbers, leads = globe(degrees, northwards=True), days(2), np.arange(2), (12, 24)
+    axes = {"realization": numbers, "time": starts, "prediction_timedelta": hours(*leads), "level": list(LEVELS)}
+    data = xr.Dataset(coords=axes | {"longitude": grid[1], "latitude": grid[0]})
+    for name in ("t", "z", "u", "v", "q"):
+        called = "specific_humidity" if name == "q" else WB2_UPPER[name][0]
+        values = _filled(name, LEVELS, starts, grid, numbers.tolist(), leads)
+        data[called] = (*axes, "longitude", "latitude"), values.transpose(1, 0, 2, 3, 5, 4)
+    data["specific_cloud_ice_water_content"] = data["specific_humidity"] / 1000
+    path = folder / "neuralgcm_ens.zarr"
+    data.to_zarr(path, zarr_format=2)
+    return path
+
+
+# --- dynamical.org ----------------------------------------------------------------------------------------------------
+
+DYNAMICAL = {  # name -> the weather in it and its level, long name, short name, standard name, units, kind of step
+    "temperature_2m": ("t2m", 0, "2 metre temperature", "t2m", "air_temperature", "degree_Celsius", "instant"),
+    "temperature_850hpa": ("t", 850, "Temperature", "t", "air_temperature", "degree_Celsius", "instant"),
+    "geopotential_height_500hpa": ("z", 500, "Geopotential height", "gh", "geopotential_height", "gpm", "instant"),
+    "wind_u_10m": ("u10", 0, "10 metre U wind component", "u10", "eastward_wind", "m s-1", "instant"),
+    "wind_v_10m": ("v10", 0, "10 metre V wind component", "v10", "northward_wind", "m s-1", "instant"),
+    "wind_u_100m": ("u10", 0, "100 metre U wind component", "u100", "eastward_wind", "m s-1", "instant"),
+    "wind_v_100m": ("v10", 0, "100 metre V wind component", "v100", "northward_wind", "m s-1", "instant"),
+    "pressure_reduced_to_mean_sea_level": (
+        "msl", 0, "Pressure reduced to MSL", "prmsl", "air_pressure_at_mean_sea_level", "Pa", "instant",
+    ),
+    "precipitation_surface": (
+        "tp", 0, "Precipitation rate", "prate", "precipitation_flux", "kg m-2 s-1", "avg",
+    ),
+}  # fmt: skip
+DYNAMICAL_RATE = "Average precipitation rate since the previous forecast step. Units equivalent to mm/s."
+DYNAMICAL_STEPS = {  # as the attribute forecast_resolution states them
+    "ifs": "Forecast step 0-144 hours: 3 hourly, 144-360 hours: 6 hourly",
+    "gefs": "Forecast step 0-240 hours: 3 hourly, 246-840 hours: 6 hourly",
+}
+_DYNAMICAL_ORDER = {
+    "ifs": ("init_time", "lead_time", "ensemble_member", "latitude", "longitude"),
+    "gefs": ("init_time", "ensemble_member", "lead_time", "latitude", "longitude"),
+}
+_SPHERE = (
+    'GEOGCS["unknown",DATUM["unknown",SPHEROID["unknown",6371229,0]],PRIMEM["Greenwich",0],'
+    'UNIT["degree",0.0174532925199433],AXIS["Longitude",EAST],AXIS["Latitude",NORTH]]'
+)
+
+
+def dynamical(folder: Path, model: str, *, degrees: float = 30, leads: Sequence[int] = (0, 3, 144, 150)) -> Path:
+    """Write IFS ENS or GEFS as dynamical.org has them: Zarr of version 3 with shards, a member 0 that is the control.
+
+    Rain is the mean rate since the model's previous step, whatever leads are kept; at lead 0 there is none. GEFS'
+    clouds are means over six or three hours by the comment alone.
+    """
+    lat, east = globe(degrees)
+    lon = east - 180
+    starts, numbers = days(2, "2026-01-01"), np.arange(3)
+    valid = ("init_time", "lead_time"), starts[:, None] + hours(*leads)
+    data = xr.Dataset(
+        coords={
+            "init_time": ("init_time", starts, {"standard_name": "forecast_reference_time"}),
+            "lead_time": ("lead_time", hours(*leads), {"standard_name": "forecast_period"}),
+            "ensemble_member": (
+                "ensemble_member", numbers.astype(np.int16), {"standard_name": "realization", "units": "1"},
+            ),
+            "latitude": ("latitude", lat, {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}),
+            "longitude": ("longitude", lon, {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}),
+            "valid_time": (*valid, {"standard_name": "time", "long_name": "Valid time"}),
+            "expected_forecast_length": ("init_time", np.full(len(starts), hours(360)[0])),
+            "ingested_forecast_length": ("init_time", np.full(len(starts), hours(360)[0])),
+            "spatial_ref": ((), 0, {"crs_wkt": _SPHERE, "grid_mapping_name": "latitude_longitude"}),
+        },
+        attrs={"dataset_id": f"{model}-forecast", "forecast_resolution": DYNAMICAL_STEPS[model]},
+    )  # fmt: skip
+    order = _DYNAMICAL_ORDER[model]
+    usual = ("init_time", "ensemble_member", "lead_time", "latitude", "longitude")
+    for name, (of, level, *words) in DYNAMICAL.items():
+        values = _filled(of, (level,), starts, (lat, lon), numbers.tolist(), leads).squeeze(3)
+        if words[3] == "degree_Celsius":
+            values = values - np.float32(273.15)
+        elif of == "z":
+            values = values / np.float32(9.80665)
+        elif of == "tp":
+            values = values * np.float32(1000 / 86400)  # kg m-2 s-1
+            values[:, :, [lead == 0 for lead in leads]] = np.nan
+        about = dict(zip(("long_name", "short_name", "standard_name", "units", "step_type"), words, strict=True))
+        about |= {"comment": DYNAMICAL_RATE} if of == "tp" else {}
+        data[name] = xr.DataArray(values, dims=usual, attrs=about).transpose(*order)
+    clouds = {"long_name": "Total Cloud Cover", "short_name": "tcc", "standard_name": "cloud_area_fraction"}
+    clouds |= {"units": "percent", "step_type": "instant"}
+    if model == "gefs":
+        clouds |= {"step_type": "avg", "comment": "Average value in the last 6 hour period (00, 06, 12, 18 UTC) or"}
+        clouds["comment"] += " 3 hour period (03, 09, 15, 21 UTC)."
+    data["total_cloud_cover_atmosphere"] = xr.full_like(data["temperature_2m"], 50.0).assign_attrs(clouds)
+    data["categorical_precipitation_type_surface"] = xr.zeros_like(data["temperature_2m"]).assign_attrs(
+        long_name="Categorical precipitation type at surface", short_name="ptype", standard_name="unknown", units="1"
+    )
+    sizes = {"init_time": 1, "latitude": 4, "longitude": 4}
+    coding: dict[str, Any] = {}
+    for called, array in data.data_vars.items():
+        chunks = tuple(sizes.get(str(dim), array.sizes[dim]) for dim in array.dims)
+        shards = tuple(2 * size if dim in ("latitude", "longitude") else size
+                       for dim, size in zip(array.dims, chunks, strict=True))  # fmt: skip
+        coding[str(called)] = {"chunks": chunks, "shards": shards}
+    path = folder / f"dynamical_{model}.zarr"
+    data.to_zarr(path, zarr_format=3, encoding=coding, consolidated=True)
+    return path
+
+
+# --- Met Office -------------------------------------------------------------------------------------------------------
+
+MOGREPS = {  # name of the file -> name of the variable, weather in it, level, units, height, hours, CF's method
+    "temperature_at_screen_level": ("air_temperature", "t2m", 0, "K", 1.5, 0, ""),
+    "temperature_at_screen_level_max-PT01H": ("air_temperature", "t2m", 0, "K", 1.5, 1, "maximum"),
+    "pressure_at_mean_sea_level": ("air_pressure_at_sea_level", "msl", 0, "Pa", None, 0, ""),
+    "wind_speed_at_10m": ("wind_speed", "t2m", 0, "m s-1", 10.0, 0, ""),
+    "wind_direction_at_10m": ("wind_from_direction", "t2m", 0, "degrees", 10.0, 0, ""),
+    "wind_gust_at_10m": ("wind_speed_of_gust", "t2m", 0, "m s-1", 10.0, 0, ""),
+    "wind_gust_at_10m_max-PT01H": ("wind_speed_of_gust", "t2m", 0, "m s-1", 10.0, 1, "maximum"),
+    "precipitation_rate": ("lwe_precipitation_rate", "tp", 0, "m s-1", None, 0, ""),
+    "precipitation_accumulation-PT01H": ("lwe_thickness_of_precipitation_amount", "tp", 0, "m", None, 1, "sum"),
+    "temperature_on_pressure_levels": ("air_temperature", "t", LEVELS, "K", None, 0, ""),
+    "height_ASL_on_pressure_levels": ("geopotential_height", "z", LEVELS, "m", None, 0, ""),
+}  # fmt: skip
+
+
+def mogreps(folder: Path, *, degrees: float = 30, names: Sequence[str] = tuple(MOGREPS)) -> Path:
+    """Write MOGREPS-G as the Met Office has it: a NetCDF file for each diagnostic and lead, all of its members."""
+    step = degrees / 2
+    grid = np.arange(-90 + step, 90, degrees), np.arange(-180 + step, 180, degrees)
+    start, numbers = days(1, "2026-09-16")[0], np.arange(3, dtype=np.int32)
+    for lead in (3, 6):
+        for stem in names:
+            path = folder / "T0000Z" / f"{str(start + hours(lead)[0])[:13]}00Z-PT{lead:04d}H00M-{stem}.nc"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _mogreps(MOGREPS[stem], start, lead, grid, numbers).to_netcdf(path)
+    return folder
+
+
+def _mogreps(about: tuple[Any, ...], start: np.datetime64, lead: int, grid: Any, numbers: np.ndarray) -> xr.Dataset:
+    called, of, levels, units, height, over, how = about
+    upper = isinstance(levels, tuple)
+    values = _filled(of, levels if upper else (0,), np.array([start]), grid, numbers.tolist(), (lead,))[0, :, 0]
+    values = values / np.float32(9.80665) if of == "z" else np.abs(values) / 30 if units == "m s-1" else values
+    axes: dict[str, Any] = {"realization": ("realization", numbers, {"standard_name": "realization", "units": "1"})}
+    if upper:
+        pressure = np.float32(levels) * 100
+        axes["pressure"] = "pressure", pressure, {"units": "Pa", "positive": "down", "standard_name": "air_pressure"}
+    dims = (*axes, "latitude", "longitude")
+    for name, ticks, way in (("latitude", grid[0], "north"), ("longitude", grid[1], "east")):
+        axes[name] = name, ticks.astype(np.float32), {"units": f"degrees_{way}", "standard_name": name}
+    seconds = {"units": "seconds", "standard_name": "forecast_period"}
+    bounds = {"bounds": "forecast_period_bnds"} if over else {}
+    axes["forecast_period"] = (), np.int32(lead * 3600), seconds | bounds
+    axes["forecast_reference_time"] = (), start, {"standard_name": "forecast_reference_time"}
+    axes["time"] = (), start + hours(lead)[0], {"standard_name": "time"} | ({"bounds": "time_bnds"} if over else {})
+    if height is not None:
+        axes["height"] = (), np.float32(height), {"units": "m", "standard_name": "height", "positive": "up"}
+    data = xr.Dataset(coords=axes)
+    data["latitude_longitude"] = (), 0, {"grid_mapping_name": "latitude_longitude", "earth_radius": 6371229.0}
+    attributes = {"standard_name": called, "units": units, "grid_mapping": "latitude_longitude"}
+    attributes |= {"cell_methods": f"time: {how}"} if how else {}
+    data[called] = dims, values if upper else values[:, 0], attributes
+    if over:
+        data["forecast_period_bnds"] = "bnds", np.int32([(lead - over) * 3600, lead * 3600])
+        data["time_bnds"] = "bnds", start + hours(lead - over, lead)
+        data["time_bnds"].encoding = {"units": "seconds since 1970-01-01", "dtype": "int64"}
+    for name in ("time", "forecast_reference_time"):
+        data[name].encoding = {"units": "seconds since 1970-01-01", "dtype": "int64"}
+    data.attrs = {"Conventions": "CF-1.7, UKMO-1.0", "institution": "Met Office", "source": "Met Office Unified Model"}
+    return data
+
+
+# --- EUPPBench --------------------------------------------------------------------------------------------------------
+
+
+def euppbench(folder: Path, *, years: int = 0) -> Path:
+    """Write EUPPBench's gridded stores: of the surface, of sums and maxima over six hours, and of the level 500 hPa.
+
+    Args:
+        folder: where the three stores are written.
+        years: years of reforecasts, which are an axis `year` with start dates that only `valid_time` tells; 0 for
+            forecasts.
+    """
+    grid = np.arange(53.75, 45.4, -0.25)[::8], np.arange(2.5, 10.6, 0.25)[::8]
+    starts, numbers, leads = days(2, "2017-01-02"), np.arange(3), (6, 12)
+    kind = "reforecasts" if years else "forecasts"
+    parts = {
+        "surface": {"t2m": ("t2m", "K", 167, "instant"), "u10": ("u10", "m s**-1", 165, "instant"),
+                    "u100": ("u10", "m s**-1", 228246, "instant")},
+        "surface_postprocessed": {"tp6": ("tp", "m", 228, "accum"), "mn2t6": ("t2m", "K", 122, "min"),
+                                  "p10fg6": ("t2m", "m s**-1", 123, "max")},
+        "pressure_500": {"z": ("z", "m**2 s**-2", 129, "instant")},
+    }  # fmt: skip
+    for part, variables in parts.items():
+        level = "isobaricInhPa" if part.startswith("pressure") else "surface"
+        axes: dict[str, Any] = {"time": starts, "number": numbers, "step": hours(*leads)}
+        axes |= {level: [500.0 if level == "isobaricInhPa" else 0.0], "latitude": grid[0], "longitude": grid[1]}
+        data = xr.Dataset(coords=axes)
+        data["step"].attrs = {"standard_name": "forecast_period", "long_name": "time since forecast_reference_time"}
+        data["time"].attrs = {"standard_name": "forecast_reference_time", "long_name": "initial time of forecast"}
+        data["number"].attrs = {"standard_name": "realization", "long_name": "ensemble member numerical id"}
+        data["number"].attrs["units"] = "1"
+        for name, (of, units, number, step) in variables.items():
+            made = _filled(of, (500 if of == "z" else 0,), starts, grid, numbers.tolist(), leads)
+            made = np.abs(made) / 30 if name == "p10fg6" else made
+            about = {
+                "GRIB_paramId": number,
+                "GRIB_stepType": step,
+                "GRIB_dataType": "pf",
+                "GRIB_gridType": "regular_ll",
+            }
+            about |= {"GRIB_shortName": name.rstrip("6"), "GRIB_units": units, "units": units, "GRIB_stepUnits": 1}
+            data[name] = tuple(axes), made, about
+        valid = ("time", "step"), starts[:, None] + hours(*leads)
+        if years:
+            data = data.expand_dims(year=np.arange(1, years + 1)).copy(deep=True)
+            data = data.transpose("time", "number", "year", ...)
+            back = np.array([_years_before(start, year) for start in starts for year in range(1, years + 1)])
+            times = back.reshape(len(starts), years)[..., None] + hours(*leads)
+            valid = ("time", "year", "step"), times
+        data = data.assign_coords(valid_time=(*valid, {"standard_name": "time", "long_name": "time"}))
+        data.attrs = {"GRIB_centre": "ecmf", "GRIB_edition": 1, "Conventions": "CF-1.7"}
+        data.to_zarr(folder / f"gridded_ensemble_{kind}_{part}.zarr", zarr_format=2)
+    return folder
+
+
+def _years_before(time: np.datetime64, years: int) -> np.datetime64:
+    """Return the same day and hour of an earlier year."""
+    day = str(time.astype("datetime64[D]"))
+    return np.datetime64(f"{int(day[:4]) - years}{day[4:]}", "ns")
+
+
+# --- earth2studio -----------------------------------------------------------------------------------------------------
+
+
+def earth2studio(folder: Path, *, degrees: float = 30) -> Path:
+    """Write what `earth2studio.run.ensemble` makes with its Zarr back end: names of its lexicon, no units at all."""
+    grid, starts, leads = globe(degrees), days(2), (6, 12)
+    axes = {"ensemble": np.arange(2), "time": starts, "lead_time": hours(*leads), "lat": grid[0], "lon": grid[1]}
+    data = xr.Dataset(coords=axes)
+    names = {"t2m": ("t2m", 0), "z500": ("z", 500), "t850": ("t", 850), "u500": ("u", 500), "u10m": ("u10", 0)}
+    for called, (of, level) in (names | {"msl": ("msl", 0)}).items():
+        values = _filled(of, (level,), starts, grid, range(2), leads).squeeze(3)
+        data[called] = tuple(axes), values.swapaxes(0, 1)
+    data["tcwv"] = xr.full_like(data["t2m"], 25.0)
+    path = folder / "earth2studio.zarr"
+    data.to_zarr(path, zarr_format=3)
+    return path
+
+
+# --- ARCO-ERA5 --------------------------------------------------------------------------------------------------------
+
+
+def arco_era5(folder: Path, *, degrees: float = 30) -> Path:
+    """Write a day of ARCO-ERA5: analyses on levels and at the surface, sums of an hour, and much that is no weather."""
+    grid, times = globe(degrees), days(1)[0] + np.arange(3) * hours(1)[0]
+    axes = {"time": times, "level": np.array(LEVELS, np.int64), "latitude": grid[0], "longitude": grid[1]}
+    data = xr.Dataset(coords=axes)
+    data["latitude"].attrs = {"units": "degrees_north", "long_name": "latitude"}
+    data["longitude"].attrs = {"units": "degrees_east", "long_name": "longitude"}
+    data["level"].attrs = {"units": "millibars", "long_name": "pressure_level"}
+    for name, (called, long_name, standard_name, units) in (WB2_UPPER | WB2_SURFACE).items():
+        upper = name in WB2_UPPER
+        values = _filled(name, LEVELS if upper else (0,), times, grid)
+        about = {"long_name": long_name, "short_name": name, "standard_name": standard_name, "units": units}
+        data[called] = (tuple(axes), values, about) if upper else (("time", *tuple(axes)[2:]), values[:, 0], about)
+    flat = ("time", "latitude", "longitude")
+    rain = {"long_name": "Total precipitation", "short_name": "tp", "units": "m"}
+    data["total_precipitation"] = flat, _filled("tp", (0,), times, grid)[:, 0] / 24, rain
+    data["soil_temperature_level_1"] = data["2m_temperature"].assign_attrs(
+        long_name="Soil temperature level 1", short_name="stl1", standard_name="surface_temperature"
+    )
+    data["type_of_low_vegetation"] = flat, np.ones(data["2m_temperature"].shape, np.float32), {"units": "~"}
+    path = folder / "full_37-1h-0p25deg-chunk-1.zarr-v3"
+    data.chunk({"time": 1}).to_zarr(path, zarr_format=3)
+    return path
+
+
+# --- GRIB of GEFSv12's reforecast and of ECMWF's open data ------------------------------------------------------------
+
+
+def gefs_reforecast(folder: Path, *, finest: float = 15) -> Path:
+    """Write GEFSv12's reforecast: one variable and member a file, fields above 700 hPa on a coarser grid."""
+    start = days(1, "2000-01-05")[0]
+    fine, coarse = globe(finest), globe(2 * finest)
+    files = {
+        "tmp_pres": (fine, [("t", 850)]), "tmp_pres_abv700mb": (coarse, [("t", 500)]),
+        "hgt_pres_abv700mb": (coarse, [("z", 500)]), "tmp_2m": (fine, [("t2m", 0)]), "apcp_sfc": (fine, [("tp", 0)]),
+    }  # fmt: skip
+    for member in range(3):
+        name = f"p{member:02d}" if member else "c00"
+        for stem, (grid, keys) in files.items():
+            made = []
+            for lead in (3, 6):
+                for key in keys:
+                    about = _GEFS.get(key, ({"shortName": "tp"}, ""))[0]
+                    over = ((lead - 1) // 6 * 6, lead) if key[0] == "tp" else None
+                    product = _PERTURBED if member else _CONTROL
+                    values = _gefs_field(key, start, grid, member, lead)
+                    if over and lead > over[0] + 3:  # the sum goes on
+                        values = values + _gefs_field(key, start, grid, member, lead - 3)
+                    made.append(_noaa(values, grid, start, lead, about, product, member, over))
+            path = folder / "2000010500" / name / "Days:1-10" / f"{stem}_2000010500_{name}.grib2"
+            write(path, made)
+            path.with_name(f"{path.name}.idx").write_text("1:0:d=2000010500\n")
+    return folder
+
+
+def ecmwf_open_data(folder: Path, *, degrees: float = 30, since_50r1: bool = False) -> Path:
+    """Write ECMWF's open ensemble with its index: CCSDS packing, heights in gpm.
+
+    From cycle 50r1 on, the control is the deterministic run, in files of its own; it lies beside its members.
+    """
+    start = days(1, "2026-11-01" if since_50r1 else "2025-11-01")[0]
+    for lead in (0, 3, 6):
+        perturbed = [("enfo", "pf", member) for member in (1, 2)]
+        runs = {"enfo-ef": perturbed if since_50r1 else [("enfo", "cf", 0), *perturbed]}
+        if since_50r1:
+            runs["oper-fc"] = [("oper", "fc", None)]
+        for name, members in runs.items():
+            stream = name.partition("-")[0]
+            stem = f"{_compact(start)}000000-{lead}h-{name}"
+            path = folder / _compact(start) / "00z" / "ifs" / "0p25" / stream / f"{stem}.grib2"
+            write(path, [_open_data(key, start, lead, globe(degrees), *member) for member in members for key in _OPEN
+                         if lead or key[0] != "tp"])  # fmt: skip
+            path.with_suffix(".index").write_text('{"type": "pf", "_offset": 0, "_length": 100}\n')
+    return folder
+
+
+_OPEN = {
+    ("z", 500): {"shortName": "gh", "typeOfLevel": "isobaricInhPa", "level": 500},
+    ("t", 850): {"shortName": "t", "typeOfLevel": "isobaricInhPa", "level": 850},
+    ("t2m", 0): {"shortName": "2t"},
+    ("msl", 0): {"shortName": "msl"},
+    ("tp", 0): {"shortName": "tp"},
+}  # fmt: skip
+
+
+def _open_data(
+    key: tuple[str, int], start: np.datetime64, lead: int, grid: Any, stream: str, kind: str, member: int | None
+) -> bytes:
+    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
+    template = (11 if key[0] == "tp" else 1) if member is not None else 8 if key[0] == "tp" else 0
+    keys: dict[str, Any] = {"centre": "ecmf", "tablesVersion": 28, "setLocalDefinition": 1, "localDefinitionNumber": 1}
+    keys |= {"productDefinitionTemplateNumber": template, "class": "od", "expver": "0001", "stream": stream}
+    keys |= {"type": kind, "significanceOfReferenceTime": 1, "dataDate": int(_compact(start)), "dataTime": 0}
+    keys |= _OPEN[key] | {"stepRange": f"0-{lead}" if key[0] == "tp" else str(lead)}
+    if member is not None:
+        keys |= {"numberOfForecastsInEnsemble": 51, "perturbationNumber": member}
+    lat, lon = grid
+    keys |= {"Ni": len(lon), "Nj": len(lat), "jScansPositively": 0}
+    keys |= {"latitudeOfFirstGridPointInDegrees": lat[0], "latitudeOfLastGridPointInDegrees": lat[-1]}
+    keys |= {"longitudeOfFirstGridPointInDegrees": lon[0], "longitudeOfLastGridPointInDegrees": lon[-1]}
+    keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
+    for name, value in keys.items():
+        eccodes.codes_set(handle, name, value)
+    values = weather(*key, start + np.timedelta64(lead, "h"), grid, member or 0, lead)
+    values = values * {"z": 1 / 9.80665, "tp": 1000 * lead / 24}.get(key[0], 1.0)
+    eccodes.codes_set(handle, "bitsPerValue", 16)
+    eccodes.codes_set_values(handle, values.astype(float).ravel())
+    eccodes.codes_set(handle, "packingType", "grid_ccsds")
+    result = eccodes.codes_get_message(handle)
+    eccodes.codes_release(handle)
+    return result
+
+
+def ens10(folder: Path, *, degrees: float = 30) -> Path:
+    """Write two start dates of ENS-10: GRIB edition 1, files without a suffix, hindcast members and two leads."""
+    grid = globe(degrees)
+    for start in ("19980101", "19980105"):
+        made = [
+            message(name, weather(name, level, np.datetime64("1998-01-01", "ns"), grid, member, lead), grid=grid,
+                    date=int(start), step=lead, member=member, level=level or 500, bits=16, decimal=None)
+            for name, level in (("t", 500), ("z", 500), ("t2m", 0), ("msl", 0))
+            for member in range(3) for lead in (0, 24)
+        ]  # fmt: skip
+        write(folder / f"output.{start}", made)
+    return folder

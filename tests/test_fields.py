@@ -3,7 +3,16 @@
 import pytest
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, same_units, unit_conversion
+from ensemble_ml.fields import (
+    FIELDS,
+    Family,
+    by_param_id,
+    field,
+    rate_conversion,
+    resolve,
+    same_units,
+    unit_conversion,
+)
 
 
 def test_names_and_parameters_are_unique():
@@ -14,7 +23,7 @@ def test_names_and_parameters_are_unique():
 
 
 def test_a_mirror_at_the_equator_turns_what_blows_north():
-    assert [f.name for f in FIELDS if f.northward] == ["v", "v10"]
+    assert [f.name for f in FIELDS if f.northward] == ["v", "v10", "v100m"]
 
 
 @pytest.mark.parametrize(
@@ -103,3 +112,34 @@ def test_unknown_unit_says_what_is_known():
 def test_spellings_of_one_unit_are_the_same(one, other, same, of_differences):
     for pair in ((one, other), (other, one)):
         assert same_units(*pair) is same and same_units(*pair, differences=True) is of_differences
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "seconds", "expected"),
+    [("kg m-2 s-1", "m", 86400, 86.4), ("kg m**-2 s**-1", "m", 10, 0.01), ("mm/h", "m", 7200, 2e-3),
+     ("m s-1", "m", 10, 10.0), ("W m**-2", "J m-2", 3600, 3600.0)],
+)  # fmt: skip
+def test_a_rate_times_its_seconds_is_a_sum(found, wanted, seconds, expected):
+    assert seconds * rate_conversion(found, wanted) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("found", "wanted"), [("m", "m"), ("K", "K"), ("W m-2", "m"), ("K s-1", "K")])
+def test_what_is_no_rate_of_a_sum(found, wanted):
+    assert rate_conversion(found, wanted) is None
+
+
+def test_parameters_are_those_of_eccodes():
+    """Names and units of the parameter database are known names and units of the variable."""
+    eccodes = pytest.importorskip("eccodes")
+    for one in FIELDS:
+        for number in one.param_ids:
+            handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib1" if number < 1000 else "GRIB2")
+            try:
+                eccodes.codes_set(handle, "paramId", number)
+                units = eccodes.codes_get(handle, "units")
+            except eccodes.CodesInternalError:  # ecCodes encodes some on other kinds of level alone
+                continue
+            finally:
+                eccodes.codes_release(handle)
+            if one.name not in ("orog", "z"):
+                assert unit_conversion(units, one.units), (one.name, number, units)

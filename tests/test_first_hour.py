@@ -166,13 +166,13 @@ def test_gefs_as_grib(first_hour, caplog, tmp_path):
 
 @pytest.mark.slow
 def test_weatherbench_as_zarr(first_hour, caplog, tmp_path):
-    """What has no units has those that its name means; relative humidity is of no use, and is named."""
+    """What has no units has those that its name means."""
     paths = public_archives.weatherbench(tmp_path, degrees=1, dates=FEW + 3, members=MEMBERS, leads=LEADS[:1])
     hour = first_hour(*paths, train=FEW, **NARROW)
     assert_store_is_what_was_inspected(hour)
-    names = {"t", "z", "u", "v", "ws", "t2m", "u10", "v10", "ws10", "msl", "tp"}
+    names = {"t", "z", "u", "v", "ws", "r", "t2m", "u10", "v10", "ws10", "msl", "tp"}
     assert set(hour.store.layout.names) == names
     assert hour.store.lead_bounds == {"tp": [[18, 24]]}
-    assert "files state no units of tp m, ws m s-1, ws10 m s-1" in caplog.text
-    assert list(hour.inspected["left_out"]) == ["relative_humidity"]
+    assert "files state no units of r 1, tp m, ws m s-1, ws10 m s-1" in caplog.text
+    assert hour.inspected["left_out"] == {}
     assert_forecasts_are_weather(hour, names)

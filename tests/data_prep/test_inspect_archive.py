@@ -12,7 +12,7 @@ from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 
-UNKNOWN = 141  # depth of snow, which the registry does not know
+UNKNOWN = 33  # density of snow, which the registry does not know
 
 
 @pytest.fixture
