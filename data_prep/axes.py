@@ -37,7 +37,7 @@ _STANDARD = {
 }
 START = _STANDARD["init"]
 BETWEEN = -1  # stands for a level that is not a whole number of hPa, which is left out
-_YEAR = "year"
+YEAR = "year"
 VALID = ("valid_time", "time")  # valid times in forecasts; they are init times only if nothing else is there
 _MINUTE = 60_000  # ms
 # Spellings of degrees in lower case. CF's spellings end in the letter or the word of the direction.
@@ -177,9 +177,9 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         UserError: valid times at different leads tell of different init times.
     """
     valid, init, lead = array.coords.get("valid_time"), find_axis(array, "init"), find_axis(array, "lead")
-    if _YEAR not in array.dims or valid is None or _YEAR not in valid.dims or init is None or lead is None:
+    if YEAR not in array.dims or valid is None or YEAR not in valid.dims or init is None or lead is None:
         return [({}, array)]
-    if init.ndim != 1 or not {_YEAR, *init.dims} <= set(valid.dims) <= {_YEAR, *init.dims, *lead.dims}:
+    if init.ndim != 1 or not {YEAR, *init.dims} <= set(valid.dims) <= {YEAR, *init.dims, *lead.dims}:
         return [({}, array)]
     check_there(valid, np.isnat(valid.values))
     later = xr.DataArray((_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]"), dims=lead.dims)
@@ -189,12 +189,12 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         if (starts != first).any():
             raise UserError(f"{array.name}: {valid.name} less {lead.name} tells of several start dates of one forecast")
         starts = first
-    starts = starts.transpose(_YEAR, *init.dims)
+    starts = starts.transpose(YEAR, *init.dims)
     about = init.attrs | {"standard_name": START}
     parts: list[tuple[dict[Hashable, int], xr.DataArray]] = []
     for place, times in enumerate(starts.values):
-        part = array.isel({_YEAR: place}, drop=True)
-        parts.append(({_YEAR: place}, part.assign_coords({init.name: (init.dims, times, about)})))
+        part = array.isel({YEAR: place}, drop=True)
+        parts.append(({YEAR: place}, part.assign_coords({init.name: (init.dims, times, about)})))
     return parts
 
 

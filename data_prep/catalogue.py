@@ -594,7 +594,10 @@ def _of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: d
     hour before. They are different quantities, and the variable of the registry is that of the moment, but for gusts
     the largest. Those that are left out are counted in `skipped`.
     """
-    by_name = ~np.array([reader.keyed for reader in readers], bool)[table["file"]]  # GRIB has a key for each
+    named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # GRIB has a key for each
+    if not named.any():
+        return table
+    by_name = named[table["file"]]
     over = by_name & ~IS_ACCUMULATED[table["field"]] & (table["lead_start"] < table["lead"])
     gone = np.zeros(len(table), bool)
     for index in np.unique(table["field"][over]).tolist():

@@ -13,7 +13,7 @@ from typing import Any
 
 import xarray as xr
 
-from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse, find_axis
+from data_prep.axes import ALIASES, SHARES, VALID, YEAR, OfSomethingElse, find_axis
 from data_prep.cell_bounds import is_mean_rate
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
 from ensemble_ml.fields import FIELDS, GUST, Field
@@ -278,6 +278,8 @@ def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Fi
     mapping = "grid_mapping_name" in about or "crs_wkt" in about
     along_known = bool(axis.dims) and name not in axis.dims  # it describes an axis of length one
     of_area = field.static and name in _AREA_TYPES
+    if name == YEAR and name in array.dims and "valid_time" in array.coords:
+        return name in array.coords["valid_time"].dims  # hindcasts of one year (see `data_prep.axes.by_hindcast_year`)
     return name in _PLAIN or about.get("standard_name") in _ROLES or mapping or along_known or of_area
 
 

@@ -727,8 +727,9 @@ def _open_data(
     keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
     for name, value in keys.items():
         eccodes.codes_set(handle, name, value)
-    values = weather(*key, start + np.timedelta64(lead, "h"), grid, member or 0, lead)
-    values = values * {"z": 1 / 9.80665, "tp": 1000 * lead / 24}.get(key[0], 1.0)
+    until = range(3, lead + 1, 3) if key[0] == "tp" else (lead,)  # rain is the sum of what fell every three hours
+    values = sum(weather(*key, start + np.timedelta64(hour, "h"), grid, member or 0, hour) for hour in until)
+    values = values * {"z": 1 / 9.80665, "tp": 1000 * 3 / 24}.get(key[0], 1.0)
     eccodes.codes_set(handle, "bitsPerValue", 16)
     eccodes.codes_set_values(handle, values.astype(float).ravel())
     eccodes.codes_set(handle, "packingType", "grid_ccsds")

@@ -5,11 +5,12 @@ import public_archives
 import pytest
 import xarray as xr
 
-from data_prep import open_archive
+from data_prep import open_archive, prepare
 from data_prep.geometry import GridChange
 from data_prep.inspect import describe_archive
+from ensemble_ml.config import Packing, PrepareConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part
+from ensemble_ml.store import Part, open_store
 
 DAY = np.timedelta64(24, "h")
 LAST_STEP = {"ifs": 6, "gefs": 3}  # hours between the models' last step and that before, at 150 h
@@ -267,3 +268,28 @@ class TestEcmwfOpenData:
             control=True,
         )  # fmt: skip
         assert "the deterministic run is the control of the ensemble" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [(lambda folder: public_archives.dynamical(folder, "ifs"), {"leads": [3, 150]}),
+     (lambda folder: public_archives.euppbench(folder, years=1), {}),
+     (public_archives.gefs_reforecast, {"regrid": 30.0}),
+     (lambda folder: public_archives.ecmwf_open_data(folder, since_50r1=True), {})],
+    ids=["dynamical", "euppbench", "gefs_reforecast", "open_data"],
+)  # fmt: skip
+def test_prepare_writes_what_the_archive_reads_as(tmp_path, write, settings):
+    (tmp_path / "in").mkdir()
+    path = write(tmp_path / "in")
+    config = PrepareConfig(
+        input=str(path), output=str(tmp_path / "s.zarr"), workers=1, packing=Packing.float32, **settings
+    )
+    store = open_store(prepare(config))
+    change = GridChange(regrid=settings["regrid"]) if "regrid" in settings else None
+    source = open_archive(path, leads=settings.get("leads"), change=change)
+    assert store.layout.names == source.layout.names and store.lead_bounds == source.lead_bounds
+    for part in store.parts:
+        for date in range(len(source.layout.init_time)):
+            found, expected = store.read(part, date), source.read(part, date)
+            np.testing.assert_array_equal(found.pressure, expected.pressure)
+            np.testing.assert_array_equal(found.surface, expected.surface)
