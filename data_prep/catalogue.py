@@ -51,6 +51,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GUST, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock
+from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import MEMORY, PLACE
 
@@ -459,8 +460,8 @@ def _shown(paths: Any) -> str:
 
 
 def _whole(path: str) -> str:
-    """Return an absolute path. The text that stands for the path of a Dataset in memory stays as it is."""
-    return path if path.startswith(MEMORY) else os.path.abspath(path)
+    """Return an absolute path. A URL, and the text that stands for a Dataset in memory, stay as they are."""
+    return path if path.startswith(MEMORY) or is_remote(path) else os.path.abspath(path)
 
 
 def _one_grid(readers: list[Reader], *, several: bool) -> Grid:

@@ -6,7 +6,6 @@ The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of t
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import check_there
+from ensemble_ml.store.remote import is_remote, open_remote, open_zarr_array
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def open_zarr(path: str) -> xr.Dataset:
     the mark of a missing value if no attribute has one. That would hide the equator, the first member, and points
     without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
     """
-    raw = xr.open_dataset(path, engine="zarr", decode_cf=False)
+    where: Any = open_remote(path) if is_remote(path) else path
+    raw = xr.open_dataset(where, engine="zarr", decode_cf=False)
     for name, array in raw.variables.items():
         fill = np.ravel(array.attrs.get("_FillValue", ()))
         packed = any(key in array.attrs for key in _PACKED)
@@ -57,9 +58,7 @@ def open_zarr(path: str) -> xr.Dataset:
 
 def _said(path: str, name: Hashable) -> bool:
     """Return whether an attribute of a Zarr variable states the value that stands for missing ones."""
-    import zarr
-
-    return "_FillValue" in zarr.open_array(os.path.join(path, str(name)), mode="r").attrs
+    return "_FillValue" in open_zarr_array(path, str(name)).attrs
 
 
 def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:

@@ -21,6 +21,7 @@ from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 from ensemble_ml.store.folder import is_building
+from ensemble_ml.store.remote import is_remote, url_of
 from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
 
 
 def _expand(path: str, role: str) -> list[str]:
-    """Return the files of one path: a file, a folder or a glob."""
+    """Return the files of one path: a file, a folder or a glob. A URL is that of one Zarr store."""
+    if is_remote(path):
+        return [url_of(path)]
     if os.path.isdir(path) and not is_zarr(path):
         return _folder(Path(path), role)
     if os.path.exists(path):
@@ -204,6 +207,8 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Re
     """Return the reader of one file, by its format."""
     if is_dataset(path):
         return XarrayFile.of_dataset(path, overrides)
+    if is_remote(path):
+        return XarrayFile(path, overrides)
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.remote import is_remote, open_remote
 from ensemble_ml.store.sources import stamp
 
 _OPEN_FILES = 128  # descriptors kept at most; an archive may have more files than a process may hold open
@@ -42,6 +43,8 @@ class Stamp:
             UserError: the path does not exist.
         """
         found = stamp(path)
+        if found is None and is_remote(path):
+            open_remote(path)  # says what is wrong
         if found is None:
             raise UserError(f"{path}: cannot be seen any more; run again")
         return cls(*found)

@@ -20,6 +20,7 @@ from ensemble_ml.fields import field
 from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
+from ensemble_ml.store.remote import is_remote, url_of
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
 log = logging.getLogger(__name__)
@@ -70,12 +71,14 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
 
 
 def _whole(path: Any) -> Any:
-    """Return an absolute path or glob. An open Dataset stays as it is.
+    """Return an absolute path or glob, or a URL. An open Dataset stays as it is.
 
     The name of the current folder may contain characters that have a meaning in globs, so it is escaped.
     """
     if is_dataset(path):
         return path
+    if is_remote(path):
+        return url_of(path)
     pattern = glob.has_magic(path) and not os.path.exists(path) and not os.path.isabs(path)
     return os.path.join(glob.escape(os.getcwd()), path) if pattern else str(Path(path).absolute())
 

@@ -73,6 +73,7 @@ from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.store.remote import is_remote, persistently, reason
 from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
@@ -177,7 +178,7 @@ class XarrayFile:
         """
         if self._given is not None:
             return contextlib.nullcontext()
-        return threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+        return threading.RLock() if _is_zarr(self.path) else _netcdf_lock
 
     def _check_unchanged(self) -> None:
         """Raise a UserError if the file has changed.
@@ -185,7 +186,7 @@ class XarrayFile:
         A Zarr store may consist of millions of files, so this would take too long at each read. Builds check it at
         their end.
         """
-        if not os.path.isdir(self.path):
+        if not _is_zarr(self.path):
             self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
@@ -194,13 +195,12 @@ class XarrayFile:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
-                    zarr = os.path.isdir(self.path)
-                    self._data = with_start(open_zarr(self.path) if zarr else open_netcdf(self.path))
+                    opened = open_zarr if _is_zarr(self.path) else open_netcdf
+                    self._data = with_start(opened(self.path))
             except UserError:
                 raise
             except Exception as error:  # each back end has its own errors, which mean the same to the user
-                reason = f"{type(error).__name__}: {error}"
-                raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
+                raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason(error)})") from error
         return self._data
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
@@ -344,7 +344,7 @@ class XarrayFile:
         factor, shift = conversion(array, field, units)
         step = abs(factor * array.encoding.get("scale_factor", 0.0))
         stored = data[array.name]
-        written = Written(self.path, stored, field, fixed) if os.path.isdir(self.path) else None
+        written = Written(self.path, stored, field, fixed) if _is_zarr(self.path) else None
         written = written if written is not None and written.doubtful else None
         self._variables.append(
             _Variable(
@@ -549,10 +549,10 @@ class XarrayFile:
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.
             try:
-                values = np.asarray(array.values).transpose([array.dims.index(dim) for dim in order])
+                values = np.asarray(persistently(self.path, lambda: array.values))
+                values = values.transpose([array.dims.index(dim) for dim in order])
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
+                raise UserError(f"{self.path}: {variable.name} cannot be read ({reason(error)})") from error
             finally:
                 self._check_unchanged()
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
@@ -575,6 +575,11 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = self._own_lock()
+
+
+def _is_zarr(path: str) -> bool:
+    """Return whether a path is that of a Zarr store: a folder or a URL."""
+    return os.path.isdir(path) or is_remote(path)
 
 
 def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:

@@ -22,6 +22,7 @@ import xarray as xr
 from data_prep.cf_missing import unsigned
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, Field
+from ensemble_ml.store.remote import has_object, is_remote, open_zarr_array, read_part
 
 
 class Written:
@@ -39,11 +40,9 @@ class Written:
     """
 
     def __init__(self, path: str, array: xr.DataArray, field: Field, fixed: Mapping[Hashable, int] | None = None):
-        import zarr
-
         self._fixed = dict(fixed or {})
-        self._folder, self._dims, self._shape = os.path.join(path, str(array.name)), array.dims, array.shape
-        made: Any = zarr.open_array(self._folder, mode="r")
+        self._store, self._name, self._dims, self._shape = path, str(array.name), array.dims, array.shape
+        made: Any = open_zarr_array(path, self._name)
         said, fill = array.encoding | array.attrs, made.fill_value
         marks = [np.ravel(said[name]) for name in ("_FillValue", "missing_value") if name in said]
         # `_Unsigned` reinterprets the bits of the values, so the fill value and the marks are reinterpreted alike.
@@ -99,12 +98,13 @@ class Written:
         """Return whether a chunk exists, by its file or by the index of its shard."""
         file, inside = zip(*map(divmod, chunk, self._in_file), strict=True)
         if file not in self._there:
-            path = os.path.join(self._folder, self._metadata.encode_chunk_key(file))
-            there = os.path.exists(path)
-            self._there[file] = self._indexed(path) if there and self._codec else np.full(self._in_file, there)
+            key = f"{self._name}/{self._metadata.encode_chunk_key(file)}"
+            path = os.path.join(self._store, key)
+            there = has_object(self._store, key) if is_remote(self._store) else os.path.exists(path)
+            self._there[file] = self._indexed(path, key) if there and self._codec else np.full(self._in_file, there)
         return bool(self._there[file][inside])
 
-    def _indexed(self, path: str) -> np.ndarray:
+    def _indexed(self, path: str, key: str) -> np.ndarray:
         """Return which chunks of a shard exist, in the shape of `_in_file`.
 
         The index holds offset and size of each chunk as uint64, both with all bits set for a missing chunk (Zarr v3,
@@ -116,12 +116,17 @@ class Written:
         kinds = [type(codec).__name__ for codec in self._codec.index_codecs]
         size = 16 * math.prod(self._in_file)
         whole = size + 4 * kinds.count("Crc32cCodec")
+        at_end = self._codec.index_location.value == "end"
         try:
-            with open(path, "rb") as file:
-                if self._codec.index_location.value == "end":
-                    file.seek(-whole, os.SEEK_END)
-                # The byte order does not matter here, because only pairs with all bits set are looked for.
-                pairs = np.frombuffer(file.read(size), "u8").reshape(*self._in_file, 2)
+            if is_remote(self._store):
+                content = read_part(self._store, key, -whole if at_end else 0, size)
+            else:
+                with open(path, "rb") as file:
+                    if at_end:
+                        file.seek(-whole, os.SEEK_END)
+                    content = file.read(size)
+            # The byte order does not matter here, because only pairs with all bits set are looked for.
+            pairs = np.frombuffer(content, "u8").reshape(*self._in_file, 2)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: the index of its chunks cannot be read ({error}); fetch it again") from error
         return (pairs != np.iinfo(np.uint64).max).any(-1)

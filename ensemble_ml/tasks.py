@@ -50,6 +50,7 @@ def _prepare(config: schema.PrepareConfig) -> object:
 
 def _inspect(config: schema.InspectConfig) -> object:
     from ensemble_ml.store.contents import has_contents
+    from ensemble_ml.store.remote import is_remote
 
     paths = schema.as_list(config.store)
     kinds = "a tensor store, an archive (a file, a folder or a glob), a run or a checkpoint"
@@ -58,7 +59,7 @@ def _inspect(config: schema.InspectConfig) -> object:
         from ensemble_ml.store.inspect import inspect
 
         return inspect(replace(config, store=paths[0]))
-    there = len(paths) > 1 or os.path.exists(paths[0]) or has_magic(paths[0])
+    there = len(paths) > 1 or os.path.exists(paths[0]) or has_magic(paths[0]) or is_remote(paths[0])
     schema.require("store", paths[0], there, f"no such file or folder; give {kinds}")
     schema.require("verify", "true", not config.verify, f"is for tensor stores, and {paths[0]} is none; leave it out")
     found, text = _look_at(paths)

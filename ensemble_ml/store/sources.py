@@ -17,6 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from ensemble_ml.store.remote import is_remote, remote_stamp
 from ensemble_ml.store.schema import SOURCES_FILE
 from ensemble_ml.store.shard import damaged
 
@@ -88,6 +89,8 @@ def stamp(path: str) -> tuple[int, int] | None:
     """
     if path.startswith(MEMORY):
         return 0, 0
+    if is_remote(path):
+        return remote_stamp(path)
     try:
         inside = [os.path.join(root, name) for root, _, files in os.walk(path) for name in files]
         found = [os.stat(one) for one in inside or [path]]

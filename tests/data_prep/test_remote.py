@@ -1,0 +1,158 @@
+"""Zarr stores by URL, from a server on this machine: read as the files are, or refused in one line."""
+
+import functools
+import http.server
+import json
+import threading
+from typing import ClassVar
+
+import numpy as np
+import public_archives
+import pytest
+
+from data_prep import open_archive, prepare
+from ensemble_ml import cli
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, open_store
+from ensemble_ml.store.remote import NAMES, is_remote, url_of
+
+HALF = 200
+pytest.importorskip("obstore", reason="URLs need the extra `remote`")
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder, with ranges of bytes.
+
+    `answers` says what is answered in their place for a part of a path: a code always, or those of a list once each.
+    """
+
+    answers: ClassVar[dict[str, int | list[int]]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        for part, codes in self.answers.items():
+            if part in self.path and codes != []:
+                self.refuse(codes.pop(0) if isinstance(codes, list) else codes)
+                return
+        path = self.translate_path(self.path)
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError:
+            self.refuse(404)
+            return
+        whole, code = len(content), 200
+        if wanted := self.headers.get("Range", ""):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start = int(first) if first else whole - int(last)
+            end = min(int(last) + 1, whole) if first and last else whole
+            content, code = content[start:end], 206
+        self.send_response(code)
+        if code == 206:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{whole}")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def refuse(self, code):
+        """Answer with a code, or with half of what is announced."""
+        self.send_response(code)
+        self.send_header("Content-Length", "1000" if code == HALF else "0")
+        self.end_headers()
+        if code == HALF:
+            self.wfile.write(b"half")
+            self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Return the URL of `tmp_path`, which a thread serves, and its server."""
+    monkeypatch.setattr(Server, "answers", {})
+    monkeypatch.setattr(Server, "asked", [])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def assert_same(one, other):
+    assert one.layout.names == other.layout.names and one.lead_bounds == other.lead_bounds
+    for date in range(len(one.layout.init_time)):
+        found, expected = one.read(Part.FORECAST, date), other.read(Part.FORECAST, date)
+        np.testing.assert_array_equal(found.pressure, expected.pressure)
+        np.testing.assert_array_equal(found.surface, expected.surface)
+
+
+def test_short_names():
+    assert all(is_remote(name) and url_of(name).startswith("gs://") for name in NAMES)
+    assert not is_remote("/tmp/a.zarr") and not is_remote("ens10.zarr") and url_of("s3://a/b.zarr/") == "s3://a/b.zarr"
+
+
+def test_version_2(tmp_path, served):
+    path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+    assert_same(open_archive(f"{served}/{path.name}"), open_archive(path))
+
+
+def test_shards_of_version_3(tmp_path, served):
+    path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
+    assert_same(open_archive(f"{served}/{path.name}/"), open_archive(path))
+
+
+def test_only_what_is_asked_for_is_fetched(tmp_path, served):
+    path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
+    open_archive(f"{served}/{path.name}")
+    assert not [one for one in Server.asked if "/temperature_2m/c/" in one]
+
+
+def test_inspect_and_prepare(tmp_path, served, capfd):
+    path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
+    url = f"{served}/{path.name}"
+    assert cli.main(["inspect", url, "format=json"]) == 0
+    assert json.loads(capfd.readouterr().out)["archive"] == [url]
+    how = {"input": url, "output": str(tmp_path / "s.zarr"), "variables": ["t2m", "tp"], "workers": 1}
+    store = open_store(prepare(PrepareConfig(**how)))
+    assert store.provenance["input"] == [url]
+    assert store.layout.names == ("t2m", "tp") and store.lead_bounds == {"tp": [None, [0, 3]]}
+
+
+def test_a_failure_on_the_way_is_tried_again(tmp_path, served):
+    path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+    Server.answers = {"2m_temperature/0": [503, HALF, 500]}
+    found = open_archive(f"{served}/{path.name}", variables=["t2m"]).read(Part.FORECAST, 0).surface
+    np.testing.assert_array_equal(found, open_archive(path, variables=["t2m"]).read(Part.FORECAST, 0).surface)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [({"": 404}, r"no Zarr store is there \(404\); only Zarr is read by URL"),
+     ({"": 403}, r"access is refused \(403\); only what anybody may read is read")],
+)  # fmt: skip
+def test_what_is_not_there_or_not_for_all(served, answers, text):
+    Server.answers = answers
+    with pytest.raises(UserError, match=rf"^{served}/a.zarr: {text}") as raised:
+        open_archive(f"{served}/a.zarr")
+    assert "\n" not in str(raised.value)
+
+
+def test_nobody_answers():
+    with pytest.raises(UserError, match=r"cannot be reached .*; check the URL and the network") as raised:
+        open_archive("http://127.0.0.1:1/a.zarr")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chunk_that_is_cut_short(tmp_path, served):
+    path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+    chunk = next((path / "2m_temperature").glob("0*"))
+    chunk.write_bytes(chunk.read_bytes()[:50])
+    source = open_archive(f"{served}/{path.name}", variables=["t2m"])
+    with pytest.raises(UserError, match=rf"^{served}/{path.name}: 2m_temperature cannot be read \(") as raised:
+        source.read(Part.FORECAST, 0)
+    assert "\n" not in str(raised.value)
