@@ -217,10 +217,11 @@ class Catalogue:
         for number in fields:
             group = records if number is None else records[records["field"] == number]
             numbers, places = np.unique(group["origin"], return_index=True)
+            starts_of = [np.unique(group["init"][group["origin"] == one]) for one in numbers] if one_ensemble else []
             for first, second in combinations(range(len(numbers)), 2):
                 a, b = self.origins[numbers[first]], self.origins[numbers[second]]
-                starts_of = (group["init"][group["origin"] == numbers[one]] for one in (first, second))
-                if not a.differs(b, one_start=one_ensemble and np.intersect1d(*starts_of).size > 0):
+                common = one_ensemble and np.intersect1d(starts_of[first], starts_of[second]).size > 0
+                if not a.differs(b, one_start=common):
                     continue
                 paths = [self.files[int(group["file"][places[one]])] for one in (first, second)]
                 text = f"{self.path}: holds fields of {a} ({paths[0]}) and of {b} ({paths[1]})"

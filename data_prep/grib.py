@@ -399,6 +399,10 @@ def _records(
     records["offset"], records["length"] = [row[2] for row in rows], [row[3] for row in rows]
     for name, column in _understood(heads).items():
         records[name] = np.where(column < 0, records[name], column)
+    hours = np.array([kind.hours for kind, *_ in rows])
+    implied = (hours > 0) & ~records["bounded"] & (records["lead"] > 0)
+    records["lead_start"] = np.where(implied, np.maximum(records["lead"] - hours, 0), records["lead_start"])
+    records["bounded"] |= implied
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from data_prep.grib_sections import MEMBER_TEMPLATES
 from data_prep.records import MEMBER_TYPES, OF_STEP_TYPE, other_step_type
 from ensemble_ml.fields import Field
 
@@ -33,10 +34,14 @@ STREAMS = (  # MARS streams of one run or ensemble; others are monthly means, hi
     "oper", "scda", "dcda", "lwda", "wave", "scwv", "enfo", "enfh", "efov", "efhc", "eefo", "eefh", "enda", "elda",
     "waef", "enwh", "mofc", "mnfc", "mnfh", "seas", "mmsf",
 )  # fmt: skip
-LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a message without one is read, too
+# Local definitions by centre: section 1 from octet 41 on in edition 1, section 2 in edition 2. A message without one is
+# read, too. ecCodes knows ECMWF's alone in edition 2.
+LOCAL_DEFINITIONS = {
     "ecmf": (1, 15, 26, 30, 36),  # MARS labels: ensemble, seasonal, hindcast, variable resolution, 4D-Var
     "edzw": (253, 254),  # DWD: ensembles; deterministic runs
 }
+UNSTATED_SUBCENTRES = ("255", "65535")  # the missing values of editions 1 and 2
+GUST_HOURS = {123: 6, 228028: 3}  # ECMWF's parameters of the largest gust in the last hours: 10fg6, 10fg3
 _COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
 _AT_2_M = ("surface", "heightAboveGround 2")
 _AT_10_M = ("surface", "heightAboveGround 10")
@@ -94,7 +99,7 @@ def why_left_out(get: Get, field: Field) -> str:
         return f"of type {kind}"
     if stream is not None and stream not in STREAMS:
         return f"of stream {stream}"
-    other = _other_product(get) if get("edition") == 2 else _other_definition(get)
+    other = _other_definition(get) or (_other_product(get) if get("edition") == 2 else "")
     return other or other_step_type(str(get("stepType", "")), field)
 
 
@@ -132,6 +137,8 @@ def _other_product(get: Get) -> str:
     template = get("productDefinitionTemplateNumber")
     if template not in PRODUCT_TEMPLATES:
         return f"of product template 4.{template}"
+    if template in MEMBER_TEMPLATES and get("perturbationNumber") == _MISSING:
+        return "of a member without a number"
     if get("typeOfGeneratingProcess") not in GENERATING_PROCESSES:
         return f"of generating process {get('typeOfGeneratingProcess')}"
     if get("significanceOfReferenceTime") not in REFERENCE_TIMES:
@@ -144,7 +151,7 @@ def _other_product(get: Get) -> str:
 
 
 def _other_definition(get: Get) -> str:
-    """Return the local definition by which an edition 1 message is not a field of a run; empty if none does that."""
+    """Return the local definition by which a message is not a field of a run; empty if none does that."""
     number, centre = get("localDefinitionNumber"), get("centre")
     if number is None or not get("localUsePresent", 1) or number in LOCAL_DEFINITIONS.get(centre, ()):
         return ""

@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.grib_fields import Get, is_control, is_single_run, method_of, on_its_level, why_left_out
+from data_prep.grib_fields import (
+    GUST_HOURS,
+    UNSTATED_SUBCENTRES,
+    Get,
+    is_control,
+    is_single_run,
+    method_of,
+    on_its_level,
+    why_left_out,
+)
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
 from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, SINGLE, Origin
@@ -37,6 +46,7 @@ class Kind:
     `row` holds the columns of RECORD that do not change. It is None if the message is not read; `name` then goes to the
     log. Decoded values are brought to the registry's units by value * factor + shift. `method` is the mean, maximum or
     minimum over time that the field is, empty for an instantaneous value or a sum. `origin` states the producer.
+    `hours` is the length of the interval that the parameter implies, where a message states none; 0 if it implies none.
     """
 
     row: dict[str, Any] | None
@@ -47,6 +57,7 @@ class Kind:
     shift: float = 0.0
     method: str = ""
     origin: Origin = _UNSTATED
+    hours: int = 0
 
 
 @dataclass(frozen=True)
@@ -297,7 +308,9 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, method_of(get), _origin(get))
+    hours = GUST_HOURS.get(get("paramId"), 0)
+    said = method_of(get) or ("maximum" if hours else "")
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, said, _origin(get), hours)
 
 
 def _other_end(get: Get, end: int) -> str:
@@ -322,9 +335,17 @@ def _origin(get: Get) -> Origin:
     The streams of deterministic runs name no ensemble, because a control may be a run of its own.
     """
     centre, label, experiment = (str(get(key) or "") for key in ("centre", "class", "expver"))
+    subcentre = str(get("subCentre", ""))
+    subcentre = "" if subcentre in UNSTATED_SUBCENTRES else subcentre
     stream, system = str(get("stream") or ""), get("systemNumber") or get("system")
-    ensemble = "" if stream in _ONE_RUN else _SAME_ENSEMBLE.get(stream, stream)  # a control may be a run of its own
-    return Origin(centre, label, experiment, ensemble=f"{ensemble} system {system}" if system else ensemble)
+    if stream in _ONE_RUN:  # a control may be a run of its own
+        ensemble = ""
+    else:
+        # Hindcasts of one date are made anew with each version of the model. ECMWF states its date as `referenceDate`.
+        model = get("modelVersionDate") or get("referenceDate")
+        named = (("", _SAME_ENSEMBLE.get(stream, stream)), ("system ", system), ("model ", model))
+        ensemble = " ".join(f"{what}{code}" for what, code in named if code)
+    return Origin(centre, subcentre, label, experiment, ensemble=ensemble)
 
 
 _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams of deterministic runs

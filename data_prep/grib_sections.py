@@ -312,8 +312,9 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
     value = _integer(section, 24, 4)
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
-    if template in (1, 11, 60, 61) and section[35]:
-        member, out[35] = section[35], 255  # member 0 is left to ecCodes, and so has another key
+    # Member 0 and 255, the missing number, are left to ecCodes. The mark differs from both, so they have other keys.
+    if template in MEMBER_TEMPLATES and section[35] not in (0, 255):
+        member, out[35] = section[35], 254
     first, tail = _integer(section, 18, 4), _TAILS[template]
     if section[17] == 1 and 0 < first < 10_000:
         if template in (0, 1, 60):
@@ -327,6 +328,7 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
     return bytes(out), level, member, steps
 
 
+MEMBER_TEMPLATES = (1, 11, 60, 61)  # product definition templates that have a perturbation number
 # Product definition templates that are understood here, with the offset in section 4 of the end of their interval.
 _TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
 _BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)

@@ -89,7 +89,7 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
         Position in FIELDS -> lead in hours -> Interval.
 
     Raises:
-        UserError: one lead has ranges of several lengths, or instantaneous values as well.
+        UserError: one lead has ranges of several lengths, or some leads have values of a moment.
     """
     members = records["kind"] == MEMBER
     records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]
@@ -104,6 +104,12 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
             raise UserError(
                 f"{FIELDS[index].name}: at {both[0]} h the archive has values of the moment and values of an interval;"
                 " keep one kind"
+            )
+        # A maximum or mean at lead 0 covers no hours. Later, values of a moment are another quantity.
+        if (at_once > 0).any():
+            raise UserError(
+                f"{FIELDS[index].name}: at {at_once[at_once > 0].min()} h the archive has values of the moment, at"
+                f" {mine['lead'].min()} h values of an interval; keep one kind"
             )
         found[index] = _of_field(index, pairs)
     return found

@@ -83,10 +83,11 @@ class Origin(NamedTuple):
     """
 
     centre: str = ""
+    subcentre: str = ""  # the centre's number of it; an ensemble may be one of its products only
     label: str = ""  # MARS's class: operational, research, a reanalysis
     experiment: str = ""
     institution: str = ""  # an attribute of NetCDF, in words
-    ensemble: str = ""  # one of the centre's ensembles: MARS's stream, the system of a seasonal forecast
+    ensemble: str = ""  # one of the centre's ensembles: MARS's stream, a seasonal system, the model of a hindcast
 
     def differs(self, other: Origin, *, one_start: bool = False) -> bool:
         """Return whether any part that both origins state has different values, ignoring case.
@@ -102,7 +103,7 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         """Return the stated parts as messages show them, e.g. `centre ecmf, class od`."""
-        named = zip(("centre", "class", "experiment", "institution", "ensemble"), self, strict=True)
+        named = zip(("centre", "subcentre", "class", "experiment", "institution", "ensemble"), self, strict=True)
         return ", ".join(f"{name} {code}" for name, code in named if code) or "no centre that is stated"
 
 

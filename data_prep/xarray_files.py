@@ -41,6 +41,7 @@ from data_prep.axes import (
 from data_prep.cell_bounds import hours_of_sum, is_mean_rate, method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
+from data_prep.grib_fields import UNSTATED_SUBCENTRES
 from data_prep.grib_io import Stamp
 from data_prep.identity import (
     NO_OVERRIDES,
@@ -595,7 +596,9 @@ def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:
         experiment = versions[0] if versions.size == 1 else ""
     if experiment.isdigit():
         experiment = experiment.zfill(4)  # as in GRIB
-    return Origin(stated("GRIB_centre"), stated("GRIB_class"), experiment, stated("institution"))
+    subcentre = stated("GRIB_subCentre")
+    subcentre = "" if subcentre in UNSTATED_SUBCENTRES else subcentre
+    return Origin(stated("GRIB_centre"), subcentre, stated("GRIB_class"), experiment, stated("institution"))
 
 
 def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:

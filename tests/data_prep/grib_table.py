@@ -21,6 +21,10 @@ from gribfiles import message, write  # noqa: E402 - this may be run as a progra
 from data_prep.grib import GribFile  # noqa: E402
 
 TEMPLATES = range(210)
+LOCAL = (
+    1, 2, 5, 7, 9, 11, 12, 14, 15, 16, 18, 20, 21, 24, 25, 26, 28, 30, 36, 38, 39, 40, 41, 42, 43, 44, 45, 49, 50, 60,
+    192, 300, 500,
+)  # fmt: skip
 HEAD = """# Which GRIB messages are read
 
 A GRIB message is read where each key that could make it something else than a field of one run has a value of the
@@ -89,6 +93,15 @@ def streams() -> Iterator[tuple[str, bytes]]:
             yield name, made
 
 
+def local_definitions() -> Iterator[tuple[str, bytes]]:
+    """Edition 2: all local definitions of ECMWF for which ecCodes has keys."""
+    for number in LOCAL:
+        made = changed(message("t", edition=2, member=2), setLocalDefinition=1, grib2LocalSectionNumber=number)
+        made = made and changed(made, type="pf", stream="enfo")
+        if made is not None:
+            yield str(number), made
+
+
 def levels(name: str, edition: int) -> Iterator[tuple[str, bytes]]:
     """All kinds of level of one variable, at 2, which is a height of its own."""
     key = "indicatorOfTypeOfLevel" if edition == 1 else "typeOfFirstFixedSurface"
@@ -105,6 +118,7 @@ def kinds() -> dict[str, dict[str, tuple[bool, str]]]:
         "Product definition templates (edition 2, code table 4.0)": templates(),
         "Types of MARS": types(),
         "Streams of MARS": streams(),
+        "Local definitions of ECMWF, edition 2": local_definitions(),
         "Levels of temperature, edition 1": levels("t", 1),
         "Levels of temperature, edition 2 (at a height of 2 m it is the 2 metre temperature)": levels("t", 2),
         "Levels of 2 metre temperature, edition 1": levels("t2m", 1),

@@ -39,6 +39,8 @@ def test_only_runs_and_their_members_are_read_of_all_that_ecCodes_writes(found):
     assert len(found["Types of MARS"]) > 70 and read_names(found, "Types of MARS") == set(MEMBER_TYPES)
     assert found["Types of MARS"]["ses"][1].endswith("of type ses")
     assert len(found["Streams of MARS"]) > 120 and read_names(found, "Streams of MARS") == set(STREAMS)
+    assert len(found["Local definitions of ECMWF, edition 2"]) > 30
+    assert read_names(found, "Local definitions of ECMWF, edition 2") == {"1", "15", "26", "30", "36"}
     assert read_names(found, "Levels of temperature, edition 1") == {"isobaricInhPa (100)"}
     second = "Levels of temperature, edition 2 (at a height of 2 m it is the 2 metre temperature)"
     assert read_names(found, second) == {"isobaricInhPa (100)", "heightAboveGround (103)"}
@@ -134,6 +136,31 @@ def test_local_sections_of_edition_1(tmp_path):
         assert file.records["member"].tolist() == members
         if number != 26:
             assert list(file.skipped) == [f"130 (t, isobaricInhPa), of local definition {number} of ecmf"]
+
+
+def test_a_member_without_a_number_is_none(tmp_path):
+    """255 is the missing value of the octet; as the first message of its kind, and as one of many."""
+    for template, name, step in ((1, "t2m", 24), (11, "tp", "0-24"), (60, "t2m", 24), (61, "tp", "0-24")):
+        made = [message(name, member=m, edition=2, step=step) for m in (255, 3, 255, 254)]
+        made = [changed(one, productDefinitionTemplateNumber=template) for one in made]
+        file = GribFile(str(write(tmp_path / f"{template}.grib", made)))
+        assert file.records["member"].tolist() == [3, 254]
+        assert sum(file.skipped.values()) == 2
+        assert all(said.endswith(", of a member without a number") for said in file.skipped)
+
+
+@pytest.mark.parametrize(("edition", "parameter", "hours"), [(1, 123, 6), (1, 228028, 3), (2, 123, 6)])
+def test_the_largest_gust_of_some_hours_is_not_that_of_the_moment(tmp_path, edition, parameter, hours):
+    """Messages of edition 1 and of some encoders state one step, and no range."""
+    one = {"edition": edition, "paramId": parameter}
+    made = [message("fg10", member=m, step=step, **one) for m in (1, 2) for step in (4, 12)]
+    file = GribFile(str(write(tmp_path / "a.grib", [*made, message("fg10", member=1, step="0-48")])))
+    assert file.records["lead_start"].tolist() == [max(4 - hours, 0), 12 - hours] * 2 + [0]
+    assert file.records["bounded"].all() and file.methods == {"fg10": "maximum"}
+    of_moment = message("fg10", member=1, step=24, **(one | {"paramId": 228029}))
+    path = write(tmp_path / "b.grib", [*made, of_moment])
+    with pytest.raises(UserError, match=r"fg10: at 24 h the archive has values of the moment, at 4 h .* an interval"):
+        open_archive(path)
 
 
 def test_what_is_left_out_is_named_with_its_reason(tmp_path, caplog):
@@ -266,6 +293,43 @@ def test_members_of_two_centres_or_experiments_are_refused_by_name(tmp_path, key
     with pytest.raises(UserError, match=rf"holds fields of .*a.grib\) and of .*{said}.*b.grib\); give those of one"):
         open_archive(tmp_path / "in")
     assert open_archive(tmp_path / "in" / "b.grib").layout.realization == (3, 4)
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+def test_members_of_two_subcentres_are_refused_by_name(tmp_path, edition):
+    for first, second, one in ((2, 3, False), (0, 2, False), (255, 2, True), (2, 2, True)):
+        folder = tmp_path / f"{first}-{second}"
+        for number, subcentre in ((1, first), (2, second)):
+            made = changed(message("t2m", member=number, edition=edition), subCentre=subcentre)
+            write(folder / f"{number}.grib", [made])
+        if one:
+            assert open_archive(folder).layout.realization == (1, 2)
+            continue
+        with pytest.raises(UserError, match=rf"centre ecmf, subcentre {first}.* of centre ecmf, subcentre {second}"):
+            open_archive(folder)
+
+
+def hindcast(how, member, year, date):
+    """A member of a hindcast that a model of some year made."""
+    edition = 1 if how == "edition 1" else 2
+    made = message("t2m", member=member, edition=edition, date=date, step=24)
+    if how == "template":
+        made = changed(made, productDefinitionTemplateNumber=60)
+        return changed(made, YearOfModelVersion=year, MonthOfModelVersion=1, DayOfModelVersion=2)
+    local = {"setLocalDefinition": 1, "grib2LocalSectionNumber": 26}
+    made = changed(made, **({"localDefinitionNumber": 26} if edition == 1 else local))
+    made = changed(made, type="pf", stream="enfh", **({"number": member} if edition == 1 else {}))
+    return changed(made, referenceDate=year * 10000 + 102)
+
+
+@pytest.mark.parametrize("how", ["template", "edition 1", "edition 2"])
+def test_hindcasts_of_two_models_are_no_one_ensemble(tmp_path, how):
+    write(tmp_path / "in" / "a.grib", [hindcast(how, 1, 2020, 20010101)])
+    write(tmp_path / "in" / "b.grib", [hindcast(how, 2, 2021, 20010101)])
+    with pytest.raises(UserError, match=r"model 20200102 \(.*a.grib\) and of .*model 20210102 \(.*b.grib\); give"):
+        open_archive(tmp_path / "in")
+    write(tmp_path / "in" / "b.grib", [hindcast(how, 1, 2021, 20010104)])
+    assert len(open_archive(tmp_path / "in").layout.init_time) == 2
 
 
 def test_start_dates_may_come_from_one_ensemble_after_the_other(tmp_path):
