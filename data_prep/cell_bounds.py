@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, ROUNDING, START, VALID, OfSomethingElse, find_axis, to_hours
+from data_prep.grib_fields import GUST_HOURS
 from data_prep.records import OF_STEP_TYPE, other_step_type
 from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
@@ -53,6 +54,18 @@ def hours_of_sum(array: xr.DataArray) -> int:
         verb = "call" if " and " in places else "calls"
         raise UserError(f"{array.name}: {places} {verb} it a sum over {said}; leave the right one in them")
     return next(iter(hours), 0)
+
+
+def hours_of_gust(array: xr.DataArray) -> int:
+    """Return the hours over which a gust is the largest, by ECMWF's names and parameters; 0 if they do not say.
+
+    Args:
+        array: a data variable.
+    """
+    named = re.fullmatch(r"10fg([1-9]\d?)|fg10_([1-9]\d?)", str(array.name))
+    if named is not None:
+        return int(named[1] or named[2])
+    return GUST_HOURS.get(int(array.attrs.get("GRIB_paramId", 0)), 0)
 
 
 def _hours_of_range(array: xr.DataArray) -> set[int]:
@@ -240,6 +253,7 @@ def widths(
     if own is not None:
         return own
     named = hours_of_sum(array) if field.accumulated else 0
+    gust = hours_of_gust(array) if field.standard_name == GUST else 0
     absent = ""
     along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
     for axis in _times(array):
@@ -273,8 +287,8 @@ def widths(
     if absent and field.accumulated and not named:
         text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
         raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
-    if named:
-        return np.int32(named) + along
+    if named or gust:
+        return np.int32(named or gust) + along
     return _since_previous_step(data, array, places)
 
 

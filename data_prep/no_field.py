@@ -7,8 +7,10 @@ out. The attributes are those of the CF conventions and those that cfgrib copies
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Hashable, Mapping
+from functools import cache
 from typing import Any
 
 import xarray as xr
@@ -17,6 +19,8 @@ from data_prep.axes import ALIASES, SHARES, VALID, YEAR, OfSomethingElse, find_a
 from data_prep.cell_bounds import is_mean_rate
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
 from ensemble_ml.fields import FIELDS, GUST, Field
+
+log = logging.getLogger(__name__)
 
 HEIGHTS = ("height", "heightAboveGround", "height_above_ground", "height_agl")  # scalar coordinates, in m
 GROUND = ("surface", "meanSea")
@@ -42,7 +46,12 @@ _OTHER = {  # words in names that mark a statistic of a variable, or another qua
     "wet", "dew", "dewpoint", "potential", "virtual", "index", "soil",
 }  # fmt: skip
 _SHARES = (*SHARES, "prob")
-_JOINED = re.compile(r"p\d{1,2}|(?:ens|t|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)")  # `p90`, `tmax`, `ensmean`
+# `p90`, `tmax`, `t2max`, `ensmean`; ECMWF's `mx2t6` and `mn2t`; `tx`, `tn` and `tg` of observations.
+_JOINED = re.compile(
+    r"p\d{1,2}|(?:ens|t|t2|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)(?:2m)?|m[xn]2t\d*|t[xng]|mx|mn"
+)
+_OF_MEMBERS = {"mean", "median", "spread", "std", "stdev", "stddev", "deviation", "variance", "statistic", "statistics"}
+_OTHER_GRIDS = re.compile(r"rotat|rpole|lambert|stereo|mercator|albers|healpix|geostation|sinusoid|curvilin")
 _STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that name a statistic
 _UNSAID = ("", "unknown", "missing", "255", "65535")  # ecCodes and cfgrib write these for keys that are not stated
 _CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # the numbers of PROCESSED_DATA in code table 1.4
@@ -169,7 +178,10 @@ def other_members(axis: xr.DataArray | None) -> str:
         return f"{axis.name} in {units}"
     words = _letters(f"{axis.name} {axis.attrs.get('long_name', '')} {axis.attrs.get('standard_name', '')}").split("_")
     share = next((word for word in words if word.rstrip("s") in _SHARES), "")
-    return f"{axis.name} is a {share}" if share else ""
+    if share:
+        return f"{axis.name} is a {share}"
+    statistic = next((word for word in words if word in _OF_MEMBERS), "flags" if _FLAGS[2] in axis.attrs else "")
+    return f"{statistic} along {axis.name}" if statistic else ""
 
 
 def other_kind_of_level(array: xr.DataArray, field: Field) -> str:
@@ -325,6 +337,13 @@ def _in_degrees(array: xr.DataArray) -> bool:
     return True
 
 
+@cache
+def _note_absent(name: str) -> None:
+    """Log once that a grid mapping is not in the files: they may be thousands."""
+    text = "the grid mapping %s is named, but not in the file; its axes are in degrees north and east, and are taken so"
+    log.warning(text, name)
+
+
 def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> str:
     """Return the kind of a grid mapping, or its name if the kind is not known.
 
@@ -334,7 +353,12 @@ def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> s
         of_degrees: whether the axes are known to be geographic, so that a mapping without content does not matter.
     """
     if name not in data.variables:  # it may have been lost when variables were selected
-        return _GEOGRAPHIC if name in _PLAIN or of_degrees else str(name)
+        if name in _PLAIN:
+            return _GEOGRAPHIC
+        if not of_degrees or _OTHER_GRIDS.search(_letters(name)):
+            return str(name)
+        _note_absent(str(name))
+        return _GEOGRAPHIC
     about = data.variables[name].attrs
     text = str(about.get("crs_wkt", about.get("spatial_ref", ""))).strip().upper()
     if "grid_mapping_name" in about:

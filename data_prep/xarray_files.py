@@ -72,7 +72,7 @@ from data_prep.records import (
 from data_prep.spelling import spell
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Field
+from ensemble_ml.fields import FIELDS, GUST, Field
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store.remote import is_remote, persistently, reason
 from ensemble_ml.store.sources import MEMORY
@@ -386,6 +386,9 @@ class XarrayFile:
             records["bounded"] = True
             if rate:
                 records["decimal"] = 3600.0 * stated
+            if field.standard_name == GUST:  # hours of a name apply to every lead, but the forecast begins at 0
+                inside = np.maximum(records["lead_start"], 0)
+                records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
         between = records["level"] == BETWEEN
         if between.any():
             self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
@@ -394,7 +397,11 @@ class XarrayFile:
         early = (records["lead_start"] < 0) & of_hours & (axes["lead"] is not None)
         if early.any():
             self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
-        return records[~between & ~early]
+        strange = {"(of a negative member)": records["member"] < 0, "(of leads before the start)": records["lead"] < 0}
+        for reason, those in strange.items():
+            if those.any():
+                self._skip(f"{array.name} {reason}", int(those.sum()))
+        return records[~between & ~early & ~np.any(list(strange.values()), axis=0)]
 
     def _widths(
         self,

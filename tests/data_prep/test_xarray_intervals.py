@@ -258,3 +258,40 @@ def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, 
     assert open_archive(tmp_path / "a.nc").layout.variables == ("t",)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1 and "though the variables are known: q (units furlongs)" in told[0]
+
+
+@pytest.mark.parametrize("name", ["air_temperature", "wind_speed_of_gust"])
+@pytest.mark.parametrize("lead", [24, 48])
+def test_an_extreme_is_not_the_moment_of_another_file_under_the_same_name(tmp_path, name, lead):
+    """As MOGREPS-G has them: the two differ by their cell methods and bounds alone."""
+    gust = name == "wind_speed_of_gust"
+    data = dataset(t=name).isel(isobaricInhPa=0, drop=True).isel(step=0, time=0, drop=True)
+    data[name] = (data[name] / 20 if gust else data[name]).assign_attrs(
+        standard_name=name, units="m s-1" if gust else "K"
+    )
+    start = np.datetime64("2001-01-01", "ns")
+    data = data.assign_coords(forecast_reference_time=start, height=((), 10.0 if gust else 1.5, {"units": "m"}))
+    data.assign_coords(forecast_period=((), 24, {"units": "hours"})).to_netcdf(tmp_path / "moment.nc")
+    about = {"units": "hours", "bounds": "forecast_period_bnds"}
+    data[name].attrs["cell_methods"] = "time: maximum (interval: 1 hour)"
+    data = data.assign_coords(forecast_period=((), lead, about))
+    data["forecast_period_bnds"] = "two", [lead - 1, lead]
+    data.to_netcdf(tmp_path / "maximum.nc")
+    short = "fg10" if gust else "t2m"
+    assert open_archive(tmp_path / "moment.nc").lead_bounds == {}
+    assert open_archive(tmp_path / "maximum.nc").lead_bounds == {short: [[lead - 1, lead]]}
+    with pytest.raises(UserError, match=rf"{short}: at 24 h the archive has values of the moment.* keep one kind"):
+        open_archive(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "about", "first"),
+    [("10fg6", {}, 18), ("fg10_6", {}, 18), ("fg10_3", {}, 21), ("fg10", {"GRIB_paramId": 123}, 18),
+     ("10fg3", {"GRIB_paramId": 228028, "GRIB_stepType": "max"}, 21), ("10fg", {}, None), ("i10fg", {}, None)],
+)  # fmt: skip
+def test_gusts_of_some_hours_have_their_interval(tmp_path, name, about, first):
+    data = dataset(t=name).isel(isobaricInhPa=0, drop=True)
+    data[name] = (data[name] / 20).assign_attrs({"units": "m s-1"} | about)
+    data.to_netcdf(tmp_path / "a.nc")
+    bounds = open_archive(tmp_path / "a.nc").lead_bounds
+    assert bounds == ({} if first is None else {"fg10": [None, [first, 24]]})

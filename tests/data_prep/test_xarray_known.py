@@ -128,6 +128,57 @@ def test_a_grid_mapping_that_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("mapping", "plain"),
+    [("grid_of_the_model", True), ("rotated_pole", False), ("rotated_latitude_longitude", False),
+     ("Lambert_Conformal", False), ("polar_stereographic", False)],
+)  # fmt: skip
+def test_axes_in_degrees_north_are_plain_unless_the_mapping_that_is_lost_says_otherwise(
+    tmp_path, mapping, plain, caplog
+):
+    data = surface(grid_mapping=mapping)
+    data.latitude.attrs["units"], data.longitude.attrs["units"] = "degrees_north", "degrees_east"
+    source, skipped = opened(data, tmp_path)
+    assert set(source.layout.surface) == ({"t2m", "skt"} if plain else {"skt"})
+    assert skipped == ([] if plain else [f"t2m (grid mapping {mapping})"])
+    assert (f"the grid mapping {mapping} is named, but not in the file" in caplog.text) is plain
+
+
+@pytest.mark.parametrize(
+    "name", ["mx2t6", "mn2t6", "mx2t", "mn2t24", "tx", "tn", "tg", "t2max", "tmax2m", "tmin2m", "t2m_mx", "t2m_mn"]
+)
+def test_names_of_extremes_under_the_standard_name_of_the_moment(tmp_path, name):
+    data = surface(name, standard_name="air_temperature").assign_coords(height=((), 2.0, {"units": "m"}))
+    source, skipped = opened(data, tmp_path)
+    assert source.layout.surface == ("skt",) and len(skipped) == 1 and skipped[0].startswith(f"{name} (")
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [({"long_name": "0: ensemble mean, 1: spread"}, "mean along number"),
+     ({"long_name": "statistic of the ensemble"}, "statistic along number"),
+     ({"flag_values": [1, 2, 3], "flag_meanings": "least middle most"}, "flags along number"),
+     ({"long_name": "ensemble member numerical id", "units": "1"}, "")],
+)  # fmt: skip
+def test_statistics_that_are_numbered_like_members(tmp_path, about, reason):
+    data = surface()
+    data.number.attrs = about
+    if not reason:
+        assert opened(data, tmp_path)[0].layout.realization == (1, 2, 3)
+        return
+    with pytest.raises(UserError, match=rf"t2m \({reason}\)"):
+        opened(data, tmp_path)
+
+
+def test_a_negative_number_is_no_member_and_nothing_is_forecast_before_the_start(tmp_path):
+    data = surface().drop_vars("skt")
+    hours = np.array([-6, 24], "timedelta64[h]").astype("timedelta64[ns]")
+    source, skipped = opened(data.assign_coords(number=[-1.0, 0.0, 1.0], step=hours), tmp_path)
+    assert source.layout.realization == (0, 1) and source.layout.lead_hours == (24,)
+    assert skipped == ["t2m (of a negative member)", "t2m (of leads before the start)"]
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).surface[:, 0, 0], data.t2m.values[1, 1:, 1])
+
+
+@pytest.mark.parametrize(
     ("units", "good"),
     [("degrees_north", True), ("degreesN", True), ("degree_N", True), ("degrees", True), ("", True),
      ("degrees_south", False), ("degrees_east", False), ("radian", False), ("m", False)],
