@@ -38,7 +38,7 @@ from data_prep.axes import (
     untangle,
     with_start,
 )
-from data_prep.cell_bounds import hours_of_sum, is_mean_rate, method, over_intervals, widths
+from data_prep.cell_bounds import hours_of_gust, hours_of_sum, is_mean_rate, method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_fields import UNSTATED_SUBCENTRES
@@ -72,7 +72,7 @@ from data_prep.records import (
 from data_prep.spelling import spell
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GUST, Field
+from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store.remote import is_remote, persistently, reason
 from ensemble_ml.store.sources import MEMORY
@@ -386,7 +386,9 @@ class XarrayFile:
             records["bounded"] = True
             if rate:
                 records["decimal"] = 3600.0 * stated
-            if field.standard_name == GUST:  # hours of a name apply to every lead, but the forecast begins at 0
+            # Hours of a name apply to every lead, but the forecast begins at 0. A truth whose times are starts has
+            # intervals before them.
+            if hours_of_gust(array) and axes["lead"] is not None:
                 inside = np.maximum(records["lead_start"], 0)
                 records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
         between = records["level"] == BETWEEN
@@ -398,9 +400,9 @@ class XarrayFile:
         if early.any():
             self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
         strange = {"(of a negative member)": records["member"] < 0, "(of leads before the start)": records["lead"] < 0}
-        for reason, those in strange.items():
+        for why, those in strange.items():
             if those.any():
-                self._skip(f"{array.name} {reason}", int(those.sum()))
+                self._skip(f"{array.name} {why}", int(those.sum()))
         return records[~between & ~early & ~np.any(list(strange.values()), axis=0)]
 
     def _widths(

@@ -169,7 +169,8 @@ def test_what_cannot_be_read_may_be_part_of_the_archive(tmp_path, monkeypatch):
 
 
 def test_gusts_of_the_moment_and_of_hours_are_not_mixed(tmp_path):
-    write(tmp_path / "a.grib", [message("fg10", noise(mean=20), step="21-24"), message("fg10", noise(mean=5), step=24)])
+    of_moment = message("fg10", noise(mean=5), step=24, paramId=228029)
+    write(tmp_path / "a.grib", [message("fg10", noise(mean=20), step="21-24"), of_moment])
     with pytest.raises(UserError, match="fg10: at 24 h the archive has values of the moment and values of an interval"):
         open_archive(tmp_path / "a.grib")
 

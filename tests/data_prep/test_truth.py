@@ -303,7 +303,7 @@ def gusts(path, times, *, over):
 
 def test_gusts_of_the_moment_are_not_verified_by_those_of_an_hour(tmp_path, caplog):
     """Where the forecast states no interval: moments where there are any, else it is said."""
-    forecast = ensemble(tmp_path / "f.grib", steps=(6,), names=("fg10",), dates=(20010101,))
+    forecast = ensemble(tmp_path / "f.grib", steps=(6,), names=("fg10",), dates=(20010101,), paramId=49)
     times = np.array(["2001-01-01T06", "2001-01-01T07"], "datetime64[ns]")
     hours = gusts(tmp_path / "a.nc", times, over=True)
     pair = open_pair(forecast, hours)

@@ -283,7 +283,7 @@ def count_bytes(session, spec):
     ("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.slow), (1, 2, 2)]
 )
 def test_bytes_are_those_that_communicators_count(lat, lon, data):
-    for found in run_ranks(count_bytes, lat * lon * data, small_spec(17, 16), lat=lat, lon=lon, data=data):
+    for found in run_ranks(count_bytes, lat * lon * data, make_spec(17, 16), lat=lat, lon=lon, data=data):
         for name, (counted, predicted) in found.items():
             assert counted == predicted > 0, name
 
