@@ -45,7 +45,7 @@ GUST_HOURS = {123: 6, 228028: 3}  # ECMWF's parameters of the largest gust in th
 _COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
 _AT_2_M = ("surface", "heightAboveGround 2")
 _AT_10_M = ("surface", "heightAboveGround 10")
-_AT_100_M = ("heightAboveGround 100",)
+_AT_100_M = ("surface", "heightAboveGround 100")
 LEVELS = {  # the kinds of level on which each surface variable lies, with the height if there is one
     "t2m": _AT_2_M,
     "msl": ("surface", "meanSea"),
@@ -61,6 +61,7 @@ LEVELS = {  # the kinds of level on which each surface variable lies, with the h
     "tcw": _COLUMN,
     "tcwv": _COLUMN,
     "tcc": (*_COLUMN, "meanSea"),
+    "cape": _COLUMN,
     "lcc": ("surface", "lowCloudLayer"),
     "mcc": ("surface", "middleCloudLayer", "mediumCloudLayer"),
     "hcc": ("surface", "highCloudLayer"),

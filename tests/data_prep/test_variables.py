@@ -83,6 +83,28 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     np.testing.assert_array_equal((found.pressure if upper else found.surface).ravel(), values.ravel())
 
 
+@pytest.mark.parametrize(
+    ("short", "parameter", "edition", "value", "factor"),
+    [("r", 157, 1, 50.0, 0.01), ("r", 157, 2, 50.0, 0.01), ("u100m", 228246, 1, 5.0, 1), ("u100m", 228246, 2, 5.0, 1),
+     ("v100m", 228247, 2, 5.0, 1), ("ws100m", 228249, 2, 5.0, 1), ("d2m", 168, 1, 280.0, 1), ("d2m", 168, 2, 280.0, 1),
+     ("r2m", 260242, 2, 50.0, 0.01), ("sf", 144, 1, 0.01, 1), ("sf", 228144, 2, 10.0, 1e-3), ("ssrd", 169, 1, 1e7, 1),
+     ("strd", 175, 2, 1e7, 1), ("swe", 141, 1, 0.2, 1), ("swe", 228141, 1, 200.0, 1e-3), ("cape", 59, 1, 500.0, 1),
+     ("cape", 59, 2, 500.0, 1), ("lcc", 186, 1, 0.5, 1), ("mcc", 3074, 1, 50.0, 0.01), ("hcc", 188, 1, 0.5, 1),
+     ("swh", 140229, 1, 3.0, 1)],
+)  # fmt: skip
+def test_further_variables_in_grib(tmp_path, short, parameter, edition, value, factor):
+    """Each lies where ecCodes puts its parameter, and is brought to the registry's units."""
+    upper = not field(short).surface
+    values = np.abs(noise(mean=value, std=0.05 * value))
+    path = write(tmp_path / "a.grib", [encoded(parameter, edition, upper, values)])
+    source = open_archive(path)
+    assert source.layout.names == (short,)
+    found = source.read(Part.FORECAST, 0)
+    block = found.pressure[0, 0, 0, 0] if upper else found.surface[0, 0, 0]
+    ((_, expected),) = decoded(path)
+    np.testing.assert_allclose(block, expected * factor, rtol=1e-6)
+
+
 @pytest.mark.parametrize("decimal", [None, 2])
 @pytest.mark.parametrize(("edition", "packing"), [(1, "grid_simple"), (2, "grid_simple"), (2, "grid_ccsds")])
 def test_geopotential_of_its_height_in_grib(tmp_path, edition, packing, decimal):
