@@ -184,8 +184,8 @@ class Holes:
         return tuple(a & (part is not Part.TRUTH or date != TEST[1]) for a in there)
 
 
-def test_holes_are_counted(store, forecast, tmp_path, plain):
-    evaluate(settings(forecast, store, tmp_path / "r"), Holes(store))
+def test_holes_are_counted(store, few_forecasts, tmp_path, plain):
+    evaluate(settings(few_forecasts, store, tmp_path / "r"), Holes(store))
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert {"date": f"{DATES[TEST[1]]}T00", "reason": "without truth"} in content["dates"]["dropped"]
     holes = [hole for hole in content["left_out"] if hole["entrant"] == "forecast" and hole["statistic"] == "crps"]
@@ -196,7 +196,7 @@ def test_holes_are_counted(store, forecast, tmp_path, plain):
 
 
 def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tmp_path, plain):
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(members=10), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", store, FEW, corrected(members=10), leads=(48,), train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r", members_in=10), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
@@ -222,15 +222,20 @@ def as_variable(data, dates):
     made[:] = np.array(dates, "M8[h]").astype(int)
 
 
+def write_one(folder, store):
+    """Write forecasts of one variable at one lead, for what is only a matter of their dates."""
+    return write_forecasts(folder, store, FEW, corrected(), leads=(24,), names=("t",), train=TRAIN)
+
+
 @pytest.mark.parametrize("form", [as_list, as_series, as_variable])
 def test_validation_dates_are_not_scored(store, tmp_path, plain, form):
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    folder = write_one(tmp_path / "f", store)
     for path in folder.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
-            form(data, [DATES[d] for d in TEST[:2]])
+            form(data, [DATES[d] for d in FEW[:2]])
     evaluate(settings(folder, store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[2:]]
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[2:]]
     assert [d["reason"] for d in content["dates"]["dropped"]] == ["chose the checkpoint"] * 2
 
 
@@ -246,13 +251,13 @@ def test_the_report_shows_dates_as_series():
 
 
 def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store, tmp_path, plain):
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    folder = write_one(tmp_path / "f", store)
     for path in folder.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
-            data.earlier_dates = " ".join(f"{DATES[d]}T00" for d in TEST[:2])
+            data.earlier_dates = " ".join(f"{DATES[d]}T00" for d in FEW[:2])
     evaluate(settings(folder, store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[2:]]
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[2:]]
     assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
     reasons = [d["reason"] for d in content["dates"]["dropped"]]
     assert reasons == ["seen by the weights that training began from"] * 2
@@ -291,9 +296,9 @@ class WithoutStart:
 
 def test_a_start_that_is_missing_leaves_out_only_the_regression_on_it(tmp_path, plain):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(0, 24), variables=("t",), surface=())
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), names=("t",), train=TRAIN)
+    folder = write_forecasts(tmp_path / "f", made, FEW, corrected(), leads=(24,), names=("t",), train=TRAIN)
     found = []
-    for name, source in (("whole", made), ("r", WithoutStart(made, TEST[1]))):
+    for name, source in (("whole", made), ("r", WithoutStart(made, FEW[1]))):
         evaluate(settings(folder, source, tmp_path / name), source)
         found.append(json.loads((tmp_path / name / "scores.json").read_text()))
     whole, content = found
@@ -358,19 +363,20 @@ def test_strata_calibration_and_the_extreme_case_are_in_the_files(result):
 
 
 def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(store, tmp_path, plain):
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    folder = write_one(tmp_path / "f", store)
     with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
-        data.training_dates = " ".join(f"{DATES[d]}T00" for d in [*TRAIN, *TEST[:3]])
+        data.training_dates = " ".join(f"{DATES[d]}T00" for d in [*TRAIN, *FEW[:3]])
     evaluate(settings(folder, store, tmp_path / "r", fit=["2001"]), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[3:]]
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[3:]]
 
 
 @pytest.mark.slow
 def test_a_single_field_has_no_variogram(tmp_path, undrawn):
     """It is a score of pairs; of one field it was zero, for everybody."""
-    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, variables=(), surface=("tp",), bias=0.6)
-    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, train=TRAIN)
+    one = {"variables": (), "surface": ("tp",), "leads": (24,), "shape": (9, 16)}
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
+    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, leads=(24,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
     assert {row["metric"] for row in rows} == {"crps_members", "energy"} and rows[0]["fields"] == 1
@@ -381,10 +387,9 @@ def test_a_single_field_has_no_variogram(tmp_path, undrawn):
 @pytest.mark.slow
 def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch, undrawn):
     gone = [(Part.TRUTH, date, 0, "tp") for date in FEW[:2]]
-    made = make_store(
-        tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
-    )
-    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, train=TRAIN)
+    two = {"variables": ("t",), "surface": ("tp",), "leads": (24,), "shape": (9, 16)}
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, absent=gone, **two)
+    folder = write_forecasts(tmp_path / "f", made, FEW, with_members, leads=(24,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
     (share,) = {row["left_out_area"] for row in rows}
