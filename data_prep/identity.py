@@ -29,6 +29,7 @@ from data_prep.no_field import (
     other_message,
     other_place,
     other_standard_name,
+    other_title,
     other_word,
 )
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS
@@ -225,7 +226,8 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
 
 def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     """Return why values cannot be a field of one run, whatever their name; empty if they can."""
-    if reason := other_message(array) or other_members(find_axis(array, "member")):
+    axis = find_axis(array, "member")
+    if reason := other_message(array) or other_members(axis) or other_title(data, array):
         return reason
     if array.name in described(data):
         return "describes another variable"

@@ -51,6 +51,9 @@ _JOINED = re.compile(
     r"p\d{1,2}|(?:ens|t|t2|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)(?:2m)?|m[xn]2t\d*|t[xng]|mx|mn"
 )
 _OF_MEMBERS = {"mean", "median", "spread", "std", "stdev", "stddev", "deviation", "variance", "statistic", "statistics"}
+_OF_ENSEMBLE = re.compile(
+    r"\bens(?:emble)?[ _-]*(?:mean|median|spread|std|standard deviation|variance|percentile|quantile|probabilit)", re.I
+)
 _OTHER_GRIDS = re.compile(r"rotat|rpole|lambert|stereo|mercator|albers|healpix|geostation|sinusoid|curvilin")
 _STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that name a statistic
 _UNSAID = ("", "unknown", "missing", "255", "65535")  # ecCodes and cfgrib write these for keys that are not stated
@@ -182,6 +185,20 @@ def other_members(axis: xr.DataArray | None) -> str:
         return f"{axis.name} is a {share}"
     statistic = next((word for word in words if word in _OF_MEMBERS), "flags" if _FLAGS[2] in axis.attrs else "")
     return f"{statistic} along {axis.name}" if statistic else ""
+
+
+def other_title(data: xr.Dataset, array: xr.DataArray) -> str:
+    """Return the title of a file if it says that it holds a statistic of all members; empty if it does not.
+
+    A variable with an axis of members holds these, whatever else the file holds.
+
+    Args:
+        data: the file.
+        array: the data variable.
+    """
+    title = str(data.attrs.get("title", ""))
+    of_all = find_axis(array, "member") is None and _OF_ENSEMBLE.search(title)
+    return f"title {title!r}" if of_all else ""
 
 
 def other_kind_of_level(array: xr.DataArray, field: Field) -> str:

@@ -372,3 +372,21 @@ def test_the_parameter_of_the_surface_under_the_name_of_the_air(tmp_path):
     data = surface("t", GRIB_paramId=167, GRIB_typeOfLevel="heightAboveGround").drop_vars("skt")
     source, _ = opened(data.assign_coords(isobaricInhPa=500.0), tmp_path)
     assert source.layout.surface == ("t2m",) and source.layout.levels == ()
+
+
+@pytest.mark.parametrize(
+    "title", ["GEFS ensemble mean", "Ensemble-Mean of 30 members", "ens spread", "ENSEMBLE STANDARD DEVIATION"]
+)
+def test_a_file_whose_title_is_of_all_members_holds_none(tmp_path, title):
+    data = dataset().assign_attrs(title=title)
+    data.isel(number=0, drop=True).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=rf"t \(title '{title}'\)"):
+        open_archive(tmp_path / "a.nc")
+    data.to_netcdf(tmp_path / "b.nc")  # it has members
+    assert open_archive(tmp_path / "b.nc").layout.variables == ("t",)
+
+
+def test_a_title_of_an_ensemble_is_no_statistic(tmp_path):
+    data = dataset().assign_attrs(title="Perturbed forecast of an ensemble; mean sea level pressure, too")
+    data.isel(number=0, drop=True).to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.variables == ("t",)

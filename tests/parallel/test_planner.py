@@ -270,9 +270,13 @@ def count_bytes(session, spec):
         before = exchange.bytes_sent
         exchange.begin(0)
         exchange.finish()
-        params = [p for group in rehearsal.model.param_groups() for p in group["params"]]
-        parts = [own_part(p) for p in params]
-        buckets, _ = exchange_traffic(optim, [p.shape for p in params], topology, 1, parts)
+        groups = rehearsal.model.param_groups()
+        params = [p for group in groups for p in group["params"]]
+        parts, late = (
+            [own_part(p) for p in params],
+            [bool(group.get("late")) for group in groups for _ in group["params"]],
+        )
+        buckets, _ = exchange_traffic(optim, [p.shape for p in params], topology, 1, parts, late)
         found[name] = exchange.bytes_sent - before, sum(m.sent for bucket in buckets for m in bucket)
         exchange.close()
     return found
@@ -283,7 +287,7 @@ def count_bytes(session, spec):
     ("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.slow), (1, 2, 2)]
 )
 def test_bytes_are_those_that_communicators_count(lat, lon, data):
-    for found in run_ranks(count_bytes, lat * lon * data, make_spec(17, 16), lat=lat, lon=lon, data=data):
+    for found in run_ranks(count_bytes, lat * lon * data, small_spec(17, 16), lat=lat, lon=lon, data=data):
         for name, (counted, predicted) in found.items():
             assert counted == predicted > 0, name
 
