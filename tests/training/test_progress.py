@@ -152,7 +152,7 @@ def test_fits_are_cut_to_the_time_and_are_not_kept(config_of, own_fits, monkeypa
     assert 0.8 * 30 <= clock.now - 1000 <= 1.1 * 30
     assert cut.meta["fits_cut"] == ["surroundings", "residuals"] and 1 <= cut.meta["step"] == cut.meta["steps"] < 100
     for network in ("spread", "error"):
-        steps, total = re.search(rf"{network} network: max_minutes left time for (\d+) of (\d+)", caplog.text).groups()
+        steps, total = re.search(rf"{network} MLP: max_minutes left time for (\d+) of (\d+)", caplog.text).groups()
         assert 40 <= int(steps) < int(total)
     caplog.clear()
     whole = weights(train(config_of(run="whole", steps=1)))
