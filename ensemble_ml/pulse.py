@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from tqdm.contrib.logging import logging_redirect_tqdm
-
 log = logging.getLogger(__name__)
 
 _EVERY = 20.0  # seconds without a line after which one is written
@@ -53,6 +51,9 @@ class Pulse(logging.Handler):
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
+            # At the top of the file, this import would warn of a missing package in every notebook that evaluates.
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
             self._stack.enter_context(logging_redirect_tqdm())
             return self
         logging.getLogger().addHandler(self)
