@@ -22,19 +22,17 @@ LEAD = 48  # hours
 def main(run: Path, date: str | None) -> None:
     """Draw the four maps of one date, by default the first that was forecast."""
     files = sorted((run / "forecast").glob(f"forecast_{date or ''}*.nc"))
-    forecast = xr.open_dataset(files[0], decode_timedelta=True).squeeze("forecast_reference_time", drop=False)
+    forecast = xr.open_dataset(files[0], decode_timedelta=True).squeeze("forecast_reference_time")
     at = {"forecast_period": np.timedelta64(LEAD, "h"), "level": 850}
     mean, spread = forecast["t_mean"].sel(at), forecast["t_ensemble_spread"].sel(at)
     store = eml.open(f"{run}-data/store.zarr").sel(
         init_time=forecast["forecast_reference_time"].values, lead_time=np.timedelta64(LEAD, "h"), level=850
     )
-    members = store["t"]
-    whole = members.std("realization", ddof=1)
     panels = {
         "predicted mean, from 5 members": mean.values - 273.15,
         "what came": store["t_truth"].values - 273.15,
         "predicted spread, from 5 members": spread.values,
-        "spread of all ten members": whole.values,
+        "spread of all ten members": store["t"].std("realization", ddof=1).values,
     }
     grid = canonical(store["latitude"].values, store["longitude"].values)[0]
     figure, axes = new_figure(9.6, 5.2, rows=2, columns=2)

@@ -112,13 +112,11 @@ def on_mesh(work: Callable[[Mesh], T], **degrees: int) -> list[T]:
         for axes in ROLES:
             members = next(tuple(group) for group in topology.groups(*axes) if rank in group)
             if len(members) > 1 and members not in same:
-                same[members] = SimulatedCommunicator(rooms[members], members.index(rank))
+                room = rooms.setdefault(members, Room(len(members)))
+                same[members] = SimulatedCommunicator(room, members.index(rank))
             groups[axes] = same.get(members) or NullCommunicator()
         return Mesh(topology, groups)
 
-    for axes in ROLES:
-        for members in Topology(**degrees).groups(*axes):
-            rooms.setdefault(tuple(members), Room(len(members)))
     meshes = [mesh(rank) for rank in range(size)]
     return _together(rooms.values(), lambda rank: work(meshes[rank]), size)
 
