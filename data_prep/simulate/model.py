@@ -168,18 +168,19 @@ class Atmosphere:
 def _terrain(coords, path: str) -> TerrainData:
     """Return the terrain on the model's grid.
 
-    The coarse orography is the truncated fine one and not an interpolation of it. Surface pressure that is taken over
-    from the fine model then fits the ground.
+    The orography of every model is that of T31, truncated where the model is coarser and not interpolated. Surface
+    pressure that one model takes over from another then fits the ground. jcm has no finer orography, so at T63 the
+    ground is as smooth as at T31.
     """
     fine = get_speedy_coords(layers=len(SIGMA), spectral_truncation=31)
     source = TerrainData.from_file(path, coords=fine)
     terrain = TerrainData.from_file(path, coords=coords)
     modal = truncated_modal_orography(source.orog, fine, wavenumbers_to_clip=2)
     rows, columns = coords.horizontal.modal_shape
-    coarse = modal[:rows, :columns].at[:, columns - 1 :].set(0)
-    return TerrainData.from_coords(
-        coords, orography=coords.horizontal.to_nodal(coarse), fmask=terrain.fmask, lfluxland=True
-    )
+    beyond = [(0, max(0, wanted - given)) for wanted, given in zip((rows, columns), modal.shape, strict=True)]
+    own = jnp.pad(modal, beyond)[:rows, :columns].at[:, columns - 1 :].set(0)
+    ground = coords.horizontal.to_nodal(own)
+    return TerrainData.from_coords(coords, orography=ground, fmask=terrain.fmask, lfluxland=True)
 
 
 def _parameters(wrong: bool) -> Parameters:

@@ -33,6 +33,9 @@ STATEMENT = (
 def simulate(config: SimulateConfig) -> Path:
     """Make the simulated archive, or continue one that was interrupted.
 
+    With `parts=i/n` only a share of the model years is run. Several machines may run their shares in one folder at the
+    same time. Whichever finds all years complete assembles the archive.
+
     Args:
         config: size, output folder, seed and the settings of conf/simulate.
 
@@ -51,12 +54,18 @@ def simulate(config: SimulateConfig) -> Path:
     _claim(config, output)
     began = time.perf_counter()
     years = model_years(config)
+    number, shares = config.share
+    mine = years[number::shares]
     # Years whose parts are all complete are not run again.
-    missing = [y for y in years if not all(y.part(output, c).exists() for c in y.written)]
+    missing = [year for year in mine if not year.complete(output)]
     if missing or not all((output / ".parts" / name).exists() for name in STATIC):
         if find_spec("jcm") is None:
             raise UserError("simulate: the package jcm is not installed; run `pip install 'ensemble-ml[simulate]'`")
-        run_years(config, missing or years[:1], years)
+        run_years(config, missing or years[:1], mine)
+    if left := [year.year for year in years if not year.complete(output)]:
+        text = f"parts={config.parts}: done; years of other shares are not complete yet: {', '.join(map(str, left))}"
+        print(text, flush=True)
+        return output
     assemble(output, years)
     figures = realism(output, years, config)
     for line in report(figures):
@@ -71,7 +80,7 @@ def simulate(config: SimulateConfig) -> Path:
 
 def _identity(config: SimulateConfig) -> dict:
     """Return everything that determines the content of the files."""
-    settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers")}
+    settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers", "parts")}
     return {"format": FORMAT, "config": settings, "model_error": MODEL_ERROR}
 
 

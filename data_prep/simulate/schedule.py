@@ -59,6 +59,14 @@ class ModelYear:
         """
         return output / ".parts" / str(self.year) / f"{cycle.start:%Y%m%d}.npz"
 
+    def complete(self, output: Path) -> bool:
+        """Return whether the parts of all cycles that are kept exist.
+
+        Args:
+            output: folder of the archive.
+        """
+        return all(self.part(output, cycle).exists() for cycle in self.written)
+
 
 def when(day: int) -> datetime:
     """Return 0 UTC of a day since 1970-01-01, without a time zone, as GRIB has it."""

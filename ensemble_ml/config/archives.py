@@ -56,7 +56,7 @@ class Gaps(Enum):
 class SimulateConfig:
     """Make the embedded archive: a simulated ensemble and its truth as GRIB in ENS-10's layout."""
 
-    size: str = opt("quickstart", "name of the size; chosen with simulate=tiny | quickstart | full | fresh")
+    size: str = opt("quickstart", "name of the size; chosen with simulate=tiny | quickstart | full | fresh | fine")
     output: str = opt(MISSING, "folder to write the archive to; an unfinished one is resumed")
     seed: int = opt(0, "seed of spin-ups, analysis errors and perturbations")
     members: int = opt(10, "ensemble size")
@@ -80,12 +80,14 @@ class SimulateConfig:
     norm: float = opt(0.35, "root mean square of analysis error and perturbations, K at sigma 0.835")
     inflation: float = opt(1.0, "size of the members' perturbations over that of the analysis error")
     workers: int = opt(0, "processes, a model year each; 0 takes one a core")
+    parts: str | None = opt(None, "i/n: run the i-th of n shares of the model years, on this or another machine; the last share to finish assembles the archive")
 
     def __post_init__(self) -> None:
         require("members", self.members, self.members >= 2, "at least 2 are needed for breeding")
-        truncations = self.truth_truncation in (21, 31, 42) and self.forecast_truncation in (21, 31, 42)
+        require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
+        truncations = self.truth_truncation in (21, 31, 42, 63) and self.forecast_truncation in (21, 31, 42, 63)
         given = f"{self.truth_truncation}/{self.forecast_truncation}"
-        require("truth_truncation/forecast_truncation", given, truncations, "21, 31 and 42 are allowed")
+        require("truth_truncation/forecast_truncation", given, truncations, "21, 31, 42 and 63 are allowed")
         require("forecast_truncation", self.forecast_truncation, self.forecast_truncation <= self.truth_truncation, f"at most truth_truncation={self.truth_truncation}")
         for key in ("truth_minutes", "forecast_minutes"):
             require(f"{key}", getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
@@ -119,6 +121,11 @@ class SimulateConfig:
         require("spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
         require("norm", self.norm, self.norm > 0, "must be above 0 K")
         require("inflation", self.inflation, self.inflation > 0, "must be above 0")
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Return which share of the model years this process runs: (number from 0, number of shares)."""
+        return (_part(self.parts) if self.parts is not None else None) or (0, 1)
 
 
 def check_overrides(config: Any) -> None:

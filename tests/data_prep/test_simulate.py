@@ -155,7 +155,7 @@ class FakeModel:
         return turned, np.abs(x[:, 0, :8, :16]).astype(np.float64)
 
 
-def fake_chain(output: Path, facts: ModelFacts):
+def fake_chain(output: Path, facts: ModelFacts, which: int = 0):
     from data_prep.simulate.chain import Chain, Weather
 
     config = tiny_config(output, rows=9, columns=16)
@@ -164,7 +164,7 @@ def fake_chain(output: Path, facts: ModelFacts):
     weather.facts = replace(facts, truncation=21, orography_ml=np.zeros((43, 23)))
     weather._synthesis = Synthesis(21, *weather.grid, facts.radius)
     weather._land = np.ones(weather.grid[0].shape + weather.grid[1].shape)
-    return Chain(config, model_years(config)[0], weather, weather), config
+    return Chain(config, model_years(config)[which], weather, weather), config
 
 
 class TestChain:
@@ -204,6 +204,32 @@ class TestChain:
         figures = realism(tmp_path, [year], config)
         assert set(figures) == {"z500", "t850"} and figures["z500"].dates == 4
         assert describe(config, [year], figures)["start_dates"]["train"][0] == "2001-01-07T00"
+
+
+def test_shares_of_the_years_and_the_last_one_assembles(tmp_path, facts, monkeypatch, capsys):
+    ran = []
+
+    def run_years(config, missing, years):
+        ran.append([year.year for year in missing])
+        for year in missing:
+            chain, _ = fake_chain(tmp_path, facts, year.year - config.first_year)
+            chain.run(lambda text, finished: None)
+            write_static_of(chain, tmp_path)
+
+    monkeypatch.setattr("data_prep.simulate.run.run_years", run_years)
+    for parts in ("3/3", "1/3"):
+        simulate(tiny_config(tmp_path, rows=9, columns=16, parts=parts))
+        assert not (tmp_path / "archive.json").exists()
+    told = capsys.readouterr().out
+    assert "parts=3/3: done; years of other shares are not complete yet: 2001, 2002" in told
+    assert "parts=1/3: done; years of other shares are not complete yet: 2002" in told
+    simulate(tiny_config(tmp_path, rows=9, columns=16, parts="2/3"))
+    assert ran == [[2003], [2001], [2002]]
+    record = json.loads((tmp_path / "archive.json").read_text())
+    assert [len(dates) for dates in record["start_dates"].values()] == [4, 1, 2]
+    assert len(list((tmp_path / "ensemble").iterdir())) == 2 * 4 and not (tmp_path / ".parts").exists()
+    # The share that a process ran is no property of the archive.
+    assert simulate(tiny_config(tmp_path, rows=9, columns=16)) == tmp_path
 
 
 def write_static_of(chain, output: Path) -> None:
