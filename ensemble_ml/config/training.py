@@ -44,9 +44,15 @@ class TrackingConfig:
 
     tensorboard: bool = opt(True, "write TensorBoard files where the package is installed")
     log_every: int = opt(10, "steps between lines of the log")
+    mllog: bool = opt(False, "also write OUTPUT/RUN/mllog.txt, the log of MLPerf HPC, from which time to solution is read")
+    org: str | None = opt(None, "mllog: who runs it")
+    platform: str | None = opt(None, "mllog: the machine")
+    cache_clear: bool = opt(False, "mllog: no data and no fit of an earlier run lies in a cache; whoever starts the run vouches for it")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "log_every", group="tracking.")
+        lacking = [name for name in ("org", "platform") if not getattr(self, name)]
+        require("tracking.mllog", self.mllog, not self.mllog or not lacking, f"a log that counts says {' and '.join(lacking)}: give tracking.{'=... tracking.'.join(lacking)}=...")
 
 
 @dataclass
@@ -60,6 +66,7 @@ class TrainConfig:
     batch_size: int = opt(4, "init times a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
     patience: int = opt(0, "validations in a row without a better score after which training ends; 0 trains all `steps`")
+    until: float = opt(0.0, "validation crps_ratio at which training ends, for time to solution; 0 trains on")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
     checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last; 0 has no limit")
     max_minutes: float = opt(0.0, "time for the whole run: the fits before the first step may take 70 % of it, and their two networks end sooner where that is too little; `steps` is scaled down to what fits into the rest, to one at least; 0 has no limit and keeps `steps`")
@@ -77,10 +84,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
-        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed")
+        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed", "until")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")
+        require("until", self.until, not self.until or bool(self.data.validation), "needs data.validation, where that score is measured")
         both = self.resume is True and self.init_from
         require("resume", self.resume, not both, "resume and init_from exclude each other; resume=auto goes with it")
         require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"(?!\.+$)[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed, and not dots alone")

@@ -28,6 +28,7 @@ _FREE = (
     "max_minutes",
     "validate_every",
     "patience",
+    "until",
     "checkpoint_every",
     "checkpoint_minutes",
     "data.store",

@@ -106,6 +106,11 @@ class Run:
         return min(self._order.samples(step), topology.data) * topology.spatial
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Return in how many steps all training dates are seen once."""
+        return self._order.steps_per_epoch
+
+    @property
     def _order(self) -> Order:
         """Return the order of the training dates, which follows from the seed alone."""
         return Order(self.config.seed, len(self.train_dates), self.config.batch_size)

@@ -19,6 +19,7 @@ from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.machine import taken_memory
 from ensemble_ml.strict_json import strict
+from ensemble_ml.training.mllog import FILE, RunLog
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Tracker:
         every: steps between lines.
         tensorboard: also write to TensorBoard.
         unwritten: what the checkpoint holds of the next line.
+        mllog: also write this log.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Tracker:
         every: int,
         tensorboard: bool,
         unwritten: Mapping[str, Any] | None = None,
+        mllog: RunLog | None = None,
     ):
         self._run, self._steps, self._every = run, steps, every
         # A resumed run goes on from its last checkpoint and takes later steps again, so their lines are removed.
@@ -74,6 +77,9 @@ class Tracker:
             (run / LOG).unlink(missing_ok=True)
         self._stream = open(run / LOG, "a")  # noqa: SIM115 - closed by __exit__
         self._board = _board(run, start_step) if tensorboard else None
+        self._mllog = mllog
+        if mllog is not None:
+            mllog.open(run / FILE)
         terminal = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain = not terminal
@@ -87,7 +93,9 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._mllog is not None:
+            self._mllog.ended(well=kind is None)
         self._bar.close()
         self._stream.close()
         if self._board is not None:
@@ -125,6 +133,8 @@ class Tracker:
         self._skipped += skipped
         self._sums = {name: self._sums.get(name, 0.0) + (0.0 if skipped else value) for name, value in loss.items()}
         self._bar.update()
+        if self._mllog is not None:
+            self._mllog.stepped(step, self._steps)
         if step % self._every and step != self._steps:
             return
         took = max(time.perf_counter() - self._began, 1e-9)
@@ -173,6 +183,24 @@ class Tracker:
             return {}
         return {"sums": self._sums, "count": self._count, "sent": self._sent, "skipped": self._skipped}
 
+    def training(self, step: int) -> None:
+        """Log that steps begin.
+
+        Args:
+            step: steps that are done.
+        """
+        if self._mllog is not None:
+            self._mllog.trains(step)
+
+    def validating(self, step: int) -> None:
+        """Log that a validation begins.
+
+        Args:
+            step: the step after which it is.
+        """
+        if self._mllog is not None:
+            self._mllog.validates(step)
+
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
         """Log scores on the validation dates.
 
@@ -182,6 +210,8 @@ class Tracker:
             best: they are the best so far.
         """
         self._write({"step": step, "validation": scores, "best": best})
+        if self._mllog is not None:
+            self._mllog.validated(step, scores)
         self._scalars(step, {f"validation/{k}": v for k, v in scores.items()})
         told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or "no target to score"
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
@@ -267,6 +297,12 @@ class Silent:
         """Do nothing."""
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def training(self, step: int) -> None:
+        """Do nothing."""
+
+    def validating(self, step: int) -> None:
         """Do nothing."""
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:

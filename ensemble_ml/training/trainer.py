@@ -39,6 +39,7 @@ from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.mllog import RunLog
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
@@ -94,6 +95,9 @@ def _train(config: TrainConfig, session: Session) -> Path:
         # The checkpoint holds the number of threads of rank 0.
         was = checkpoint.meta["threads"] if checkpoint and session.first else None
         threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
+        mllog = _mllog(config, session, resumed=checkpoint is not None)
+        if mllog is not None:
+            mllog.reads_data()
         source = open_store(config.data.store)
         # The path of the store may differ between hosts, so its contents are compared.
         session.agree({"contents of data.store": source.fingerprint()})
@@ -108,7 +112,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
         progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
         if session.first:
             stack.enter_context(Pulse(progress.text))
-        trainer = Trainer(assemble(config, reader, checkpoint, threads, session, progress), folder)
+        trainer = Trainer(assemble(config, reader, checkpoint, threads, session, progress), folder, mllog)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             progress.doing("validation and steps are timed, for max_minutes")
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
@@ -133,12 +137,13 @@ class Trainer:
     Args:
         run: the model, the data and the ranks, ready to train.
         folder: the run folder.
+        mllog: the log of MLPerf that the first rank writes, or None.
     """
 
-    def __init__(self, run: Run, folder: Path):
+    def __init__(self, run: Run, folder: Path, mllog: RunLog | None = None):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
-        self.stepper = Stepper(run)
+        self.stepper, self.mllog = Stepper(run), mllog
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
         self.kept = False  # whether a checkpoint of the run is on disk, from this process or an earlier one
@@ -173,6 +178,7 @@ class Trainer:
                     if self.session.first:
                         _write_config(self.config, self.folder)
                     self._save(tracker, best=self._validated(tracker))
+                    self._end_where_solved(tracker)
                     self.keeper.finish()
                     self.kept = True
                 stop.arm()
@@ -191,9 +197,12 @@ class Trainer:
             return Silent()
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted, state = self.config.tracking, self.state
+        if self.mllog is not None:
+            dates = len(self.setup.train_dates), len(self.setup.validation_dates)
+            self.mllog.knows_data(self.session.topology.size, *dates, self.setup.steps_per_epoch)
         return Tracker(
             self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
-            tensorboard=wanted.tensorboard, unwritten=self.setup.facts.get("unwritten"),
+            tensorboard=wanted.tensorboard, unwritten=self.setup.facts.get("unwritten"), mllog=self.mllog,
         )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
@@ -258,6 +267,7 @@ class Trainer:
         """Run step after step, with the validations and checkpoints that fall due between them."""
         state = self.state
         state.model.train()
+        tracker.training(state.step)
         batches = self.loader.train() if self.loader is not None else iter(())
         while state.step < state.steps:
             start = time.perf_counter()
@@ -352,6 +362,7 @@ class Trainer:
             text = f"patience={self.config.patience}: no validation was better than that of step"
             self._end_here(tracker, f"{text} {self.state.best_step}, so step {step} of {self.state.steps} is the last")
             last = True
+        last = self._end_where_solved(tracker) or last
         planned = better or last or step % self.config.checkpoint_every == 0
         if planned or due:
             # Averaging momenta changes the steps that follow. A clock may not do this, or runs would not be
@@ -359,8 +370,17 @@ class Trainer:
             self._save(tracker, best=better, kept=None if planned else MomentumKept.ranks)
             tracker.restart_clock()
 
+    def _end_where_solved(self, tracker: Tracker | Silent) -> bool:
+        """Make the current step the last one if it was validated and reached the score of `until`; return whether."""
+        state, until = self.state, self.config.until
+        reached = state.validated == state.step and state.scores.get("crps_ratio", math.inf) <= until
+        if reached and state.step < state.steps:
+            self._end_here(tracker, f"until={until:g}: reached, so step {state.step} of {state.steps} is the last")
+        return reached
+
     def _validated(self, tracker: Tracker | Silent) -> bool:
         """Score the validation dates. Return whether the score is better than all before."""
+        tracker.validating(self.state.step)
         state, found = self.state, self._scores()
         scores = found.scores
         if not scores:
@@ -454,6 +474,16 @@ class Trainer:
                     f"done: no validation after a step was better than that of the start, score {score}, so the best"
                     f" model is the start, the fits to the training dates without any step: {where}"
                 )
+
+
+def _mllog(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | None:
+    """Return the log of MLPerf if the run writes one on this rank."""
+    if not config.tracking.mllog or not session.first:
+        return None
+    if resumed:
+        log.warning("tracking.mllog: a run that is resumed has no time to solution, so its log is left as it is")
+        return None
+    return RunLog(config)
 
 
 def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:

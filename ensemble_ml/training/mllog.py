@@ -1,0 +1,230 @@
+"""Write the log of MLPerf HPC, from which time to solution is read.
+
+    :::MLLOG {"namespace": "", "time_ms": 1764300000000, "event_type": ..., "key": ..., "value": ..., "metadata": {...}}
+
+Each line is what the package `mlperf_logging` writes, byte for byte but for file and line number. Its checker reads the
+file with the rules of scripts/mlperf/ensemble_ml.yaml. Times count from `run_start`, before the first byte of training
+data is read, to `run_stop`: the fits before the first step lie between them, and `prepare`, which stages the data, does
+not (MLPerf HPC training rules, version 3.0).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from ensemble_ml.config import TrainConfig
+from ensemble_ml.strict_json import strict
+
+FILE = "mllog.txt"
+BENCHMARK = "ensemble_ml"
+_PREFIX = ":::MLLOG "
+_POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
+
+
+class Mllog:
+    """A log file of MLPerf. Lines wait in memory until `open` names the file; from then on each is flushed.
+
+    Args:
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        self._clock, self._latest = clock, 0
+        self._waiting: list[str] = []
+        self._stream: TextIO | None = None
+
+    def open(self, path: Path) -> None:
+        """Write the lines so far to a new file.
+
+        An older file is replaced: the checker wants `run_start` once.
+
+        Args:
+            path: the file.
+        """
+        self._stream = open(path, "w")  # noqa: SIM115 - closed by `close`
+        self._stream.write("".join(self._waiting))
+        self._stream.flush()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Close the file. Lines that come later are lost."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def point(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Log a fact.
+
+        Args:
+            key: its name in `mlperf_logging.mllog.constants`, or a name of our own.
+            value: any value that JSON has; a number that is not finite becomes null.
+            **metadata: what belongs to it, such as epoch_num.
+        """
+        self._log(_POINT, key, value, metadata)
+
+    def start(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Log that an interval begins; the arguments are those of `point`."""
+        self._log(_START, key, value, metadata)
+
+    def end(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Log that an interval ends; the arguments are those of `point`."""
+        self._log(_END, key, value, metadata)
+
+    def _log(self, kind: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
+        """Write a line with file and line number of the caller of `point`, `start` or `end`."""
+        caller = sys._getframe(2)
+        where = {"file": caller.f_code.co_filename, "lineno": caller.f_lineno}
+        # The clock of a machine may be set back. The checker takes the order of times for the order of events.
+        self._latest = max(self._latest, int(self._clock() * 1e3))
+        line = encoded(self._latest, kind, key, value, where | metadata)
+        if self._stream is None:
+            self._waiting.append(line + "\n")
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+def encoded(time_ms: int, kind: str, key: str, value: Any, metadata: dict[str, Any]) -> str:
+    """Return a line of the log.
+
+    Args:
+        time_ms: milliseconds since 1970.
+        kind: POINT_IN_TIME, INTERVAL_START or INTERVAL_END.
+        key: name of the event.
+        value: its value.
+        metadata: what belongs to it.
+    """
+    event = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key}
+    return _PREFIX + json.dumps(event | {"value": strict(value), "metadata": strict(metadata)})
+
+
+def staged(lines: str, began: float, ended: float) -> str:
+    """Return a log with the time of staging before its other lines.
+
+    Args:
+        lines: the log of a run.
+        began: when `prepare` began, seconds since 1970.
+        ended: when it ended.
+    """
+    times = ("staging_start", began, _START), ("staging_stop", ended, _END)
+    where = {"file": __file__, "lineno": 0}
+    return "".join(encoded(int(at * 1e3), kind, key, None, where) + "\n" for key, at, kind in times) + lines
+
+
+class RunLog(Mllog):
+    """The log of a training run, from its settings to its last step.
+
+    A run that ends by an error or a signal, or without reaching the score of `until`, ends with the status "aborted".
+
+    Args:
+        config: settings of the run.
+        clock: returns seconds since 1970.
+    """
+
+    def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.time):
+        super().__init__(clock)
+        self._until, self._reached = config.until, False
+        self._steps_per_epoch, self._epoch = 1, 0  # the epoch that is under way, from 1
+        tracking = config.tracking
+        self.point("cache_clear", tracking.cache_clear)
+        self.start("init_start")
+        facts = {
+            "submission_benchmark": BENCHMARK,
+            "submission_org": tracking.org,
+            "submission_platform": tracking.platform,
+            "submission_division": "open",
+            "submission_status": "research",
+            "seed": config.seed,
+            "global_batch_size": config.batch_size,
+            "opt_name": config.optim.name.value,
+            "opt_base_learning_rate": config.optim.lr,
+        }
+        if config.until:
+            facts["quality_target"] = config.until
+        for key, value in facts.items():
+            self.point(key, value)
+
+    def reads_data(self) -> None:
+        """Log that the clock starts. What comes next may read training data."""
+        self.end("init_stop")
+        self.start("run_start")
+
+    def knows_data(self, ranks: int, train: int, validation: int, steps_per_epoch: int) -> None:
+        """Log the size of the job.
+
+        Args:
+            ranks: processes.
+            train: training dates.
+            validation: validation dates.
+            steps_per_epoch: steps in which all training dates are seen once.
+        """
+        self._steps_per_epoch = steps_per_epoch
+        for key, value in {"number_of_ranks": ranks, "train_samples": train, "eval_samples": validation}.items():
+            self.point(key, value)
+
+    def trains(self, step: int) -> None:
+        """Log that steps begin.
+
+        Args:
+            step: steps that are done.
+        """
+        self._epoch = step // self._steps_per_epoch + 1
+        self.start("epoch_start", epoch_num=self._epoch)
+
+    def stepped(self, step: int, steps: int) -> None:
+        """Log the end of an epoch, and the beginning of the next, where a step is its last.
+
+        Args:
+            step: steps that are done.
+            steps: steps of the run.
+        """
+        if step % self._steps_per_epoch == 0:
+            self._close_epoch()
+            if step < steps:
+                self.trains(step)
+
+    def validates(self, step: int) -> None:
+        """Log that a validation begins.
+
+        Args:
+            step: steps that are done.
+        """
+        self.start("eval_start", epoch_num=step // self._steps_per_epoch)
+
+    def validated(self, step: int, scores: Mapping[str, float]) -> None:
+        """Log the scores of a validation.
+
+        Args:
+            step: steps that are done.
+            scores: scores by name; crps_ratio is the one to reach.
+        """
+        epoch = step // self._steps_per_epoch
+        error = scores.get("crps_ratio")
+        if error is not None:
+            self.point("eval_error", error, epoch_num=epoch)
+            self._reached = self._reached or error <= self._until
+        for name, value in scores.items():
+            self.point(f"{BENCHMARK}_{name}", value, epoch_num=epoch)
+        self.end("eval_stop", epoch_num=epoch)
+
+    def ended(self, *, well: bool) -> None:
+        """Log the end of the run, and close the file.
+
+        Args:
+            well: the run was not cut short by an error or a signal.
+        """
+        self._close_epoch()
+        success = well and (self._reached or not self._until)
+        self.end("run_stop", status="success" if success else "aborted")
+        self.close()
+
+    def _close_epoch(self) -> None:
+        """Log the end of the epoch that is under way, if there is one."""
+        if self._epoch:
+            self.end("epoch_stop", epoch_num=self._epoch)
+            self._epoch = 0
