@@ -116,11 +116,18 @@ def _evaluate(config: schema.EvaluateConfig) -> object:
     return evaluate(config, both, both.unverified(), open_ground(config, both))
 
 
+_ELSEWHERE = (
+    "benchmarks are not part of an installed package; run `python -m ensemble_ml benchmark benchmark={}` in the folder "
+    "of a checkout of the source"
+)
+
+
 def _benchmark(config: schema.BenchmarkConfig) -> object:
     names = benchmark_names()
+    schema.require("benchmark", config.benchmark, bool(names), _ELSEWHERE.format(config.benchmark))
     schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")
     check_writable(config.output)
-    return importlib.import_module(f"ensemble_ml.benchmarks.{config.benchmark}").run(config)
+    return importlib.import_module(f"benchmarks.{config.benchmark}.benchmark").run(config)
 
 
 TASKS: dict[str, Task] = {
@@ -168,6 +175,5 @@ TASKS: dict[str, Task] = {
 
 
 def benchmark_names() -> list[str]:
-    """Return the modules of `ensemble_ml.benchmarks` that are benchmarks and not their tools."""
-    folder = Path(__file__).parent / "benchmarks"
-    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "results")
+    """Return the names of the benchmarks of this checkout. A package that was installed from a wheel has none."""
+    return sorted(path.parent.name for path in Path(__file__).parents[1].glob("benchmarks/*/benchmark.py"))

@@ -1,8 +1,8 @@
-"""Write the tables of README.md, docs/results.md and scripts/results/README.md from the results files of benchmarks.
+"""Write the tables of README.md, docs/results.md and benchmarks/results/README.md from the results files of benchmarks.
 
     python scripts/readme_table.py [--check]
 
-Results to publish stand in scripts/results/NAME.json, or NAME-SECTION.json where a section was run alone, copies of
+Results to publish stand in benchmarks/results/NAME.json, or NAME-SECTION.json where a section was run alone, copies of
 runs/benchmark/NAME/results.json. `--check` changes nothing and fails where a table is not what the files say.
 """
 
@@ -13,7 +13,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "scripts" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
@@ -100,7 +100,7 @@ def published() -> dict[str, dict]:
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     for name, content in found.items():
         if content.get("size", "full") != "full":
-            raise SystemExit(f"scripts/results/{name}.json: of size={content['size']}; targets are of size=full")
+            raise SystemExit(f"benchmarks/results/{name}.json: of size={content['size']}; targets are of size=full")
     return found
 
 
@@ -175,7 +175,9 @@ def main() -> int:
         if "--check" not in sys.argv:
             path.write_text(new)
         elif new != text:
-            print(f"{path.relative_to(ROOT)}: its table is not what scripts/results says; run scripts/readme_table.py")
+            print(
+                f"{path.relative_to(ROOT)}: its table is not what benchmarks/results says; run scripts/readme_table.py"
+            )
             wrong = True
     return int(wrong)
 

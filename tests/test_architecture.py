@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"errors", "fields", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
           "strict_json", "wording"}  # fmt: skip
 FLOORS = [GROUND, {"store"}, {"loading", "models", "distributed", "optim"}, {"training", "inference", "verification"},
-          {"benchmarks"}, {"api", "plot"}, {"tasks"}, {"cli", "__main__"}]  # fmt: skip
+          {"api", "plot"}, {"tasks"}, {"cli", "__main__"}]  # fmt: skip
 # A room may also use its own floor: training's checkpoints are read by inference.
 FILES = sorted((ROOT / "ensemble_ml").rglob("*.py"))
 
@@ -45,8 +45,9 @@ def test_imports_point_down(path):
         assert not any(n.startswith("torch.distributed") for n in names)
     if room in GROUND | {"store", "verification"}:
         assert "torch" not in tops
-    if room not in {"tasks", "api", "benchmarks"}:
+    if room not in {"tasks", "api"}:
         assert "data_prep" not in tops
+    assert "benchmarks" not in tops, "no installed package has them"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "data_prep").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -55,3 +56,12 @@ def test_data_preparation_needs_no_torch(path):
     assert "torch" not in {n.split(".")[0] for n in names}
     rooms = {n.split(".")[1] for n in names if n.startswith("ensemble_ml.") and n.split(".")[1] != "__version__"}
     assert rooms <= GROUND | {"store"}
+    assert "benchmarks" not in {n.split(".")[0] for n in names}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_benchmarks_use_what_the_command_line_does(path):
+    names = imported(path)
+    assert not {
+        n for n in names if n.startswith(("hydra", "torch.distributed", "ensemble_ml.cli", "ensemble_ml.tasks"))
+    }

@@ -63,6 +63,17 @@ def test_both_packages_and_the_xarray_engine_are_there(installed):
     assert str(installed) in done.stdout
 
 
+def test_benchmarks_stay_in_the_checkout(installed):
+    assert {path.parent.name for path in installed.glob("*/__init__.py")} == {"data_prep", "ensemble_ml"}
+    done = run(installed, "-m", "ensemble_ml", "benchmark", "benchmark=step")
+    assert done.returncode == 2 and not done.stdout
+    command = "python -m ensemble_ml benchmark benchmark=step"
+    assert done.stderr == (
+        "ensemble_ml: benchmark=step: benchmarks are not part of an installed package; "
+        f"run `{command}` in the folder of a checkout of the source\n"
+    )
+
+
 @pytest.mark.skipif(shutil.which("cc") is None or "CC" in os.environ, reason="without cc, no loops are compiled")
 def test_compiled_loops_travel_and_are_used(installed):
     assert [wheel.name.split("-", 2)[2][:9] for wheel in installed.parent.glob("*.whl")] == ["py3-none-"]

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from ensemble_ml.benchmarks import lion
-from ensemble_ml.benchmarks.common.hosts import Hosts, python
-from ensemble_ml.benchmarks.voting import quality, simulation
-from ensemble_ml.benchmarks.voting.trials import Training, quickstart_config
+from benchmarks.common.hosts import Hosts, python
+from benchmarks.lion import benchmark as lion
+from benchmarks.lion import quality, simulation
+from benchmarks.lion.trials import Training, quickstart_config
 from ensemble_ml.cli import build_config, compose_config
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, CompressionConfig
 from ensemble_ml.errors import UserError

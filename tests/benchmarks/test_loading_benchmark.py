@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from ensemble_ml.benchmarks import loading
-from ensemble_ml.benchmarks.loaders import racing
-from ensemble_ml.benchmarks.loaders.race import Outcome
-from ensemble_ml.benchmarks.loaders.track import check
+from benchmarks.loading import benchmark as loading
+from benchmarks.loading import racing
+from benchmarks.loading.race import Outcome
+from benchmarks.loading.track import check
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, RaceConfig
 from ensemble_ml.errors import UserError
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ensemble_ml.benchmarks import planner
-from ensemble_ml.benchmarks.common import hosts
-from ensemble_ml.benchmarks.common.hosts import available, fair_share, linked, python
+from benchmarks.common import hosts
+from benchmarks.common.hosts import available, fair_share, linked, python
+from benchmarks.planner import benchmark as planner
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, PlannerBenchmark
 
 

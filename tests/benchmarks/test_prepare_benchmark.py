@@ -13,9 +13,9 @@ import pytest
 import xarray as xr
 import zarr
 
-from ensemble_ml.benchmarks import prepare
-from ensemble_ml.benchmarks.common import process
-from ensemble_ml.benchmarks.preparing import conversion, data, decoding, reading, reduction, robustness
+from benchmarks.common import process
+from benchmarks.prepare import benchmark as prepare
+from benchmarks.prepare import conversion, data, decoding, reading, reduction, robustness
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -100,11 +100,11 @@ def test_draws_meet_every_variable_equally_often():
 
 
 def test_entrants_run_apart(tmp_path):
-    outcome = process.run("preparing.reduction", "race", members=4, fields=2, rows=8, columns=16, passes=2)
+    outcome = process.run("prepare.reduction", "race", members=4, fields=2, rows=8, columns=16, passes=2)
     assert all(len(outcome[name]) == 2 for name in ("ours", *reduction.DASK))
     assert outcome["difference"] < 1e-3 and outcome["peak_bytes"] > 1e7
     with pytest.raises(UserError, match="no-such-file"):
-        process.run("preparing.decoding", "ours", source=str(tmp_path / "no-such-file"), passes=1)
+        process.run("prepare.decoding", "ours", source=str(tmp_path / "no-such-file"), passes=1)
 
 
 def test_run_writes_results_of_the_sections_asked_for(tmp_path):

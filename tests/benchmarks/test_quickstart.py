@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble_ml.benchmarks import quickstart
+from benchmarks.quickstart import benchmark as quickstart
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.errors import UserError
 

@@ -10,12 +10,12 @@ import torch
 from scoringrules import crps_normal
 from stores import make_store
 
-from ensemble_ml.benchmarks import skill
-from ensemble_ml.benchmarks.skilling import entrants
-from ensemble_ml.benchmarks.skilling.claims import Contest, _sizes, report
-from ensemble_ml.benchmarks.skilling.realistic import realism_of
-from ensemble_ml.benchmarks.skilling.scoring import CHANCE, Data, _Scorer, fit, groups_of, score
-from ensemble_ml.benchmarks.skilling.table import Board, Table
+from benchmarks.skill import benchmark as skill
+from benchmarks.skill import entrants
+from benchmarks.skill.claims import Contest, _sizes, report
+from benchmarks.skill.realistic import realism_of
+from benchmarks.skill.scoring import CHANCE, Data, _Scorer, fit, groups_of, score
+from benchmarks.skill.table import Board, Table
 from ensemble_ml.cli import conf_folder
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, SkillConfig
 from ensemble_ml.errors import UserError

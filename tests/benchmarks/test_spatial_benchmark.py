@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from ensemble_ml.benchmarks import spatial
-from ensemble_ml.benchmarks.common.hosts import Hosts
-from ensemble_ml.benchmarks.partitioning import steps
+from benchmarks.common.hosts import Hosts
+from benchmarks.spatial import benchmark as spatial
+from benchmarks.spatial import steps
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, SpatialConfig
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble_ml.benchmarks.stations import ERA5, STATION, run
+from benchmarks.stations.benchmark import ERA5, STATION, run
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 from ensemble_ml.errors import UserError
 

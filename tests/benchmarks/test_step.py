@@ -8,8 +8,9 @@ import subprocess
 import pytest
 import torch
 
-from ensemble_ml.benchmarks import results, step
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from benchmarks.common import results
+from benchmarks.common.results import Claim, Figure, summary, write_results
+from benchmarks.step import benchmark as step
 from ensemble_ml.config import BenchmarkConfig, Pole, Precision, Vertical
 from ensemble_ml.models import Climate, EnsembleModel, Speed
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from ensemble_ml.benchmarks import verification
-from ensemble_ml.benchmarks.verification import run
+from benchmarks.verification import benchmark as verification
+from benchmarks.verification.benchmark import run
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 

@@ -186,7 +186,7 @@ PEER = """
 import sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
 from test_faults import *
-from ensemble_ml.benchmarks.loaders.lap import Meeting
+from benchmarks.loading.lap import Meeting
 meeting = Meeting(Path({folder!r}), 1, 2)
 options = dict(ram=F // 2 * SIZE, rank=1, ranks=2, gather=meeting.gather, node={node!r}, host="localhost")
 with ClairvoyantLoader(Samples(), BATCH, 200, 0, **options) as loader:
@@ -199,7 +199,7 @@ with ClairvoyantLoader(Samples(), BATCH, 200, 0, **options) as loader:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one node", "own nodes"])
 def test_a_peer_killed_in_the_middle(tmp_path, apart):
-    from ensemble_ml.benchmarks.loaders.lap import Meeting
+    from benchmarks.loading.lap import Meeting
 
     node = "b" if apart else "a"
     text = PEER.format(root=str(ROOT), tests=str(ROOT / "tests" / "loading"), folder=str(tmp_path), node=node)
@@ -314,7 +314,7 @@ def test_hundreds_of_starts_and_stops(tmp_path):
 
 @pytest.mark.slow
 def test_memory_stays_within_the_budget_for_fifty_epochs():
-    from ensemble_ml.benchmarks.loaders.memory import measure
+    from benchmarks.loading.memory import measure
 
     taken, budget = measure(128 << 20, 50)
     assert max(taken) < 1.1 * budget

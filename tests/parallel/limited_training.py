@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from ensemble_ml.benchmarks.common.status import process_bytes
+from benchmarks.common.status import process_bytes
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import setup, train, trainer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from stores import make_store
 
-from ensemble_ml.benchmarks.common.hosts import Hosts, python
+from benchmarks.common.hosts import Hosts, python
 from ensemble_ml.training import load_checkpoint
 from ensemble_ml.training.tracking import read_log
 
@@ -38,7 +38,7 @@ dist.destroy_process_group()
 
 def found_by(folder, work, lat, lon, **job):
     job = {"work": work, "lat": lat, "lon": lon, "device": "cuda", **job}
-    command = python("-m", "ensemble_ml.benchmarks.partitioning.worker", json.dumps(job), str(folder))
+    command = python("-m", "benchmarks.spatial.worker", json.dumps(job), str(folder))
     Hosts(lat * lon).run(command, seconds=300)
     return json.loads((folder / "results.json").read_text())
 

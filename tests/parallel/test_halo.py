@@ -9,7 +9,7 @@ from parallel.ranks import run_ranks
 from parallel.simulated import run_threads
 from torch.nn import functional as F
 
-from ensemble_ml.benchmarks.partitioning.exactness import serial_padding
+from benchmarks.spatial.exactness import serial_padding
 from ensemble_ml.distributed.halo import Across, Filling, Side, halo
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule

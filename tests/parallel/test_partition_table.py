@@ -7,7 +7,7 @@ import torch
 from parallel.ranks import run_ranks
 from parallel.simulated import run_threads
 
-from ensemble_ml.benchmarks.partitioning import exactness
+from benchmarks.spatial import exactness
 from ensemble_ml.config import OptimName
 
 NAMES = ("forward", "input gradient", "weight gradient")

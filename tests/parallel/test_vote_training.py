@@ -11,7 +11,7 @@ from parallel.simulated import on_ranks
 from parallel.test_parallel_training import config_of, joined, stopped_at
 from stores import make_store
 
-from ensemble_ml.benchmarks.voting import trials
+from benchmarks.lion import trials
 from ensemble_ml.config import (
     Assign,
     ExchangeName,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ensemble_ml.benchmarks.partitioning.network import perturbed
-from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
+from benchmarks.spatial.network import perturbed
+from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.loading import Batch
 from ensemble_ml.training.recorded import Recorded
 

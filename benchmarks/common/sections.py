@@ -1,0 +1,108 @@
+"""Run a benchmark in sections, each of which can be run alone with `only=[NAME,...]`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.common.results import Claim, Figure, summary, times_as_long, write_results
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Bench:
+    """The settings of a benchmark, its folder, and the results so far."""
+
+    config: BenchmarkConfig
+    folder: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def tiny(self) -> bool:
+        """Return whether this run only shows that everything runs."""
+        return self.config.size is BenchmarkSize.tiny
+
+    def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
+        """Add a claim.
+
+        Args:
+            words: the promise in its own words.
+            value: the measured value.
+            unit: its unit.
+            target: the limit that keeps the promise.
+            at_most: whether the target is an upper limit.
+        """
+        self.claims.append(Claim(words, value, unit, target, at_most))
+
+    def race(self, words: str, theirs: Sequence[float], ours: Sequence[float], target: float) -> None:
+        """Claim how many times as long theirs takes as ours.
+
+        The figure is kept, too. If the claim is near its target, the range shows whether all rounds reach it.
+
+        Args:
+            words: the promise in its own words.
+            theirs: seconds of the other tool, one for each round.
+            ours: our seconds.
+            target: the smallest ratio that keeps the promise.
+        """
+        self.figures[words] = times_as_long(theirs, ours)
+        self.claim(words, self.figures[words].median, "times", target)
+
+    def publish(self, folder: Path, title: str) -> Path:
+        """Log the results, and write results.json and report.html.
+
+        Args:
+            folder: the folder.
+            title: title of the page.
+
+        Returns:
+            The path of results.json.
+        """
+        log.info("%s", summary(self.figures, self.claims, self.config.size))
+        return write_results(
+            folder, title=title, runs=self.config.repeats, figures=self.figures, claims=self.claims, notes=self.notes,
+            tables=self.tables, size=self.config.size,
+        )  # fmt: skip
+
+
+B = TypeVar("B", bound=Bench)
+
+
+def chosen(only: Sequence[str] | None, sections: Mapping[str, object]) -> list[str]:
+    """Return the names of the sections to run, in the order of `sections`.
+
+    Args:
+        only: the names that the settings give, or None for all.
+        sections: all sections.
+
+    Raises:
+        UserError: a name is unknown.
+    """
+    for name in only or ():
+        there = f"sections are {', '.join(sections)}" if sections else "this benchmark has no sections"
+        require("only", name, name in sections, there)
+    return [name for name in sections if only is None or name in only]
+
+
+def run_sections(bench: B, sections: Mapping[str, Callable[[B], None]]) -> B:
+    """Run the chosen sections, which add their results to `bench`, and return it.
+
+    Args:
+        bench: the benchmark.
+        sections: all sections by name.
+    """
+    for name in chosen(bench.config.only, sections):
+        start = time.monotonic()
+        log.info("%s: %s", bench.config.benchmark, name)
+        sections[name](bench)
+        log.info("%s: %s took %.0f s", bench.config.benchmark, name, time.monotonic() - start)
+    return bench

@@ -1,0 +1,1 @@
+"""The claims of the quickstart, made of its scores."""

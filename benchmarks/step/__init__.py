@@ -1,0 +1,1 @@
+"""The benchmark of a training step's time."""
