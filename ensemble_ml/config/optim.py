@@ -94,12 +94,22 @@ class OptimConfig:
     momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank; a layer that needs more is never averaged")
     momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first, but for those that a stop or the clock asks for")
 
+    quorum: str = opt("all", "all | auto | number: ballots that end a vote; a late rank abstains in it and follows (auto: three quarters of the ranks)")
+    bound: int = opt(10, "votes after which all ranks wait for each other, where quorum is not all")
+    replay: str | None = opt(None, "votes.jsonl of a run with quorum, whose votes are repeated", paths=True)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether every step waits for all ranks."""
+        return self.quorum == "all"
+
     @property
     def votes(self) -> bool:
         """Return whether ranks vote on the signs of the update."""
         return self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
 
     def __post_init__(self) -> None:
+        self.quorum = str(self.quorum)  # YAML reads a number
         require("optim.lr", self.lr, self.lr > 0, "must be above 0")
         for key in ("beta1", "beta2"):
             require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")
@@ -117,9 +127,17 @@ class OptimConfig:
         for key, usual, taken in (
             ("bits", 1, ballots), ("scale", VoteScale.l1, ballots), ("hierarchical", False, self.votes),
             ("momentum_sync", MomentumSync.never, self.votes), ("momentum_kept", MomentumKept.ranks, self.votes),
+            ("quorum", "all", self.exchange is ExchangeName.vote),
         ):  # fmt: skip
             value = getattr(self, key)
             require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} takes no notice of it; leave it out, or use exchange=vote")
         require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
         at_least(self, 1, "rank", "momentum_every", group="optim.")
         require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")
+        number = self.quorum in ("all", "auto") or (self.quorum.isdecimal() and int(self.quorum) > 0)
+        require("optim.quorum", self.quorum, number, "all, auto, or a number of ranks above 0")
+        at_least(self, 1, "bound", group="optim.")
+        require("optim.bound", self.bound, self.bound == 10 or not self.waits, "quorum=all waits in every vote; leave it out, or give optim.quorum=auto")
+        require("optim.replay", self.replay, self.replay is None or not self.waits, "quorum=all has nothing to repeat; give the quorum of that run")
+        alone = self.waits or (not self.hierarchical and self.momentum_sync is MomentumSync.never)
+        require("optim.quorum", self.quorum, alone, "votes that do not wait take neither hierarchical nor momentum_sync, for which all ranks would wait; leave these out, or use quorum=all")

@@ -85,6 +85,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
         at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed", "until")
+        require("optim.quorum", self.optim.quorum, self.optim.waits or not self.parallel.planned, "the planner lets ranks share a sample, and these wait for each other; give numbers for parallel.lat and parallel.lon")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")

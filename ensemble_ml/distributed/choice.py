@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from ensemble_ml.config import ExchangeName, MomentumKept, OptimConfig
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
 from ensemble_ml.distributed.exchange import ADDS_UP, BucketExchange, GradientAverage, Reduction
-from ensemble_ml.distributed.mesh import new_group
+from ensemble_ml.distributed.hub import join_hub
+from ensemble_ml.distributed.mesh import new_group, patience
 from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.powersgd import PowerSGD
+from ensemble_ml.distributed.quorum import Quorum, QuorumVote, quorum_of
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
 from ensemble_ml.errors import UserError
@@ -58,10 +61,28 @@ def make_exchange(
     """
     ranks = topology.data * topology.spatial
     if ranks == 1:
+        quorum_of(config.quorum, 1)
         return Exchange(config.clip)
     name = config.exchange
     if name is ExchangeName.none:
         raise UserError(f"optim.exchange=none: {ranks} ranks would train apart; use allreduce or vote")
+    if not config.waits:
+        if topology.spatial > 1:
+            raise UserError(
+                f"optim.quorum={config.quorum}: {topology.spatial} ranks share a sample, and wait for each other in"
+                " every step; use quorum=all, or one rank a sample"
+            )
+        if (ballots := quorum_of(config.quorum, ranks)) < ranks:
+            group = _groups(topology, 1, connect)[0]
+            rule = Quorum(ballots, config.bound, patience())
+            return QuorumVote(
+                group,
+                rule,
+                partial(join_hub, seconds=patience()),
+                bits=config.bits,
+                scale=config.scale,
+                **_common(config),
+            )
     if config.votes:
         outer, inner = _groups(topology, _inner_size(config, topology, local_size), connect)
         return exchange_between(config, outer, inner, reduction)
@@ -96,19 +117,18 @@ def exchange_between(
 
 def _vote(config: OptimConfig, outer: Communicator, inner: Communicator, reduction: Reduction) -> Vote:
     """Make the voting exchange that `config` names."""
-    settings: dict[str, Any] = {
-        "inner": inner,
-        "reduction": reduction,
-        "clip": config.clip,
-        "clip_by": config.clip_by,
-        "bucket_mb": config.bucket_mb,
-        "plan": MomentumPlan(config.momentum_sync, config.momentum_every, config.momentum_mb * 1e6),
-    }
+    settings = _common(config) | {"inner": inner, "reduction": reduction}
+    settings["plan"] = MomentumPlan(config.momentum_sync, config.momentum_every, config.momentum_mb * 1e6)
     if config.exchange is ExchangeName.distributed_lion:
         return DistributedLion(outer, **settings)
     if config.exchange is ExchangeName.lion_cub:
         return LionCub(outer, bits=config.bits, scale=config.scale, **settings)
     return Vote(outer, bits=config.bits, scale=config.scale, **settings)
+
+
+def _common(config: OptimConfig) -> dict[str, Any]:
+    """Return the settings that all exchanges with votes share."""
+    return {"clip": config.clip, "clip_by": config.clip_by, "bucket_mb": config.bucket_mb}
 
 
 def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int:

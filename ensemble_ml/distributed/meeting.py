@@ -83,6 +83,11 @@ def met() -> bool:
     return bool(_meetings)
 
 
+def first_host() -> str:
+    """Return the host of rank 0, as this process has reached it."""
+    return [*_meetings.values()][-1].host if _meetings else "localhost"
+
+
 def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
     """Return (host, port, store) by the way that the launcher offers; the store is None except on rank 0."""
     agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"

@@ -148,6 +148,11 @@ def be_patient(seconds: float) -> None:
     _patience[:] = [timedelta(seconds=seconds)]
 
 
+def patience() -> float:
+    """Return the timeout of collectives, in seconds; infinite before a job has begun."""
+    return _patience[0].total_seconds() if _patience else float("inf")
+
+
 def new_group(ranks: Sequence[int]) -> Any:
     """Make a process group of `ranks`. All ranks of the job call this, members or not."""
     return dist.new_group(list(ranks), timeout=_patience[0] if _patience else None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.distributed.communicator import Communicator, Done, NullCommunicator, Pending
+from ensemble_ml.distributed.hub import Hub, LocalLink
 from ensemble_ml.distributed.mesh import ROLES, Mesh
 from ensemble_ml.distributed.topology import Topology
 
@@ -83,6 +84,13 @@ class SimulatedCommunicator:
     def barrier(self) -> None:
         """Return once every rank has called."""
         self.room.barrier.wait()
+
+
+def join_simulated(group: Communicator, make: Callable[[], Hub]) -> LocalLink:
+    """Connect a simulated rank with the hub of its votes (a `Join` of `ensemble_ml.distributed.quorum`)."""
+    assert isinstance(group, SimulatedCommunicator)
+    hub = group.room.swap(group.rank, make() if group.rank == 0 else None)[0]
+    return LocalLink(hub, group.rank, owner=group.rank == 0)
 
 
 def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Engine:
         threads: Number of threads that fetch and decode.
         alone: Whether no other rank takes units from this one. Otherwise, units stay until every rank has finished one
             more step.
+        meets: Whether all ranks have done the same number of steps, by that number; None where they always have.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class Engine:
         ahead: int,
         threads: int,
         alone: bool,
+        meets: Callable[[int], bool] | None = None,
     ):
         self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
-        self._alone = alone
+        self._alone, self._meets, self._met = alone, meets, -1
         self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # the user holds one
         self._free = list(range(ahead + 1))
         self._change = threading.Condition()
@@ -129,8 +131,12 @@ class Engine:
         self._device.wait(job.ready)
         # All ranks exchange gradients in every training step, so its end shows that all of them have received the
         # batches up to it. The end of a validation batch shows nothing about the other ranks.
-        if self._alone or not job.turn.validation:
+        if self._alone or (self._meets is None and not job.turn.validation):
             self._passed = job.number
+        # Ranks that do not wait for each other pass a batch at different times. A meeting shows that all have received
+        # the batches up to the meeting before: a late rank may still have to fetch those since then, to leave them out.
+        elif self._meets is not None and not job.turn.validation and self._meets(job.turn.step + 1):
+            self._passed, self._met = self._met, job.number
         with self._change:
             self._free.append(job.slot)
             self._change.notify_all()

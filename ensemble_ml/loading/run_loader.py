@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,6 +100,8 @@ class PlannedLoader:
         device: Device to which batches are copied.
         lane: Ranks that read the same rows.
         timeline: File for a picture of what the threads did and when; None draws none.
+        meets: Whether all ranks have done the same number of steps, by that number.
+        slack: Number of steps that ranks may be apart.
 
     Raises:
         UserError: Settings do not fit the store, or differ between ranks.
@@ -113,8 +115,11 @@ class PlannedLoader:
         device: Device,
         lane: Lane,
         timeline: Path | None = None,
+        *,
+        meets: Callable[[int], bool] = lambda step: True,
+        slack: int = 0,
     ):
-        self.plan, units, self.schedule, ahead = make_plan(config, schedule, reader, lane)
+        self.plan, units, self.schedule, ahead = make_plan(config, schedule, reader, lane, slack)
         self.timeline = Timeline(timeline)
         self._peers: UnitPeers | None = None
         self._engine: Engine | None = None
@@ -127,7 +132,7 @@ class PlannedLoader:
                 )
             self._engine = Engine(
                 self.schedule, self.cache, coordinate=lane.coordinate, device=device, ahead=ahead,
-                threads=config.threads, alone=lane.ranks == 1,
+                threads=config.threads, alone=lane.ranks == 1, meets=meets if slack else None,
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -270,7 +275,7 @@ def _as_it_is(found: Batch | UserError) -> Batch | UserError:
 
 
 def make_plan(
-    config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane
+    config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, slack: int = 0
 ) -> tuple[UnitPlan, Units, Schedule, int]:
     """Plan the loading of a run.
 
@@ -279,6 +284,7 @@ def make_plan(
         schedule: All batches of the run, in order.
         reader: Reader of the store.
         lane: Ranks that read the same rows.
+        slack: Number of steps that ranks may be apart.
 
     Returns:
         The plan, its units, the schedule for which it is made (with `holders` where `assign` is `locality`), and the
@@ -294,6 +300,8 @@ def make_plan(
     own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
     mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
+    # Where ranks drift apart, what is read between two meetings waits in memory until the one after them.
+    together += 2 * slack * int(own.max(initial=0))
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     # The dates of one data coordinate are spread over its columns, so that each column holds a share of them.
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
@@ -320,7 +328,7 @@ def cache_room(
         reader: Reader of the store.
         lane: Ranks that read the same rows.
         packed: Most packed bytes of one batch.
-        together: Packed bytes of a validation on this rank.
+        together: Packed bytes on this rank that are passed together: of a validation, and of steps between meetings.
 
     Returns:
         Bytes of the cache in whole pages, and batches of look-ahead.

@@ -7,6 +7,9 @@
     outcome = exchange.finish()                 gradients agreed on, checked and clipped
     optimizer.step()
 
+`finish` and `optimizer.step()` are repeated while `outcome.missed` is set: other ranks have taken steps without this
+one (`ensemble_ml.distributed.quorum`).
+
 The base class serves a single rank and exchanges nothing. Exchanges over ranks (`ensemble_ml.distributed.exchange`)
 work in one of two ways. They average gradients, which any optimizer can then use, or they vote on the signs along which
 Lion moves; `signs` returns these.
@@ -15,7 +18,7 @@ Lion moves; `signs` returns these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +38,17 @@ class Outcome:
             share such a mean.
         waited: seconds spent waiting for other ranks, without those hidden by the backward pass.
         bytes_sent: bytes that this rank sent.
+        missed: other ranks took this step before this rank's gradient was complete. `finish` returns the next one.
+        sums: the numbers of `Exchange.tells`, summed over the ranks that took part in the step; None if the exchange
+            does not sum them.
     """
 
     norm: float
     culprits: tuple[int, ...] = ()
     waited: float = 0.0
     bytes_sent: int = 0
+    missed: bool = False
+    sums: dict[str, float] | None = None
 
     @property
     def finite(self) -> bool:
@@ -62,6 +70,8 @@ class Exchange:
         params: the parameters that are exchanged.
         apart: the parameters of which each rank steps only its own grid points.
         checked: whether `finish` has checked the gradients since the last step.
+        tells: returns numbers of this rank that travel with its gradient, if the exchange sums them. One of them may be
+            `samples`, the number of its samples.
     """
 
     def __init__(self, clip: float = 0.0):
@@ -71,6 +81,16 @@ class Exchange:
         self.params: list[Tensor] = []
         self.apart: list[Tensor] = []
         self.checked = False
+        self.tells: Callable[[], Mapping[str, float]] = dict
+
+    @property
+    def slack(self) -> int:
+        """Return how many steps ranks may be apart."""
+        return 0
+
+    def meets(self, step: int) -> bool:
+        """Return whether all ranks have done the same number of steps when `step` steps are done."""
+        return True
 
     @property
     def abstains(self) -> bool:

@@ -33,6 +33,7 @@ _FREE = (
     "checkpoint_minutes",
     "data.store",
     "optim.nonfinite",
+    "optim.replay",
 )
 _OWN = ("threads", "data.store", *(f"loading.{key}" for key in ("ram", "disk", "folder", "threads", "host", "node")))
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
@@ -46,6 +47,18 @@ def common_settings(config: TrainConfig) -> dict[str, Any]:
     return {k: v for k, v in flat(plain_config(config)).items() if k not in _OWN}
 
 
+def deciding_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that decide the weights of a run, given who was in each of its votes."""
+    ours = flat(plain_config(config))
+    # Votes of all ranks come where a run validates and writes checkpoints.
+    return {k: v for k, v in ours.items() if k in ("validate_every", "checkpoint_every") or not _is_free(k)}
+
+
+def _is_free(key: str) -> bool:
+    """Return whether a setting changes nothing of what earlier steps did to the weights."""
+    return key in _FREE or (key.startswith(_FREE_GROUPS) and key not in _FIXED)
+
+
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError if a run was begun with other settings, except for those that may change when it is resumed.
 
@@ -55,7 +68,9 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
         also: keys of further settings that must not change.
     """
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    theirs.setdefault("model.departures", False)  # older runs do not have this setting
+    # Older runs do not have these settings.
+    for key, value in {"model.departures": False, "optim.quorum": "all", "optim.bound": 10}.items():
+        theirs.setdefault(key, value)
     # `auto` became a number when the run began.
     if ours["model.depth"] == "auto":
         ours["model.depth"] = theirs["model.depth"]
@@ -63,7 +78,7 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     # Momenta are averaged whenever a checkpoint is written, so the steps of checkpoints decide what follows.
     if averaged:
         also = (*also, "checkpoint_every", "validate_every")
-    free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
+    free = {k for k in {**ours, **theirs} if _is_free(k)}
     fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     # In older runs, settings of votes could be given where they had no effect.

@@ -178,7 +178,9 @@ def assemble(
         "seeds": {"seed": config.seed},
         **found,
     }
-    loss = _loss(config, reader.spec, state, shard, session.mesh.model)
+    # Where ranks may be steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
+    sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
+    loss = _loss(config, reader.spec, state, shard, sharing)
     run = Run(config, own, train, validation, state, loss, facts, session)
     # Without a partition there is no halo exchange, and nothing to overlap.
     if config.parallel.overlap == "auto" and shard is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,9 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
     Raises:
         UserError: settings do not fit the ranks, or nodes have different numbers of ranks where that matters.
     """
+    # A trial counts no steps that its ranks have not all taken, and a vote of all costs each rank as much.
+    if made is not None:
+        config = replace(config, optim=replace(config.optim, quorum="all", bound=10, replay=None))
     if config.optim.hierarchical:
         _refuse_uneven_nodes(session)
 

@@ -43,9 +43,11 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
     if config.name is LoaderName.torch:
         return TorchLoader(config, schedule, run.reader, session.topology.place.data)
     device = Device(run.device, run.dtype)
+    exchange = run.state.exchange
     return PlannedLoader(
-        config, schedule, run.reader, device, lane_of(session), _timeline(run.config, folder, session.topology.rank)
-    )
+        config, schedule, run.reader, device, lane_of(session), _timeline(run.config, folder, session.topology.rank),
+        meets=exchange.meets, slack=exchange.slack,
+    )  # fmt: skip
 
 
 def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Schedule:

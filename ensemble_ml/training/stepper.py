@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +49,8 @@ class Stepper:
         waited: seconds that the last step waited for other ranks.
         skipped: how many steps in a row were left out.
         noted: what the exchange reports of the last step, such as the layers whose momenta it averaged.
+        missed: the steps that the other ranks took without this one before the last: by their number, what a call
+            returns of a step, and whether it was left out.
 
     Args:
         run: the run.
@@ -58,9 +60,10 @@ class Stepper:
         self.setup, self.state, self.session, self.config = run, run.state, run.session, run.config
         self.waited, self.skipped = 0.0, 0
         self.noted: dict[str, Any] = {}
+        self.missed: dict[int, tuple[dict[str, float], bool]] = {}
 
     def __call__(self, batch: Batch, says: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """Take one step.
+        """Take one step, and before it those that the other ranks have taken while this one computed its gradient.
 
         Args:
             batch: this rank's part of the batch.
@@ -75,8 +78,6 @@ class Stepper:
             UserError: the step needs more memory than there is.
         """
         state, self.session.step = self.state, self.state.step + 1
-        for group in state.optimizer.param_groups:
-            group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         # In the last batch of an epoch, some ranks may have no sample. The exchange must know, so that their votes do
         # not count.
@@ -87,10 +88,25 @@ class Stepper:
         with told_of_memory(self.config, self.session):
             state.exchange.share = self.setup.part_of(batch, state.step)
             losses = self._pass(batch)
-            outcome = state.exchange.finish()
-        values = self._summed(losses, batch, says)
-        # Ranks wait for a slow one where they first meet: at a halo exchange, or at the sum of the loss's weights.
-        self.waited = outcome.waited + mesh.seconds_waited - before
+        if state.exchange.slack:
+            state.exchange.tells = lambda: self._weighed(losses, batch, says)
+        self.waited, self.missed = 0.0, {}
+        while True:
+            with told_of_memory(self.config, self.session):
+                outcome = state.exchange.finish()
+            values = self._summed(losses, batch, says) if outcome.sums is None else _means(losses, outcome.sums)
+            # Ranks wait for a slow one where they first meet: at a halo exchange, or at the sum of the loss's weights.
+            self.waited += outcome.waited + mesh.seconds_waited - before
+            self._take(values, outcome, batch, running)
+            if not outcome.missed:
+                return values
+            self.missed[state.step], before = (values, self.skipped > 0), mesh.seconds_waited
+
+    def _take(self, values: dict[str, float], outcome: Outcome, batch: Batch, running: Running) -> None:
+        """Step the weights, or leave the step out where loss or gradient are not finite."""
+        state = self.state
+        for group in state.optimizer.param_groups:
+            group["lr"] = state.schedule(state.step)
         # Loss and outcome are those of all ranks, so every rank takes the same branch.
         if math.isfinite(values["loss"]) and outcome.finite:
             self.skipped = 0
@@ -106,7 +122,6 @@ class Stepper:
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)
-        return values
 
     @cached_property
     def _pass(self) -> Pass:
@@ -153,6 +168,13 @@ class Stepper:
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))
 
+    def _weighed(
+        self, losses: Mapping[str, Tensor], batch: Batch, says: Callable[[], Mapping[str, float]]
+    ) -> dict[str, float]:
+        """Return this rank's numbers for an exchange that sums them: losses times samples, samples, and flags."""
+        samples = float(len(batch))
+        return {name: float(value) * samples for name, value in losses.items()} | {"samples": samples, **says()}
+
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
         """Log that a step is not finite and is left out, or end the run. The decision is the same on every rank.
 
@@ -172,3 +194,8 @@ class Stepper:
         if self.config.optim.nonfinite is Nonfinite.stop or self.skipped > _MOST_SKIPPED:
             raise NotFinite(where)
         log.warning("%s; the step is left out", where)
+
+
+def _means(losses: Iterable[str], sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums with each loss, which was weighed by samples, as a mean over samples."""
+    return dict(sums) | {name: sums[name] / max(sums["samples"], 1.0) for name in losses}

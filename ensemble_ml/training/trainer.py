@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.mesh import dissolve
+from ensemble_ml.distributed.quorum import QuorumVote
 from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, batches_by_size, fixed_batches
@@ -46,6 +47,7 @@ from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import Scoring, Validation, validate
+from ensemble_ml.training.votes import VoteLog, first_line, read_votes
 from ensemble_ml.training.widths import widths_by_size
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 _TIMED_STEPS = 3
 _LEAST_LEFT = 0.15  # of `max_minutes`: if less is left after the fits, there is no time to time a step ...
 _ENOUGH = 60.0  # ... unless so many seconds are left
+_BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step beside the loss and its parts
 _MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
 
 
@@ -144,6 +147,9 @@ class Trainer:
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
         self.stepper, self.mllog = Stepper(run), mllog
+        self._votes: VoteLog | None = None
+        if isinstance(self.state.exchange, QuorumVote):
+            self.state.exchange.milestone = self._milestone
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
         self.kept = False  # whether a checkpoint of the run is on disk, from this process or an earlier one
@@ -168,6 +174,8 @@ class Trainer:
         self.kept = resumed
         with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
             try:
+                if not done and (votes := self._open_votes()) is not None:
+                    self._votes = stack.enter_context(closing(votes))
                 if not done:
                     self.loader = stack.enter_context(closing(open_loader(self.setup, self.folder, resumed=resumed)))
                     tracker.counters = self.loader.counters
@@ -190,6 +198,28 @@ class Trainer:
                 self.session.report(error)
                 raise
             self._say_end(tracker)
+
+    def _milestone(self, step: int) -> bool:
+        """Return whether all ranks have to meet after `step` steps, to validate or to write a checkpoint."""
+        every = self.config.validate_every, self.config.checkpoint_every
+        return step >= self.state.steps or any(step % steps == 0 for steps in every)
+
+    def _open_votes(self) -> VoteLog | None:
+        """Begin to record who is in each vote, if votes need not wait for all ranks, or to repeat what was recorded.
+
+        Raises:
+            UserError: `optim.replay` is not a record of this run.
+        """
+        exchange = self.state.exchange
+        if not isinstance(exchange, QuorumVote):
+            return None
+        first = first_line(self.config, self.setup.facts["data_fingerprint"], exchange)
+        if self.config.optim.replay is not None:
+            exchange.script = read_votes(Path(self.config.optim.replay), first, exchange.meets)
+        if not self.session.first:
+            return None
+        exchange.record = votes = VoteLog(self.folder, first, self.state.step)
+        return votes
 
     def _tracker(self, resumed: bool) -> Tracker | Silent:
         """Return the log of the run; on all ranks but the first, one that stays silent."""
@@ -274,20 +304,32 @@ class Trainer:
             with told_of_memory(self.config, self.session):  # batches wait on the GPU, whose memory may not suffice
                 batch = self._moved(next(batches))
             waited = time.perf_counter() - start
-            sent = self.stepper.bytes_sent
+            sent, before = self.stepper.bytes_sent, state.step
             try:
                 losses = self._step(batch, stop)
             except NotFinite as error:
                 raise self._given_up(tracker, error.where) from error
-            samples, stopped, due = (losses.pop(name) for name in ("samples", "stop", "due"))
-            late = losses.pop("late", 0.0)
+            for step, (values, skipped) in self.stepper.missed.items():
+                tracker.step(
+                    step, samples=int(values["samples"]), waited=0.0, lr=state.schedule(step - 1),
+                    loss=_only_losses(values), skipped=skipped,
+                )  # fmt: skip
+            # The loader has batches of the steps that this rank has missed as well.
+            for _ in range(state.step - before - 1):
+                next(batches)
+            meets = state.exchange.meets(state.step)
             # A checkpoint gets its name only when all ranks have written their parts.
-            self.keeper.follow(losses.pop("written") == self.session.mesh.model.size)
+            if meets:
+                self.keeper.follow(losses["written"] == self.session.mesh.model.size)
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
-                state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
+                state.step, samples=int(losses["samples"]), waited=waited, lr=lr, loss=_only_losses(losses),
                 sent=self.stepper.bytes_sent - sent, exchanged=self.stepper.waited, skipped=self.stepper.skipped > 0,
             )  # fmt: skip
+            # Whatever all ranks do together has to wait until they meet.
+            if not meets:
+                continue
+            stopped, due, late = losses["stop"], losses["due"], losses.get("late", 0.0)
             if late and state.step < state.steps:
                 text = "max_minutes=%g: steps took longer than was planned, so step %d of %d is the last"
                 self._end_here(tracker, text % (self.config.max_minutes, state.step, state.steps))
@@ -444,6 +486,8 @@ class Trainer:
     def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
         """Start to write a checkpoint of the current step. All ranks call this."""
         start = time.perf_counter()
+        if self._votes is not None:
+            self._votes.flush()
         # The previous checkpoint is completed first, so that no two lie in memory.
         self.keeper.finish()
         self.state.complete()
@@ -484,6 +528,11 @@ def _mllog(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | 
         log.warning("tracking.mllog: a run that is resumed has no time to solution, so its log is left as it is")
         return None
     return RunLog(config)
+
+
+def _only_losses(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss and its parts, without the numbers that travel with them."""
+    return {name: value for name, value in values.items() if name not in _BESIDE}
 
 
 def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:

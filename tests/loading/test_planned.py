@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planning import CPU, Ranks, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of
+from planning import CPU, Ranks, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of, tensors
 from stores import make_store
 
 from ensemble_ml.config import Assign, LoaderName
@@ -385,3 +385,50 @@ def test_decoding_a_sample_takes_what_the_budget_counts_on(tmp_path, masked, col
     finally:
         tracemalloc.stop()
     assert peak < 1.03 * scratch
+
+
+def test_a_rank_that_is_late_still_gets_what_others_hold(store):
+    """Rank 1 takes one batch of each interval before the meeting that ends it, and the others only after that meeting.
+
+    Rank 0 then already goes on. If a meeting let it give up what is read up to there, a rank would have to go to
+    storage again (266 kB here, where every step counts as a meeting).
+    """
+    dates, steps, bound = np.arange(12), 24, 4
+    readers = readers_of(store, 2)
+    schedule = schedule_of(readers[0], dates=dates, steps=steps, every=10**6, parts=2, batch_size=4)
+    ranks, found = Ranks(2), [None, None]
+
+    def work(rank):
+        lane = Lane(rank, 0, 2, 1, ranks.gather(rank), 2)
+        loader = PlannedLoader(
+            config_of(ram=6 * 10**6),
+            schedule,
+            readers[rank],
+            CPU,
+            lane,
+            meets=lambda step: step % bound == 0,
+            slack=bound,
+        )
+        try:
+            batches, own = loader.train(), []
+            for _ in range(0, steps, bound):
+                own += [tensors(next(batches)) for _ in range(1 if rank else bound)]
+                ranks.barrier.wait()
+                own += [tensors(next(batches)) for _ in range(bound - 1 if rank else 0)]
+            ranks.barrier.wait()
+            found[rank] = own, loader.counters.snapshot()
+        except BaseException:
+            ranks.barrier.abort()
+            raise
+        finally:
+            loader.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, (own, counters) in enumerate(found):
+        theirs = [batch for _, validation, batch in plain(schedule, readers[rank], rank) if not validation]
+        assert all(equal(a, b) for a, b in zip(own, theirs, strict=True))
+        assert counters["fallback"] == 0 and counters["ram"] > 0 and counters["peers"] > 0

@@ -1,0 +1,375 @@
+"""A hub that closes votes: it collects ballots, decides who is in a vote, counts, and sends the outcome to all ranks.
+
+The hub is a thread of the first rank. Every rank has one connection to it, on which it sends a ballot when its gradient
+is complete and receives the outcome of every vote in order. Receiving is a thread of its own, so a rank that computes,
+sleeps or is stopped holds up no vote that can close without it.
+
+A star was chosen over collectives because a collective needs every rank's thread in every vote. The price is that the
+link of the first rank carries the ballots of all: P n / 8 bytes each way in a vote of one bit (P ranks, n parameters),
+against n / 4 for each rank of a vote by all_to_all.
+
+Messages are 64-bit words. A ballot is
+
+    length of the head | head | codes
+
+and an outcome is
+
+    number of the vote | for each rank, whether its ballot was in | heads (P, h) | winning words
+
+The head of a rank whose ballot was not in is zero.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.meeting import first_host
+from ensemble_ml.distributed.vote import count
+from ensemble_ml.errors import UserError
+
+_WORD = 16  # bytes of the secret with which a connection begins, so that no stranger can cast a ballot
+_LEAVE = 5.0  # seconds that the hub waits for slow receivers when it ends
+_FAILED = -1  # in place of the number of a vote: the ranks of the flags have not come in time
+
+
+class Link(Protocol):
+    """One rank's connection to the hub."""
+
+    bytes_sent: int
+
+    def send(self, ballot: Tensor) -> None:
+        """Send a ballot, words of any number."""
+
+    def receive(self) -> Tensor:
+        """Return the outcome of the next vote, and wait for it.
+
+        Raises:
+            ConnectionError: the hub is gone.
+        """
+
+    def close(self) -> None:
+        """End the connection; on the first rank, also the hub."""
+
+
+class Hub:
+    """The votes of all ranks, one after the other, in a thread.
+
+    Args:
+        size: number of ranks.
+        bits: bits of an element in a ballot.
+        first: number of the first vote.
+        needed: returns how many ballots close a vote, by its number.
+        seconds: time that a vote may wait for the ballots that it needs.
+        script: for a vote, the ranks that have to be in it; None, or no entry, for those that come first.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        bits: int,
+        first: int,
+        needed: Callable[[int], int],
+        *,
+        seconds: float = float("inf"),
+        script: Mapping[int, Sequence[int]] | None = None,
+    ):
+        self._size, self._bits, self._needed, self._seconds = size, bits, needed, seconds
+        self._vote, self._script = first, script or {}
+        self._inbox: queue.Queue[tuple[int, Tensor] | None] = queue.Queue()
+        self.outboxes: list[queue.Queue[Tensor | None]] = [queue.Queue() for _ in range(size)]
+        self._waiting: dict[int, Tensor] = {}  # ballots that have come and are in no vote yet, by rank
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+        self._thread.start()
+
+    def put(self, rank: int, ballot: Tensor) -> None:
+        """Hand in the ballot of a rank."""
+        self._inbox.put((rank, ballot))
+
+    def close(self) -> None:
+        """End the thread, and tell all receivers that no vote follows."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Close one vote after the other."""
+        while (voters := self._chosen()) is not None:
+            if not voters:
+                absent = torch.ones(self._size, dtype=torch.int64)
+                absent[list(self._waiting)] = 0
+                self._tell(torch.cat([torch.tensor([_FAILED]), absent, torch.tensor([self._vote])]))
+                break
+            self._tell(outcome(self._vote, {r: self._waiting.pop(r) for r in voters}, self._size, self._bits))
+            self._vote += 1
+        for outbox in self.outboxes:
+            outbox.put(None)
+
+    def _chosen(self) -> list[int] | None:
+        """Return the ranks of the next vote once it can close; none if ballots are missing for too long.
+
+        None stands for the end.
+        """
+        script, until = self._script.get(self._vote), time.monotonic() + self._seconds
+        while True:
+            if script is not None and self._waiting.keys() >= set(script):
+                return sorted(script)
+            if script is None and len(self._waiting) >= self._needed(self._vote):
+                # Ballots that have come in the meantime count as well: to leave them out would only make them older.
+                with suppress(queue.Empty):
+                    while (item := self._inbox.get_nowait()) is not None:
+                        self._waiting[item[0]] = item[1]
+                    return None
+                return sorted(self._waiting)
+            try:
+                left = until - time.monotonic()
+                item = self._inbox.get(timeout=None if left == float("inf") else max(left, 0.0))
+            except queue.Empty:
+                return []
+            if item is None:
+                return None
+            self._waiting[item[0]] = item[1]
+
+    def _tell(self, words: Tensor) -> None:
+        for outbox in self.outboxes:
+            outbox.put(words)
+
+
+def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> Tensor:
+    """Count a vote.
+
+    Ballots whose first head word is not above zero have no sample. They count only if no other ballot is in.
+
+    Args:
+        vote: number of the vote, which decides how ties fall.
+        ballots: ballots by rank.
+        size: number of ranks.
+        bits: bits of an element in a ballot.
+
+    Returns:
+        The words of the outcome, as the head of the file says.
+    """
+    head = int(next(iter(ballots.values()))[0])
+    heads, flags = torch.zeros(size, head, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    for rank, words in ballots.items():
+        heads[rank], flags[rank] = words[1 : 1 + head], 1
+    with_samples = [words for rank, words in ballots.items() if heads[rank, 0] > 0] or list(ballots.values())
+    winner = count(torch.stack([words[1 + head :] for words in with_samples]), bits, vote)
+    return torch.cat([torch.tensor([vote]), flags, heads.flatten(), winner])
+
+
+def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], Tensor, Tensor]:
+    """Take the words of an outcome apart.
+
+    Args:
+        words: the words.
+        size: number of ranks.
+        head: words of a head.
+
+    Returns:
+        The number of the vote, the ranks that were in it, their heads (ranks in it, h), and the winning words.
+
+    Raises:
+        UserError: ranks have not come in time.
+    """
+    vote, flags, rest = int(words[0]), words[1 : 1 + size], words[1 + size :]
+    ranks = tuple(torch.nonzero(flags).flatten().tolist())
+    if vote == _FAILED:
+        raise UserError(
+            f"optim.quorum: vote {int(rest[0]) + 1} still waits for a ballot of rank {', '.join(map(str, ranks))} after"
+            " parallel.timeout; see what holds it up, or raise parallel.timeout"
+        )
+    return vote, ranks, rest[: size * head].view(size, head)[list(ranks)], rest[size * head :]
+
+
+class LocalLink:
+    """The connection of a rank in the hub's own process.
+
+    Args:
+        hub: the hub.
+        rank: the rank.
+        owner: whether closing this connection ends the hub.
+    """
+
+    def __init__(self, hub: Hub, rank: int, owner: bool = False):
+        self._hub, self._rank, self._owner, self.bytes_sent = hub, rank, owner, 0
+
+    def send(self, ballot: Tensor) -> None:
+        """Hand the ballot to the hub."""
+        self._hub.put(self._rank, ballot)
+
+    def receive(self) -> Tensor:
+        """Return the outcome of the next vote."""
+        return _taken(self._hub.outboxes[self._rank])
+
+    def close(self) -> None:
+        """End the hub if it is this rank's."""
+        if self._owner:
+            self._hub.close()
+
+
+class _Served:
+    """The first rank's connection, which also serves the others over TCP."""
+
+    def __init__(self, hub: Hub, listener: socket.socket, word: bytes, ranks: Sequence[int]):
+        self._own, self._listener = LocalLink(hub, 0, owner=True), listener
+        self.bytes_sent = 0
+        self._hub, self._open, self._senders = hub, dict[int, socket.socket](), list[threading.Thread]()
+        # A stranger may connect as well, so it goes on until all ranks are there.
+        while len(self._open) < len(ranks):
+            connection, _ = listener.accept()
+            connection.settimeout(_LEAVE)
+            greeting = None
+            with suppress(OSError):
+                greeting = _read(connection, _WORD + 8)
+            if greeting is None or not secrets.compare_digest(greeting[:_WORD], word):
+                connection.close()
+                continue
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._open[int.from_bytes(greeting[_WORD:], "little")] = connection
+        listener.close()
+        for rank, connection in self._open.items():
+            threading.Thread(target=self._pass_on, args=(rank, connection), name="ballots", daemon=True).start()
+            sender = threading.Thread(target=self._tell, args=(rank, connection), name="outcomes", daemon=True)
+            sender.start()
+            self._senders.append(sender)
+
+    def send(self, ballot: Tensor) -> None:
+        """Hand the ballot to the hub."""
+        self._own.send(ballot)
+
+    def receive(self) -> Tensor:
+        """Return the outcome of the next vote."""
+        return self._own.receive()
+
+    def close(self) -> None:
+        """End the hub once the others have what was sent to them, or do not take it."""
+        self._own.close()
+        until = time.monotonic() + _LEAVE
+        for sender in self._senders:
+            sender.join(max(0.0, until - time.monotonic()))
+        for connection in self._open.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _pass_on(self, rank: int, connection: socket.socket) -> None:
+        """Hand the ballots of a rank to the hub until it leaves. A rank that dies is found by its heartbeat."""
+        with suppress(OSError):
+            while (words := _words(connection)) is not None:
+                self._hub.put(rank, words)
+
+    def _tell(self, rank: int, connection: socket.socket) -> None:
+        """Send the outcomes to a rank."""
+        with suppress(OSError):
+            while (words := self._hub.outboxes[rank].get()) is not None:
+                self.bytes_sent += _send(connection, words)
+            connection.shutdown(socket.SHUT_WR)
+
+
+class _Remote:
+    """The connection of any other rank, with a thread that receives outcomes while the rank computes."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self.bytes_sent = connection, 0
+        self._outcomes: queue.Queue[Tensor | None] = queue.Queue()
+        threading.Thread(target=self._receive, name="outcomes", daemon=True).start()
+
+    def send(self, ballot: Tensor) -> None:
+        """Send the ballot."""
+        self.bytes_sent += _send(self._connection, ballot)
+
+    def receive(self) -> Tensor:
+        """Return the outcome of the next vote."""
+        return _taken(self._outcomes)
+
+    def close(self) -> None:
+        """End the connection and its thread."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _receive(self) -> None:
+        with suppress(OSError):
+            while (words := _words(self._connection)) is not None:
+                self._outcomes.put(words)
+        self._outcomes.put(None)
+
+
+def join_hub(group: Communicator, make: Callable[[], Hub], seconds: float) -> Link:
+    """Return this rank's connection to a hub on the first rank of `group`. All ranks of it call this.
+
+    Args:
+        group: the ranks, the first of which is the first of the job.
+        make: makes the hub; called on the first rank.
+        seconds: time that ranks wait for each other.
+
+    Raises:
+        UserError: the first rank is not reached.
+    """
+    limit = None if seconds == float("inf") else seconds
+    told = torch.zeros(1 + _WORD, dtype=torch.int64)
+    listener, word = None, secrets.token_bytes(_WORD)
+    if group.rank == 0:
+        listener = socket.create_server(("", 0), backlog=group.size)
+        listener.settimeout(limit)
+        told[0], told[1:] = listener.getsockname()[1], torch.tensor(list(word))
+    group.broadcast(told).wait()
+    port, *code = told.tolist()
+    if listener is not None:
+        return _Served(make(), listener, word, range(1, group.size))
+    host = first_host()
+    try:
+        connection = socket.create_connection((host, port), timeout=limit)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(bytes(code) + group.rank.to_bytes(8, "little"))
+    except OSError as error:
+        raise UserError(
+            f"optim.quorum: rank {group.rank} does not reach rank 0 at {host}:{port} ({error}); let a firewall pass"
+            " ports between the hosts, or use quorum=all"
+        ) from error
+    return _Remote(connection)
+
+
+def _taken(outcomes: queue.Queue[Tensor | None]) -> Tensor:
+    words = outcomes.get()
+    if words is None:
+        raise ConnectionError("the hub of the votes is gone, and rank 0 with it")
+    return words
+
+
+def _send(connection: socket.socket, words: Tensor) -> int:
+    """Send words with their number before them; return the bytes."""
+    data = words.contiguous().numpy().tobytes()
+    connection.sendall(len(data).to_bytes(8, "little") + data)
+    return len(data) + 8
+
+
+def _words(connection: socket.socket) -> Tensor | None:
+    """Return the next words, None after the last ones."""
+    size = _read(connection, 8)
+    data = None if size is None else _read(connection, int.from_bytes(size, "little"))
+    return None if data is None else torch.frombuffer(data, dtype=torch.int64)
+
+
+def _read(connection: socket.socket, size: int) -> bytearray | None:
+    """Return exactly `size` bytes, None if the connection ends before them."""
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        got = connection.recv_into(view[done:])
+        if not got:
+            return None
+        done += got
+    return data
