@@ -61,7 +61,9 @@ def _inspect(config: schema.InspectConfig) -> object:
         return inspect(replace(config, store=paths[0]))
     there = len(paths) > 1 or os.path.exists(paths[0]) or has_magic(paths[0]) or is_remote(paths[0])
     schema.require("store", paths[0], there, f"no such file or folder; give {kinds}")
-    schema.require("verify", "true", not config.verify, f"is for tensor stores, and {paths[0]} is none; leave it out")
+    for key in ("verify", "complete"):
+        asked = getattr(config, key)
+        schema.require(key, "true", not asked, f"is for tensor stores, and {paths[0]} is none; leave it out")
     found, text = _look_at(paths)
     print(json.dumps(found, indent=1, allow_nan=False) if config.format is schema.OutputFormat.json else text(found))
     return found

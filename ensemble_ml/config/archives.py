@@ -243,6 +243,7 @@ class InspectConfig:
 
     store: Any = opt(MISSING, "tensor store, finished or still being built; or an archive (files, a folder, a glob), a run or a checkpoint; may be given without the key", paths=True)
     verify: bool = opt(False, "of a tensor store: check the sha256 of every file; reads the whole store")
+    complete: bool = opt(False, "of a tensor store: end with status 2 unless every init time of its plan is built, and none was left out for gaps: the guard of a workflow before training")
     speed: bool = opt(True, "of a tensor store: read the forecast of an init time drawn at random, and time it")
     format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
 

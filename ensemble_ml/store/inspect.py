@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.config import InspectConfig, OutputFormat
+from ensemble_ml.config import Gaps, InspectConfig, OutputFormat
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.store.contents import Contents, contents_of
@@ -22,7 +23,7 @@ from ensemble_ml.store.manifest import CLIMATE
 from ensemble_ml.store.schema import FORMAT, Kind
 from ensemble_ml.store.source import Part, Selection
 from ensemble_ml.store.sources import stamp
-from ensemble_ml.wording import hour_text, shortened
+from ensemble_ml.wording import dates_of, hour_text, shortened
 
 _FLOAT32 = 4
 _GAPS_LISTED = 20
@@ -38,10 +39,13 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         The description, as plain values that JSON can hold.
 
     Raises:
-        UserError: There is no store, or it is damaged (with `verify`, in any byte of it).
+        UserError: There is no store, or it is damaged (with `verify`, in any byte of it); or, with `complete`, it lacks
+            init times.
     """
     contents = contents_of(str(config.store))
     found = describe(contents)
+    if config.complete:
+        _refuse_incomplete(contents)
     if config.verify:
         contents.verify()
         found["verified"] = f"all {len(contents.files)} files have the sha256 of the manifest"
@@ -91,6 +95,24 @@ def describe(contents: Contents) -> dict[str, Any]:
         "fingerprint": contents.source.fingerprint() if contents.source else None,
         "provenance": contents.provenance,
     }
+
+
+def _refuse_incomplete(contents: Contents) -> None:
+    """Raise a UserError if init times of the plan are not built, or were left out because fields were missing."""
+    times = contents.layout.init_time
+    missing = np.delete(times, contents.done)
+    if len(missing):
+        said = f"{len(missing)} of {len(times)} init times are not built: {shortened([hour_text(t) for t in missing])}"
+        raise UserError(f"{contents.path}: {said}; run its prepare again, or the shares that failed")
+    if contents.source is None:
+        raise UserError(f"{contents.path}: all init times are built, but the store is not closed; run prepare again")
+    gaps = contents.provenance.get("gaps", {})
+    # What a regular series in the archive lacks, and what prepare left out because fields were missing.
+    lacking = [gaps.get("starts", ""), gaps.get("dates", "") if gaps.get("policy") == Gaps.skip.value else ""]
+    left_out = dates_of(" ".join(text if isinstance(text, str) else " ".join(text) for text in lacking))
+    if len(left_out):
+        said = shortened([hour_text(start) for start in left_out])
+        raise UserError(f"{contents.path}: {len(left_out)} init times are not in the store: {said}")
 
 
 class Presences:

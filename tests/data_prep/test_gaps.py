@@ -99,9 +99,12 @@ def test_gaps_of_the_truth(tmp_path):
     config.gaps = Gaps.skip
     skipped = open_store(prepare(config))
     assert starts(skipped) == ["2001-01-01", "2001-01-02"]
+    with pytest.raises(UserError, match=r"2 init times are not in the store: 2001-01-03T00, 2001-01-04T00"):
+        inspect(InspectConfig(store=skipped.path, complete=True))
     np.testing.assert_array_equal(skipped.read(Part.TRUTH, 1).pressure, pair.read(Part.TRUTH, 1).pressure)
     config.gaps, config.output = Gaps.mask, str(tmp_path / "m.zarr")
     masked = open_store(prepare(config))
+    inspect(InspectConfig(store=masked.path, complete=True, speed=False))  # no init time is missing
     assert masked.present(Part.TRUTH, 2)[0][0, :, 0, 0].tolist() == [True, False]
     np.testing.assert_array_equal(masked.read(Part.TRUTH, 3).pressure, pair.read(Part.TRUTH, 3).pressure)
 
@@ -122,6 +125,8 @@ def test_a_regular_series_without_a_date(tmp_path, caplog):
     store = open_store(tmp_path / "s.zarr")
     kept = {"policy": "error", "dates": "", "fields": 0, "first": [], "starts": "2001-01-07T00"}
     assert store.provenance["gaps"] == kept
+    with pytest.raises(UserError, match=r"1 init times are not in the store: 2001-01-07T00"):
+        inspect(InspectConfig(store=store.path, complete=True))
     looked = inspect(InspectConfig(store=store.path, speed=False))
     for starts in ("2001-01-07T00", ["2001-01-07T00"]):  # as stores had them before
         looked["provenance"]["gaps"]["starts"] = starts

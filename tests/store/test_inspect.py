@@ -100,6 +100,8 @@ def test_what_is_no_store_is_refused_in_one_line(tmp_path, capsys):
     for path, said in ((tmp_path, "holds no archive file"), (tmp_path / "none", "no such file or folder")):
         assert cli.main(["inspect", str(path)]) == 2
         assert said in capsys.readouterr().err
+    assert cli.main(["inspect", str(tmp_path), "complete=true"]) == 2
+    assert "complete=true: is for tensor stores" in capsys.readouterr().err
     assert cli.main(["inspect"]) == 2
     assert "store: must be given" in capsys.readouterr().err
 
