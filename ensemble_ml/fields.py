@@ -17,7 +17,7 @@ from ensemble_ml.errors import UserError
 
 
 class Family(Enum):
-    """The parametric family of a variable's forecast distribution (see `ensemble_ml.models.distributions`)."""
+    """The parametric family of a variable's forecast distribution (see `ensemble_ml.distributions`)."""
 
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"  # normal distribution restricted to values above zero: wind speed, humidity

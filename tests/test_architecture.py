@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GROUND = {"errors", "fields", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
           "strict_json", "wording"}  # fmt: skip
-FLOORS = [GROUND, {"store"}, {"loading", "models", "distributed", "optim"}, {"training", "inference", "verification"},
+FLOORS = [GROUND | {"distributions"}, {"store"}, {"loading", "models", "distributed", "optim"}, {"training", "inference", "verification"},
           {"api", "plot"}, {"tasks"}, {"cli", "__main__"}]  # fmt: skip
 # A room may also use its own floor: training's checkpoints are read by inference.
 FILES = sorted((ROOT / "ensemble_ml").rglob("*.py"))

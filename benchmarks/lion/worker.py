@@ -26,8 +26,9 @@ from ensemble_ml.distributed.choice import make_exchange, own_state, restore_sta
 from ensemble_ml.distributed.exchange import Reduction
 from ensemble_ml.distributed.pack import pack_signs, unpack_signs
 from ensemble_ml.distributed.vote import Rounds, majority, room, sign_allreduce
+from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
-from ensemble_ml.models import Climate, EnsembleModel, Speed, crps
+from ensemble_ml.models import Climate, EnsembleModel, Speed
 from ensemble_ml.optim import Lion
 
 # The entrants: the name in the table, and the settings of optim.

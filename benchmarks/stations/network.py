@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.stations.series import Series
+from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
-from ensemble_ml.models.distributions import crps
 from ensemble_ml.models.features import shrunk_spread
 
 _SHRINK = 2.0  # number of members that the climatological spread counts for

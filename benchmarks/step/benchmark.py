@@ -26,19 +26,11 @@ from benchmarks.common.results import Figure
 from benchmarks.common.sections import Bench, chosen
 from benchmarks.common.turns import take_turns
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
+from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.batches import Batch
 from ensemble_ml.machine import keep_freed_memory
-from ensemble_ml.models import (
-    Climate,
-    EnsembleInput,
-    EnsembleModel,
-    ModelSpec,
-    Speed,
-    choose,
-    crps,
-    ensemble_input,
-)
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed, choose, ensemble_input
 from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.config import PredictConfig
+from ensemble_ml.distributions import cdf, moments, quantile, remap_members
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.contents import Kind, Output
 from ensemble_ml.inference.inputs import Sample
 from ensemble_ml.inference.select import Places
-from ensemble_ml.models import ModelSpec, Prediction, cdf, moments, quantile, remap_members
+from ensemble_ml.models import ModelSpec, Prediction
 from ensemble_ml.store import Fields
 
 log = logging.getLogger(__name__)

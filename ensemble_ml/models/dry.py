@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
 
 AT_ZERO = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # these have a mass at zero and no upper bound
 _SHARES, _MOST = (0.05, 1.0), 1.0  # bounds of a, and the largest b

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.config import ModelConfig, Pole, Precision, Standardise, Vertical
+from ensemble_ml.distributions import widen
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, Field, field
 from ensemble_ml.grid import Grid
-from ensemble_ml.models.distributions import widen
 from ensemble_ml.models.padding import deepest
 
 

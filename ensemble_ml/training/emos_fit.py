@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models import ModelSpec, distributions
+from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos import merged

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import ModelSpec, Prediction, distributions
+from ensemble_ml.models import ModelSpec, Prediction
 from ensemble_ml.models.positions import integers, take
 
 

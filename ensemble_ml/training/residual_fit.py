@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
 from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, widened

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
 from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero
 from ensemble_ml.models.heads import informed
 from ensemble_ml.store.source import Part

@@ -45,11 +45,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.distributed import Mesh
+from ensemble_ml.distributions import skewed
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import AnyModel, Prediction, distributions, skewed
+from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
 from ensemble_ml.training.losses import crps
 

@@ -21,7 +21,7 @@ and come from these papers:
 - log-normal: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4;
 - censored shifted gamma: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-15-0061.1, equation 10.
 
-`ensemble_ml.models.skewed` states how location and scale give the parameters of the last two.
+`ensemble_ml.distributions.skewed` states how location and scale give the parameters of the last two.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
 
     Most of the families have no closed form for it. The location is interpolated linearly in a table whose steps are 1
     % of a scale, or 1 % of the location far below zero. Between two bounds, Newton steps follow (see
-    `ensemble_ml.models.distributions`). The location never lies more than four scales beyond a bound, so a mean very
+    `ensemble_ml.distributions`). The location never lies more than four scales beyond a bound, so a mean very
     near the bound is not met.
 
     The truncated normal distribution is an exception. Its mean approaches zero only for locations far below zero, so

@@ -13,9 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import integrate, special, stats
 
+from ensemble_ml.distributions import cdf, crps, location_of_mean, moments, quantile, widen
 from ensemble_ml.fields import GAMMA_SHIFT, Family
-from ensemble_ml.models import cdf, crps, moments, quantile
-from ensemble_ml.models.distributions import location_of_mean, widen
 
 NORMAL, TRUNCATED, CENSORED = Family.NORMAL, Family.TRUNCATED_NORMAL, Family.CENSORED_NORMAL
 LOGNORMAL, GAMMA, DOUBLY = Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA, Family.DOUBLY_CENSORED_NORMAL

@@ -10,9 +10,10 @@ import pytest
 import torch
 from small_models import make_climate, make_input, make_spec
 
+from ensemble_ml import distributions
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
-from ensemble_ml.models import EnsembleModel, distributions
+from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero, wetter
 from ensemble_ml.training.checkpoint import load_weights
 

@@ -8,10 +8,9 @@ import torch
 from models.test_distributions import CENSORED, DOUBLY, F64, GAMMA, LOGNORMAL, TRUNCATED
 from scipy import stats
 
+from ensemble_ml.distributions import cdf, location_of_mean, moments, quantile, remap_members
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
-from ensemble_ml.models import cdf, moments, quantile, remap_members
-from ensemble_ml.models.distributions import location_of_mean
 
 
 def test_dry_members_stay_dry():

@@ -11,9 +11,10 @@ import torch
 from small_models import make_climate, make_input, make_model, make_spec, tensors
 
 from ensemble_ml.config import Pole, Vertical
+from ensemble_ml.distributions import moments
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field
-from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, moments, shrunk_spread
+from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, shrunk_spread
 from ensemble_ml.models.dry import wetter
 from ensemble_ml.models.features import unbiased_spread
 

@@ -9,8 +9,8 @@ import torch
 from models.small_models import make_climate, make_input, make_spec
 
 from ensemble_ml.config import Precision
+from ensemble_ml.distributions import moments
 from ensemble_ml.models import EnsembleModel, climate_shapes
-from ensemble_ml.models.distributions import moments
 
 COLUMNS, ROWS = 16, 9
 

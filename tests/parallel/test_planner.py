@@ -344,7 +344,7 @@ from ensemble_ml.config import TrainConfig
 from ensemble_ml.distributed import Topology
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Speed
-from ensemble_ml.models.distributions import location_of_mean
+from ensemble_ml.distributions import location_of_mean
 from ensemble_ml.training.rehearsal import trace
 
 trace(TrainConfig(run="a"), make_spec(17, 16, variables=("t",), surface=("tp",)), Topology(), 2, Speed())

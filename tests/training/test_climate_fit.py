@@ -6,11 +6,12 @@ import torch
 from models.small_models import make_spec
 from stores import make_store
 
+from ensemble_ml import distributions
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Reader, fixed_batches
-from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
+from ensemble_ml.models import EnsembleModel, ModelSpec
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
 from ensemble_ml.training import climate_data, spread_fit

@@ -7,11 +7,12 @@ import pytest
 import scoringrules
 import torch
 
+from ensemble_ml import distributions
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, distributions
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.validation import c4, validate
 from ensemble_ml.training.widths import beside_usual, widths_for

@@ -9,10 +9,11 @@ import torch
 from stores import make_store
 from training.fitting import SIZES, TRAIN, VALIDATION, missing_often, nothing
 
+from ensemble_ml import distributions
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader
-from ensemble_ml.models import ModelSpec, distributions
+from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, informed

@@ -12,12 +12,13 @@ import synthetic
 import torch
 from stores import make_store
 
+from ensemble_ml import distributions
 from ensemble_ml.config import EvaluateConfig, Nonfinite, OptimName, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
-from ensemble_ml.models import Climate, build_model, distributions
+from ensemble_ml.models import Climate, build_model
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families

@@ -11,8 +11,8 @@ from scipy.integrate import quad
 from scipy.special import log_ndtr
 from scipy.stats import norm
 
+from ensemble_ml import distributions as trained
 from ensemble_ml.fields import GAMMA_SHIFT, Family
-from ensemble_ml.models import distributions as trained
 from ensemble_ml.verification.families import cdf, crps, crps_above, location_of_mean, log_score, moments, quantile
 
 FAMILIES = list(Family)

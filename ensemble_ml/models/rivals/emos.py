@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ensemble_ml import distributions
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
 
 _TINY = 1e-12
 _LEAST_UNIT = 0.02

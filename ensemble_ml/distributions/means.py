@@ -1,0 +1,148 @@
+"""Find the location that gives a distribution a wanted mean, and widen a distribution without moving its mean."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.special import ndtr, ndtri
+
+from ensemble_ml.distributions.formulas import excess, moments
+from ensemble_ml.fields import Family
+
+_TINY = 1e-290
+_LEAST_SLOPE = 1e-6  # least derivative of a mean by its location: a gradient is divided by it
+_NEWTON = 3  # Newton steps to the location of a mean between two bounds: it is then good to six digits
+_GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of location / scale
+# Below the grid: first, last and number of the exponents of ten of -location / scale. The mean of the truncated normal
+# falls as 1 / l there, so a table with even steps would have to be very long.
+_BELOW = (math.log10(-_GRID[0]), 6.0, 1201)
+LEAST_MEAN = 0.1  # scales; with a smaller mean a truncated normal would be sharper than a mean near zero is known
+
+
+def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
+    """Return tabulated locations, and the mean of the distribution at each of them, at scale one."""
+    location = torch.linspace(*_GRID, dtype=torch.float64)
+    if family is Family.TRUNCATED_NORMAL:
+        below = -torch.logspace(*_BELOW, dtype=torch.float64).flip(0)
+        location = torch.cat([below[:-1], location])
+    return location, moments(family, location, torch.ones_like(location))[0]
+
+
+# Tables of location and mean at scale one. They are made when the module is imported: a table that is first made while
+# a model is run on fake tensors (to plan a run) would be fake, and would stay so for all later uses.
+MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds == (0, math.inf)}
+
+
+def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return the location at which the distribution with a given scale has a given mean.
+
+    There is no closed form, so the location is read off a table by linear interpolation. Its entries are 1 % of a scale
+    apart; far below zero, they are 1 % of the location apart. Between two bounds, the table of the distribution with
+    one bound gives the start of Newton's steps. The gradient is that of the table or of the implicit function. It is
+    large where the mean is near a bound, and at a bound the location does not move.
+
+    A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
+    normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are
+    raised to that.
+
+    Args:
+        family: the distribution.
+        mean: the means, any shape.
+        scale: the scale, in the units of `mean`; positive.
+
+    Returns:
+        Locations, in the units of `mean`.
+    """
+    if family is Family.NORMAL:
+        return mean
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        return _location_between(mean.double(), scale.double()).to(mean.dtype)
+    if family is Family.TRUNCATED_NORMAL:
+        mean = torch.maximum(mean, (LEAST_MEAN * scale).to(mean.dtype))
+    return _tabulated(family, mean, scale)
+
+
+@lru_cache
+def _tables_on(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tables on `device`, copied once: every copy from the host waits for all that a GPU has to do."""
+    with torch.inference_mode(False):
+        location, means = (t.to(device) for t in MEAN_TABLES[family])
+    return location, means
+
+
+def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return `location_of_mean` by interpolation in the table, without the floor for small means."""
+    location, means = MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
+    wanted = (mean.double() / scale.double()).contiguous()
+    # The means grow with the location, so the table can be searched by the mean.
+    right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
+    share = (wanted - means[right - 1]) / (means[right] - means[right - 1])
+    found = location[right - 1] + share.clamp(0, 1) * (location[right] - location[right - 1])
+    found = torch.where(wanted >= means[-1], wanted, found)
+    return (found * scale.double()).to(mean.dtype)
+
+
+def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
+    """Return `location_of_mean` of the distribution censored at zero and one.
+
+    The mean grows with the location at the rate P(0 < Y < 1), and it is convex up to one half. Above one half,
+    everything is mirrored. The mean is less than it would be without the upper bound. As the average of Phi((location -
+    t) / scale) over t, it is at least the value of that at t = one half. So the root lies between the roots of these
+    two, and Newton's steps that stay between them come to it from above.
+    """
+    near = torch.where(mean > 0.5, 1 - mean, mean)
+    with torch.no_grad():
+        least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
+        most = 0.5 + scale * ndtri(near.clamp(min=0))
+        found = least
+        for _ in range(_NEWTON):
+            excess, slope = _excess_between(found, near, scale)
+            found = torch.maximum(torch.minimum(found - excess / slope, most), least)
+    if near.requires_grad or scale.requires_grad:
+        excess, slope = _excess_between(found, near, scale)
+        step = excess / slope.detach().clamp(min=_LEAST_SLOPE)
+        found = found - (step - step.detach())  # the value stays, its gradient is that of the implicit function
+    return torch.where(mean > 0.5, 1 - found, found)
+
+
+def _excess_between(location: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how far the mean of the distribution censored at zero and one exceeds `mean`, and its slope.
+
+    The slope is the derivative of that mean by the location.
+    """
+    lower, upper = -location / scale, (1 - location) / scale
+    return scale * excess(lower, upper)[0] - mean, (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
+
+
+def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Return location and scale of the distribution with `width` times the scale and the same mean.
+
+    If the location stayed, the mean of a distribution that ends at zero would move with its scale: a wider distribution
+    of rain would be one of more rain. Where the location lies 4 scales or more beyond a bound, the mean is almost the
+    bound, and its distance from the bound is multiplied by `width` as well.
+
+    Args:
+        family: the distribution.
+        location: location, any shape.
+        scale: scale, in the units of `location`.
+        width: factor of the scale, broadcast against `scale`.
+
+    Returns:
+        The new location and the new scale.
+    """
+    wider = width * scale
+    if family is Family.NORMAL:
+        return location, wider
+    with torch.no_grad():
+        mean = moments(family, location, scale)[0]
+        if family is Family.TRUNCATED_NORMAL:
+            # The mean of this distribution is above zero at any location, so the table applies without the floor.
+            return _tabulated(family, mean, wider), wider
+        same = location_of_mean(family, mean, wider)
+    same = torch.where(location > _GRID[0] * scale, same, width * location)
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        same = torch.where(1 - location > _GRID[0] * scale, same, 1 - width * (1 - location))
+    return same, wider
