@@ -1,8 +1,7 @@
-"""The forecast distributions: all formulas of each family of `ensemble_ml.fields.Family`, in torch.
+"""The forecast distributions in torch, of each family of `ensemble_ml.fields.Family`.
 
-`formulas` has those of the normal distributions (whole, truncated, censored at one bound and at two), and chooses by
-family; `skewed` those of the log-normal and the censored shifted gamma; `means` finds the location of a mean; `members`
-spreads members like a distribution.
+The formulas stand in `ensemble_ml.closed_forms`, with their sources. `maths` has the functions of torch that they use;
+`formulas` chooses by family; `means` finds the location of a mean; `members` spreads members like a distribution.
 """
 
 from ensemble_ml.distributions.formulas import cdf, crps, moments, quantile

@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.special import ndtr, ndtri
+from torch.special import ndtri
 
-from ensemble_ml.distributions.formulas import excess, moments
+from ensemble_ml.closed_forms import excess_between
+from ensemble_ml.distributions.formulas import moments
+from ensemble_ml.distributions.maths import TORCH
 from ensemble_ml.fields import Family
 
-_TINY = 1e-290
 _LEAST_SLOPE = 1e-6  # least derivative of a mean by its location: a gradient is divided by it
 _NEWTON = 3  # Newton steps to the location of a mean between two bounds: it is then good to six digits
 _GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of location / scale
@@ -99,22 +100,13 @@ def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
         most = 0.5 + scale * ndtri(near.clamp(min=0))
         found = least
         for _ in range(_NEWTON):
-            excess, slope = _excess_between(found, near, scale)
+            excess, slope = excess_between(TORCH, found, near, scale)
             found = torch.maximum(torch.minimum(found - excess / slope, most), least)
     if near.requires_grad or scale.requires_grad:
-        excess, slope = _excess_between(found, near, scale)
+        excess, slope = excess_between(TORCH, found, near, scale)
         step = excess / slope.detach().clamp(min=_LEAST_SLOPE)
         found = found - (step - step.detach())  # the value stays, its gradient is that of the implicit function
     return torch.where(mean > 0.5, 1 - found, found)
-
-
-def _excess_between(location: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far the mean of the distribution censored at zero and one exceeds `mean`, and its slope.
-
-    The slope is the derivative of that mean by the location.
-    """
-    lower, upper = -location / scale, (1 - location) / scale
-    return scale * excess(lower, upper)[0] - mean, (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
 
 
 def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.special import ndtr, ndtri
 
-from ensemble_ml.distributions.formulas import moments, phi, quantile
+from ensemble_ml.closed_forms import phi
+from ensemble_ml.distributions.formulas import moments, quantile
+from ensemble_ml.distributions.maths import TORCH
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 
@@ -98,6 +100,6 @@ def _means_between_levels(mu: Tensor, sigma: Tensor, rank: Tensor, count: Tensor
     """
     lower, upper = -mu / sigma, (1 - mu) / sigma
     start, end = (torch.clamp(ndtri((rank + more) / count), lower, upper) for more in (0, 1))
-    between = count * (mu * (ndtr(end) - ndtr(start)) + sigma * (phi(start) - phi(end)))
+    between = count * (mu * (ndtr(end) - ndtr(start)) + sigma * (phi(TORCH, start) - phi(TORCH, end)))
     at_one = (rank + 1 - torch.maximum(rank, count * ndtr(upper))).clamp(min=0)
     return torch.clamp(between + at_one, 0, 1)

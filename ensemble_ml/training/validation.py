@@ -46,8 +46,8 @@ import torch
 from torch import Tensor
 
 from ensemble_ml import distributions
+from ensemble_ml.closed_forms import SKEWED
 from ensemble_ml.distributed import Mesh
-from ensemble_ml.distributions import skewed
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
@@ -57,7 +57,7 @@ from ensemble_ml.training.losses import crps
 
 NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below this, there is nothing to predict
 _WIDEST = 3.0  # largest factor of a scale: a larger one would be no matter of calibration
-_BY_CRPS = skewed.LAWS  # distributions whose factor is always the one with the least CRPS
+_BY_CRPS = SKEWED  # distributions whose factor is always the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # factors that are tried; their logarithms are evenly spaced, for a parabola through them
 _FURTHEST = 2.0  # steps of the logarithm from one within which the minimum of the parabola is believed
 _REACH = 3.0  # the same for the point at which the parabola reaches the error

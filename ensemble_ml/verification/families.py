@@ -6,22 +6,7 @@ a NaN in the result. A negative scale is refused. A scale of zero is a point for
 has no such value.
 
 Families are those of `ensemble_ml.fields.Family`. Location and scale are in the units of the variable. The closed forms
-of the CRPS use
-
-    z     (y - location) / scale
-    l     -location / scale, the position of zero in standard units
-    phi   the standard normal density
-    Phi   the standard normal distribution function
-
-and come from these papers:
-
-- normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
-- normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- normal censored at zero, and at zero and one: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
-- log-normal: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4;
-- censored shifted gamma: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-15-0061.1, equation 10.
-
-`ensemble_ml.distributions.skewed` states how location and scale give the parameters of the last two.
+stand in `ensemble_ml.closed_forms`, with their sources; they are taken here with the functions of SciPy, in float64.
 """
 
 from __future__ import annotations
@@ -31,17 +16,45 @@ import math
 from functools import cache
 
 import numpy as np
-from scipy import stats
-from scipy.special import erf, erfcx, gammainc, gammaincc, gammaincinv, gammaln, hyp1f1, log_ndtr, ndtr, ndtri
+from scipy import special, stats
+from scipy.special import gammaincc, gammaln, hyp1f1, log_ndtr, ndtr, ndtri
 
+from ensemble_ml import closed_forms as forms
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.verification.checks import check_between, check_scale
 
-_SQRT2 = math.sqrt(2)
-_ROOT_PI = math.sqrt(math.pi)
-_LOWEST, _HIGHEST = -8.0, 100.0  # bounds of location / scale of the skewed distributions, as in training
-_TINY = 1e-290
+
+def _ratio(x: np.ndarray) -> np.ndarray:
+    """Return log(1 + exp(2 x)) / 2."""
+    with np.errstate(invalid="ignore"):  # NaN stays
+        return np.logaddexp(0.0, 2 * np.maximum(x, forms.LOWEST)) / 2
+
+
+_SCIPY = forms.Maths(
+    where=np.where,
+    exp=np.exp,
+    log=np.log,
+    log1p=np.log1p,
+    expm1=np.expm1,
+    sqrt=np.sqrt,
+    maximum=np.maximum,
+    erf=special.erf,
+    erfcx=special.erfcx,
+    ndtr=ndtr,
+    log_ndtr=log_ndtr,
+    ndtri=ndtri,
+    lgamma=gammaln,
+    double=lambda x: x,
+    like=lambda x, other: x,
+    at_least=np.maximum,
+    at_most=np.minimum,
+    ratio=_ratio,
+    gammainc=special.gammainc,
+    gammaincinv=special.gammaincinv,
+    incomplete=special.gammainc,
+    next_incomplete=lambda k, x, found: special.gammainc(k + 1, x),
+)
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _NODES = 12  # nodes of the quadrature between two of these levels
 _GRID = (-4.0, 8.0, 1201)  # table of location / scale: first, last, number
@@ -49,8 +62,6 @@ _BELOW = (-4.0, -60.0, 281)  # table below it, for a distribution whose mean fal
 # Least mean of a truncated normal distribution, in scales. With a mean nearer to zero, the distribution would be
 # narrower than the mean is known.
 _LEAST_MEAN = 0.1
-_FAR = 100.0  # scales beyond zero from which the truncated normal is exponential to seven digits
-_NOTHING = 40.0  # scales beyond which a normal distribution has no mass left in float64
 _NEWTON = 3  # Newton steps to the location of a mean between two bounds, which is then good to six digits
 _CENSORED_NORMAL = (Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL)
 CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # families with a point mass at each bound
@@ -79,19 +90,20 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
     spread_out = scale > 0
     unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
     if family is Family.NORMAL:
-        return np.where(spread_out | np.isnan(scale), unit * _normal((y - location) / unit), np.abs(y - location))
+        found = unit * forms.crps_normal(_SCIPY, (y - location) / unit)
+        return np.where(spread_out | np.isnan(scale), found, np.abs(y - location))
     inside = np.clip(y, *family.bounds)
     # np.where evaluates both branches, so the one that is not taken may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
-        if family in (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA):
-            skewed = _lognormal if family is Family.LOGNORMAL else _gamma
-            found = unit * skewed(location / unit, inside / unit)
+        if family in forms.SKEWED:
+            skewed = forms.crps_lognormal if family is Family.LOGNORMAL else forms.crps_gamma
+            found = unit * skewed(_SCIPY, location / unit, inside / unit)
         else:
-            standard = _truncated if family is Family.TRUNCATED_NORMAL else _censored
-            found = unit * standard((inside - location) / unit, -location / unit, inside / unit)
+            standard = forms.crps_truncated if family is Family.TRUNCATED_NORMAL else forms.crps_censored
+            found = unit * standard(_SCIPY, (inside - location) / unit, -location / unit, inside / unit)
         if family is Family.DOUBLY_CENSORED_NORMAL:
             # Censoring at one sets F to one beyond it, so the integral of (1 - F)^2 over x > 1 is taken off.
-            found = found - unit * _square_below((location - 1) / unit)
+            found = found - unit * forms.square_below(_SCIPY, (location - 1) / unit)
     point = np.abs(inside - np.clip(location, *family.bounds))
     return np.where(spread_out | np.isnan(scale), found, point) + np.abs(y - inside)
 
@@ -124,16 +136,13 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
     if family is Family.NORMAL:
         return ndtr(v - x)
     if family is Family.TRUNCATED_NORMAL:
-        inside = -np.expm1(log_ndtr(-np.maximum(v - x, -x)) - log_ndtr(x))
+        inside = forms.cdf_truncated(_SCIPY, v - x, -x)
     elif family is Family.LOGNORMAL:
-        mu, sigma = _log_parameters(_ratio(x))
-        inside = ndtr((np.log(np.maximum(v, _TINY)) - mu) / sigma)
+        inside = forms.cdf_lognormal(_SCIPY, x, v)
     elif family in _CENSORED_NORMAL:
         inside = ndtr(v - x)
     else:
-        r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
-        gamma = gammainc(r * r, np.maximum((v + GAMMA_SHIFT) * r, 0))
-        inside = np.where(x + GAMMA_SHIFT >= _HIGHEST, ndtr(v - x), gamma)
+        inside = forms.cdf_gamma(_SCIPY, x, v)
     lower, upper = family.bounds
     masses = family in CENSORED and not left
     found = np.where((y >= lower) if masses else (y > lower), np.clip(inside, 0, 1), 0.0)
@@ -169,12 +178,8 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
     x = location / scale
     if family is Family.TRUNCATED_NORMAL:
         return location + scale * stats.truncnorm.ppf(p, -x, np.inf)
-    if family is Family.LOGNORMAL:
-        mu, sigma = _log_parameters(_ratio(x))
-        return scale * np.exp(mu + sigma * ndtri(p))
-    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
-    gamma = gammaincinv(r * r, p) / r - GAMMA_SHIFT
-    return scale * np.maximum(np.where(x + GAMMA_SHIFT >= _HIGHEST, x + ndtri(p), gamma), 0)
+    skewed = forms.quantile_lognormal if family is Family.LOGNORMAL else forms.quantile_gamma
+    return scale * skewed(_SCIPY, x, p)
 
 
 def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -207,15 +212,15 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
     if family in _CENSORED_NORMAL:
         density = normal
     elif family is Family.LOGNORMAL:
-        mu, sigma = _log_parameters(_ratio(x))
-        log_v = np.log(np.maximum(v, _TINY))
+        mu, sigma = forms.log_parameters(_SCIPY, _ratio(x))
+        log_v = np.log(np.maximum(v, forms.TINY))
         z = (log_v - mu) / sigma
         density = 0.5 * z * z + 0.5 * math.log(2 * math.pi) + np.log(sigma) + log_v + np.log(scale)
     else:
-        r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
-        at = np.maximum((v + GAMMA_SHIFT) * r, _TINY)
+        r = forms.gamma_ratio(_SCIPY, x)
+        at = np.maximum((v + GAMMA_SHIFT) * r, forms.TINY)
         density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
-        far, k, low = x + GAMMA_SHIFT >= _HIGHEST, r * r, GAMMA_SHIFT * r
+        far, k, low = forms.is_normal(x), r * r, GAMMA_SHIFT * r
         density = np.where(far, normal, density)
         # P(k, low) = low^k e^-low M(1, k + 1, low) / Gamma(k + 1): DLMF 8.5.1
         mass = np.where(far, mass, low + gammaln(k + 1) - k * np.log(low) - np.log(hyp1f1(1.0, k + 1, low)))
@@ -227,12 +232,6 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
 
 def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of a distribution.
-
-    Sources: for the truncated normal, Johnson et al. (1994), Continuous Univariate Distributions 1, section 13.10. For
-    the censored gamma, E[Y] and E[Y^2] over y > 0 follow by integration by parts. For a shape of k they need the
-    distribution functions of the shapes k + 1 and k + 2. For the censored normals, let c be the point nearest to the
-    location within the bounds. E[(Y - c)^n] is the integral of n (t - c)^(n - 1) (1 - Phi(t)) over t > c, plus its
-    mirror image below c.
 
     Args:
         family: Family of the distribution.
@@ -253,31 +252,13 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
     unit = np.where(certain, 1.0, scale)
     point = np.clip(location, *family.bounds)
     if family in _CENSORED_NORMAL:
-        mean, variance = _censored_moments(*((at - location) / unit for at in (0.0, point, family.bounds[1])))
-        mean = np.clip(point + scale * mean, *family.bounds)
+        edges = (0.0, point, family.bounds[1])
+        mean, variance = forms.censored_moments(_SCIPY, *((at - location) / unit for at in edges))
+        mean, deviation = np.clip(point + scale * mean, *family.bounds), np.sqrt(variance)
     else:
-        mean, variance = _standard_moments(family, location / unit)
+        mean, deviation = _standard_moments(family, location / unit)
         mean = np.where(certain, point, scale * mean)
-    return mean, np.where(certain, 0.0, scale * np.sqrt(variance))
-
-
-def _censored_moments(lower: np.ndarray, nearest: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the variance of a censored standard normal distribution.
-
-    The mean is counted from `nearest`, the point between the bounds that is nearest to zero. Far from the bounds this
-    keeps digits that a difference of large numbers would lose.
-    """
-    up, above = _excess(nearest, upper)
-    down, below = _excess(-nearest, -lower)
-    return up - down, np.maximum(above + below - (up - down) ** 2, 0)
-
-
-def _excess(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
-    start, end = np.minimum(start, _NOTHING), np.minimum(end, _NOTHING)
-    once = (_phi(start) - start * ndtr(-start)) - (_phi(end) - end * ndtr(-end))
-    first, last = ((1 - x * x) * ndtr(-x) + x * _phi(x) for x in (start, end))
-    return once, first - last - 2 * start * once
+    return mean, np.where(certain, 0.0, scale * deviation)
 
 
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -326,9 +307,8 @@ def _location_between(mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
     found = least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
     most = 0.5 + scale * ndtri(np.maximum(near, 0))
     for _ in range(_NEWTON):
-        lower, upper = -found / scale, (1 - found) / scale
-        excess = scale * _excess(lower, upper)[0] - near
-        found = np.maximum(np.minimum(found - excess / np.maximum(ndtr(-lower) - ndtr(-upper), _TINY), most), least)
+        excess, slope = forms.excess_between(_SCIPY, found, near, scale)
+        found = np.maximum(np.minimum(found - excess / slope, most), least)
     return np.where(mean > 0.5, 1 - found, found)
 
 
@@ -342,22 +322,13 @@ def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the variance of a truncated or skewed distribution at location `x` and scale one."""
+    """Return mean and standard deviation of a truncated or skewed distribution at location `x` and scale one."""
     if family is Family.LOGNORMAL:
         return _ratio(x), np.ones_like(x) + 0 * x
     if family is Family.TRUNCATED_NORMAL:
-        near, l = np.maximum(x, -_FAR), np.maximum(-x, 1.0)
-        hazard = np.where(near < 0, 1 / _mills(np.maximum(-near, 0)), _phi(near) / ndtr(np.maximum(near, 0)))
-        mean, variance = near + hazard, np.maximum(1 - near * hazard - hazard**2, 0)
-        far = x < -_FAR  # the differences above would lose their digits there
-        return np.where(far, 1 / l - 2 / l**3, mean), np.where(far, 1 / l**2 - 6 / l**4, variance)
-    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
-    k, at = r * r, GAMMA_SHIFT * r
-    above, first, second = (gammaincc(k + more, at) for more in range(3))
-    mean = np.maximum(k * first - at * above, 0)
-    variance = np.maximum(k * (k + 1) * second - 2 * at * k * first + at * at * above - mean**2, 0)
-    normal = x + GAMMA_SHIFT >= _HIGHEST
-    return np.where(normal, x, mean / r), np.where(normal, 1.0, variance / (r * r))
+        mean, variance = forms.truncated_moments(_SCIPY, -x)
+        return mean, np.sqrt(variance)
+    return forms.gamma_moments(_SCIPY, x, lambda k, at: tuple(gammaincc(k + more, at) for more in range(3)))
 
 
 def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
@@ -405,89 +376,3 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
                 found += weight * half * (cdf(family, location, scale, start + half * (point + 1)) - step) ** 2
     found += np.maximum(at - edges[-1], 0)  # beyond the last quantile F is taken as one
     return found
-
-
-def _phi(x: np.ndarray) -> np.ndarray:
-    """Return the standard normal density."""
-    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
-def _mills(x: np.ndarray) -> np.ndarray:
-    """Return the Mills ratio (1 - Phi(x)) / phi(x), without a quotient of vanishing numbers."""
-    return math.sqrt(math.pi / 2) * erfcx(x / _SQRT2)
-
-
-def _normal(z: np.ndarray) -> np.ndarray:
-    """Return the CRPS of the standard normal distribution at the truth z."""
-    return z * erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
-
-
-def _square_below(x: np.ndarray) -> np.ndarray:
-    """Return the integral of Phi^2 below x."""
-    mass = ndtr(x)
-    return x * mass**2 + 2 * mass * _phi(x) - ndtr(_SQRT2 * x) / _ROOT_PI
-
-
-def _censored(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Return the CRPS of the standard normal distribution censored below at l.
-
-    It is the CRPS of the whole distribution less the integral of Phi^2 below l. `above` is z - l, given exactly.
-    """
-    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
-    low = _normal(z) - _square_below(low_l)
-    # For l > 0 the large terms of both integrals cancel to z - l, and only tails are left. Computed directly, their
-    # difference would lose all digits.
-    tail, high_z = ndtr(-high_l), np.maximum(z, 0)
-    tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)
-    tails = tails - (2 * _phi(high_l) * (1 - tail) - 2 * high_l * tail + high_l * tail**2)
-    return np.where(l > 0, above + tails - ndtr(-_SQRT2 * high_l) / _ROOT_PI, low)
-
-
-def _truncated(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Return the CRPS of the standard normal distribution truncated below at l.
-
-    For l > 0 it is written with the Mills ratio and not as a quotient of two vanishing tails. `above` is z - l, given
-    exactly.
-    """
-    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
-    mass = ndtr(-low_l)
-    low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
-    high_z, mills = high_l + above, _mills(high_l)
-    decay = np.exp(-0.5 * above * (high_z + high_l))
-    high = high_z - _SQRT2 * _mills(_SQRT2 * high_l) / mills**2 + 2 * decay * (1 - high_z * _mills(high_z)) / mills
-    return np.where(l > 0, high, low / mass**2)
-
-
-def _ratio(x: np.ndarray) -> np.ndarray:
-    """Return log(1 + exp(2 x)) / 2, which approaches x for large x and is always above zero."""
-    with np.errstate(invalid="ignore"):  # NaN stays
-        return np.logaddexp(0.0, 2 * np.maximum(x, _LOWEST)) / 2
-
-
-def _log_parameters(r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parameters mu and sigma of a log-normal distribution with mean `r` and standard deviation one."""
-    square = np.log1p(1 / (r * r))
-    return np.log(r) - square / 2, np.sqrt(square)
-
-
-def _lognormal(x: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return the CRPS of the log-normal distribution of location `x` and scale one, at the truth `v`."""
-    r = _ratio(x)
-    mu, sigma = _log_parameters(r)
-    z = (np.log(np.maximum(v, _TINY)) - mu) / sigma
-    return v * (2 * ndtr(z) - 1) - 2 * r * (ndtr(z - sigma) - ndtr(-sigma / _SQRT2))
-
-
-def _gamma(x: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return the CRPS of the censored shifted gamma distribution of location `x` and scale one, at the truth `v`.
-
-    Its shape is k = r^2. Above `_HIGHEST` it is taken as normal.
-    """
-    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
-    k, low, at = r * r, GAMMA_SHIFT * r, (v + GAMMA_SHIFT) * r
-    f_low, f_at = gammainc(k, low), gammainc(k, at)
-    next_low, next_at = gammainc(k + 1, low), gammainc(k + 1, at)
-    spread = np.exp(gammaln(k + 0.5) - gammaln(k)) / _ROOT_PI
-    found = at * (2 * f_at - 1) - low * f_low**2 + k * (1 + 2 * f_low * next_low - f_low**2 - 2 * next_at)
-    found = (found - spread * (1 - gammainc(2 * k, 2 * low))) / r
-    return np.where(x + GAMMA_SHIFT >= _HIGHEST, _normal(v - x), found)

@@ -1,4 +1,4 @@
-"""Distributions in NumPy against scoringrules, quadrature, samples and the ones that are trained through."""
+"""Distributions in NumPy against scoringrules, quadrature, samples, and the same closed forms in torch."""
 
 import itertools
 
@@ -106,8 +106,9 @@ def test_threshold_weighted_crps_against_quadrature(family, threshold):
 def test_both_forms_of_a_law_agree(family):
     location, scale, y = parameters(1)
     tensors = [torch.from_numpy(a) for a in (location, scale, y)]
-    np.testing.assert_allclose(crps(family, location, scale, y), trained.crps(family, *tensors), atol=1e-9)
-    np.testing.assert_allclose(cdf(family, location, scale, y), trained.cdf(family, *tensors), atol=1e-9)
+    atol = 1e-9 if family in SKEWED else 1e-13  # torch's incomplete gamma function has fewer digits
+    np.testing.assert_allclose(crps(family, location, scale, y), trained.crps(family, *tensors), rtol=0, atol=atol)
+    np.testing.assert_allclose(cdf(family, location, scale, y), trained.cdf(family, *tensors), rtol=0, atol=atol)
     level = np.linspace(0.01, 0.99, len(y))
     found = trained.quantile(family, *tensors[:2], torch.from_numpy(level))
     np.testing.assert_allclose(quantile(family, location, scale, level), found, atol=1e-6)
