@@ -75,6 +75,12 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
             ["train", "run=a", "data.store=x", "optim.clip_by=bucket"],
             "optim.clip_by=bucket: exchange=allreduce averages gradients, so clip holds their total; use clip_by=total",
         ),
+        (["train", "run=a", "data.store=x", "optim.quorum=3"], "optim.quorum=3: exchange=allreduce takes no notice"),
+        (
+            ["train", "run=a", "data.store=x", "optim.exchange=vote", "optim.quorum=3", "parallel.lat=auto"],
+            "optim.quorum=3: the planner lets ranks share a sample",
+        ),
+        (["benchmark", "benchmark=stragglers", "stragglers.steps=5"], "stragglers.steps=5: must be a multiple of"),
         (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a distribution by variable"),
         (["train", "run=a", "data.store=x", "model.families={q: wide}"], "model.families.q=wide: normal, "),
         (["simulate", "output=a", "windows=[02-29]"], "windows=02-29: write month and day"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,15 @@ def prepare(config: TrainConfig) -> Run:
     return assemble(config, reader, None, 1, _on_cpu(solo()))
 
 
+def score(start: Run) -> float:
+    """Return the CRPS ratio of the validation dates before the first step.
+
+    Args:
+        start: the result of `prepare`.
+    """
+    return Trainer(start, Path())._scores().scores["crps_ratio"]
+
+
 def _on_cpu(session: Session) -> Session:
     """Move the session to the CPU.
 
@@ -115,7 +124,12 @@ def _on_cpu(session: Session) -> Session:
     return session
 
 
-def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8) -> Training:
+Make = Callable[[Communicator], Exchange]  # makes the exchange of a rank
+
+
+def train(
+    config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8, make: Make | None = None
+) -> Training:
     """Train on `ranks` ranks, beginning with `start`.
 
     Args:
@@ -124,6 +138,7 @@ def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: 
         ranks: number of ranks.
         every: number of steps between recorded losses, each of which is a mean over these steps.
         rate: bits a second of the links in the predicted time.
+        make: makes the exchange of a rank; None makes that of the settings.
     """
     others = Room(ranks)
 
@@ -131,20 +146,20 @@ def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: 
         session = _on_cpu(Session(World(), Topology(data=ranks, rank=group.rank), ParallelConfig()))
         shared = SimulatedCommunicator(others, group.rank)
         session.mesh = Mesh(session.topology, {("data",): shared, ("data", "lat", "lon"): shared})
-        return _train(Trainer(_own(config, start, session, group), Path()), every, rate, ranks)
+        return _train(Trainer(_own(config, start, session, group, make), Path()), every, rate, ranks)
 
     return on_ranks(ranks, rank)[0]
 
 
-def _own(config: TrainConfig, start: Run, session: Session, group: Communicator) -> Run:
+def _own(config: TrainConfig, start: Run, session: Session, group: Communicator, make: Make | None) -> Run:
     """Return the run of one rank: its own weights, optimizer and reader, and its share of each batch."""
     model = copy.deepcopy(start.state.model)
-    exchange = exchange_between(config.optim, group, NullCommunicator())
+    exchange = make(group) if make is not None else exchange_between(config.optim, group, NullCommunicator())
     optimizer, schedule = build(config.optim, model.param_groups(), config.steps, exchange)
     average = Average(model, config.average) if config.average else None
     state = State(model, optimizer, schedule, config.steps, start.state.spread_error, average, exchange)
     reader = Reader(start.reader.source, start.reader.spec)
-    loss = replace(start.loss, ranks=session.mesh.model)
+    loss = replace(start.loss, ranks=session.mesh.spatial if exchange.slack else session.mesh.model)
     return replace(start, config=config, reader=reader, state=state, loss=loss, session=session)
 
 
@@ -152,8 +167,13 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
     state, losses, momentum_bytes = trainer.state, [], 0
     state.model.train()
     began = time.thread_time()
-    for batch in _batches(trainer.setup, ranks):
-        losses.append(trainer._step(trainer._moved(batch))["loss"])
+    batches = _batches(trainer.setup, ranks)
+    for batch in batches:
+        found = trainer._step(trainer._moved(batch))
+        for values, _ in trainer.stepper.missed.values():
+            losses.append(values["loss"])
+            next(batches)
+        losses.append(found["loss"])
         momentum_bytes += trainer.stepper.noted.get("bytes", 0)
     work = (time.thread_time() - began + _beside(state.exchange)) / state.steps
     scores = trainer._scores().scores

@@ -50,6 +50,7 @@ from ensemble_ml.config.plan import PlanConfig, PlannerBenchmark, PlanSettings
 from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
+from ensemble_ml.config.stragglers import StragglersConfig
 from ensemble_ml.config.training import DataConfig, TrackingConfig, TrainConfig
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "SkillConfig",
     "RaceConfig",
     "SpatialConfig",
+    "StragglersConfig",
     "EvaluateConfig",
     "ExportConfig",
     "PredictConfig",

@@ -15,6 +15,7 @@ from ensemble_ml.config.plan import PlannerBenchmark
 from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
+from ensemble_ml.config.stragglers import StragglersConfig
 
 
 def _numbers(values: Any) -> bool:
@@ -127,7 +128,7 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "lion | loading | planner | prepare | quickstart | skill | spatial | stations | step | verification")
+    benchmark: str = opt(MISSING, "lion | loading | planner | prepare | quickstart | skill | spatial | stations | step | stragglers | verification")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each competitor")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
@@ -141,6 +142,7 @@ class BenchmarkConfig:
     planner: PlannerBenchmark = part(PlannerBenchmark, "for benchmark=planner: hosts, links, models")
     race: RaceConfig = part(RaceConfig, "for benchmark=loading")
     spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
+    stragglers: StragglersConfig = part(StragglersConfig, "for benchmark=stragglers: hosts, delays, quality")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "repeats")

@@ -21,7 +21,7 @@ from ensemble_ml.distributed.hub import join_hub
 from ensemble_ml.distributed.mesh import new_group, patience
 from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.powersgd import PowerSGD
-from ensemble_ml.distributed.quorum import Quorum, QuorumVote, quorum_of
+from ensemble_ml.distributed.quorum import Join, Quorum, QuorumVote, quorum_of
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
 from ensemble_ml.errors import UserError
@@ -73,20 +73,25 @@ def make_exchange(
                 " every step; use quorum=all, or one rank a sample"
             )
         if (ballots := quorum_of(config.quorum, ranks)) < ranks:
-            group = _groups(topology, 1, connect)[0]
-            rule = Quorum(ballots, config.bound, patience())
-            return QuorumVote(
-                group,
-                rule,
-                partial(join_hub, seconds=patience()),
-                bits=config.bits,
-                scale=config.scale,
-                **_common(config),
-            )
+            return quorum_vote(config, _groups(topology, 1, connect)[0], ballots)
     if config.votes:
         outer, inner = _groups(topology, _inner_size(config, topology, local_size), connect)
         return exchange_between(config, outer, inner, reduction)
     return exchange_between(config, _groups(topology, 1, connect)[0], NullCommunicator(), reduction)
+
+
+def quorum_vote(config: OptimConfig, group: Communicator, ballots: int, join: Join | None = None) -> QuorumVote:
+    """Make a vote that `ballots` ranks can end. All ranks of `group` call this.
+
+    Args:
+        config: the optimizer's settings.
+        group: the ranks that vote.
+        ballots: number of ballots that end a vote.
+        join: connects a rank with the hub of the votes; None connects processes.
+    """
+    join = join or partial(join_hub, seconds=patience())
+    rule = Quorum(ballots, config.bound, patience())
+    return QuorumVote(group, rule, join, bits=config.bits, scale=config.scale, **_common(config))
 
 
 def exchange_between(
