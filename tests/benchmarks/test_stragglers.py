@@ -10,9 +10,9 @@ from parallel.simulated import on_ranks
 from stores import make_store
 from torch import nn
 
-from ensemble_ml.benchmarks import stragglers
-from ensemble_ml.benchmarks.waiting.clock import Pace, votes
-from ensemble_ml.benchmarks.waiting.local import LocalSteps
+from benchmarks.stragglers import benchmark as stragglers
+from benchmarks.stragglers.clock import Pace, votes
+from benchmarks.stragglers.local import LocalSteps
 from ensemble_ml.config import BenchmarkConfig, StragglersConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion

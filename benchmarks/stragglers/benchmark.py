@@ -11,6 +11,7 @@ Quality: whole trainings whose ranks are threads. Who is in each vote follows fr
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,20 +19,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
-from ensemble_ml.benchmarks.common.jobs import hand_out
-from ensemble_ml.benchmarks.common.sections import Bench, run_sections
-from ensemble_ml.benchmarks.results import Figure
-from ensemble_ml.benchmarks.voting import trials
-from ensemble_ml.benchmarks.waiting.clock import KINDS, Pace, votes
-from ensemble_ml.benchmarks.waiting.local import LocalSteps
-from ensemble_ml.benchmarks.waiting.worker import ALLREDUCE, DDP, HUB, LOCAL, QUORUM, VOTE
+from benchmarks.common.hosts import Hosts, available, linked
+from benchmarks.common.jobs import hand_out
+from benchmarks.common.results import Figure
+from benchmarks.common.sections import Bench, run_sections
+from benchmarks.lion import trials
+from benchmarks.stragglers.clock import KINDS, Pace, votes
+from benchmarks.stragglers.local import LocalSteps
+from benchmarks.stragglers.worker import ALLREDUCE, DDP, HUB, LOCAL, QUORUM, VOTE
 from ensemble_ml.config import BenchmarkConfig, ExchangeName, ModelConfig, OptimConfig, Precision
 from ensemble_ml.distributed import Communicator
 from ensemble_ml.distributed.choice import quorum_vote
 from ensemble_ml.distributed.quorum import quorum_of
 from ensemble_ml.distributed.simulated import join_simulated
 from ensemble_ml.optim import Exchange
+
+log = logging.getLogger(__name__)
 
 _WORDS = {"random": "one rank of all late in each step", "slow": "one rank twice as slow", "none": "no straggler"}
 
@@ -67,7 +70,7 @@ def _speed(bench: Bench) -> None:
         hosts = (
             Hosts(given.ranks) if why or given.rate is None else stack.enter_context(linked(given.ranks, given.rate))
         )
-        found = hand_out(hosts, "ensemble_ml.benchmarks.waiting.worker", job, bench.folder, seconds=3600)
+        found = hand_out(hosts, "benchmarks.stragglers.worker", job, bench.folder, seconds=3600)
         where = f"{given.ranks} hosts, {hosts.where}"
     for name, values in found.items():
         kind, entrant = name.split(": ")
@@ -101,17 +104,18 @@ def _quality(bench: Bench) -> None:
     if given.store is None:
         bench.notes.append("The quality section was left out: give stragglers.store=STORE.")
         return
-    scores: dict[str, list[float]] = {name: [] for name in ("start", *_optims(bench))}
+    plain = trials.quickstart_config(given.store, seed=0, steps=given.quality_steps, optim={"lr": 1e-3})
+    model = ModelConfig(hidden=8, max_hidden=8, depth=1, surroundings=0, residuals=0, precision=Precision.float32)
+    plain = replace(plain, model=model, average=0.0, validate_every=10**6, checkpoint_every=10**6)
+    # A seed decides the order of dates, the members and the stragglers. The fits, most of the work, are made once.
+    start = trials.prepare(plain)
+    scores: dict[str, list[float]] = {"start": [trials.score(start)] * given.seeds}
     for seed in range(given.seeds):
-        plain = trials.quickstart_config(given.store, seed=seed, steps=given.quality_steps, optim={"lr": 1e-3})
-        model = ModelConfig(hidden=8, max_hidden=8, depth=1, surroundings=0, residuals=0, precision=Precision.float32)
-        plain = replace(plain, model=model, average=0.0, validate_every=10**6, checkpoint_every=10**6)
-        start = trials.prepare(plain)
-        scores["start"].append(trials.score(start))
         for name, optim in _optims(bench).items():
-            config = replace(plain, optim=OptimConfig(weight_decay=0.05, lr=1e-3, **optim))
-            make = _maker(bench, name, config.optim, seed)
-            scores[name].append(trials.train(config, start, given.ranks, make=make).crps)
+            config = replace(plain, seed=seed, optim=OptimConfig(weight_decay=0.05, lr=1e-3, **optim))
+            crps = trials.train(config, start, given.ranks, make=_maker(bench, name, config.optim, seed)).crps
+            scores.setdefault(name, []).append(crps)
+            log.info("quality: %s, seed %d: CRPS ratio %.5f", name, seed, crps)
     for name, values in scores.items():
         bench.figures[f"validation CRPS ratio after {given.quality_steps} steps: {name}"] = Figure.of(values, "ratio")
         above = [100 * (a / b - 1) for a, b in zip(values, scores[ALLREDUCE], strict=True)]

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of ranks that do not wait: `python -m ensemble_ml.benchmarks.waiting.worker JOB FOLDER`.
+"""One rank of the benchmark of ranks that do not wait: `python -m benchmarks.stragglers.worker JOB FOLDER`.
 
 JOB is a JSON object with its settings. Rank 0 writes the result to FOLDER/results.json.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ensemble_ml.benchmarks.common.jobs import take_part
-from ensemble_ml.benchmarks.waiting.clock import Pace
-from ensemble_ml.benchmarks.waiting.local import LocalSteps
+from benchmarks.common.jobs import take_part
+from benchmarks.stragglers.clock import Pace
+from benchmarks.stragglers.local import LocalSteps
 from ensemble_ml.config import ExchangeName, OptimConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.distributed.choice import make_exchange, quorum_vote

@@ -1,0 +1,1 @@
+"""Tools of the benchmark of ranks that do not wait (`benchmarks.stragglers.benchmark`)."""
