@@ -31,7 +31,7 @@ def map(  # named after the figure; it hides the builtin within this file
 
     Args:
         field: Values over latitude and longitude (degrees); other dimensions have length one. NaN shows as grey.
-        land: Land fraction over the same grid, for coasts, such as `lsm` of a store.
+        land: Land fraction over the same grid, for coasts, such as `lsm` of a store; None draws those of Natural Earth.
         title: Title above the map; None takes the field's name and times.
         **colours: `cmap`, `vmin`, `vmax` and other arguments of matplotlib's pcolormesh.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.statistics import Key, Statistic
 
 WEIGHTINGS = ("area", "unweighted")
@@ -39,6 +40,12 @@ class Column:
     def name(self) -> str:
         """Return the variable and the level in one word, such as t850 or msl."""
         return self.variable if self.level is None else f"{self.variable}{self.level}"
+
+    @property
+    def title(self) -> str:
+        """Return the field in words, such as "850 hPa temperature"."""
+        words = registered(self.variable).long_name
+        return words if self.level is None else f"{self.level} hPa {words}"
 
 
 @dataclass(eq=False)

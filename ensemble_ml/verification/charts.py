@@ -114,7 +114,7 @@ def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid
         maps += [(f"predicted by {label}", values) for label, values in shot.predicted.items()]
         if scores.reduced > 1:
             maps.append((f"raw {scores.reduced} members", shot.reduced))
-        text = f"Spread of {field.name} at {field.lead_hours} h, from {shot.date}"
+        text = f"Spread of {field.title} at {field.lead_hours} h, from {shot.date}"
         parts.append(image(plots.spread_maps(maps, grid, land, registered(field.variable).units), text))
     return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
 
@@ -141,7 +141,7 @@ def _gain_maps(
                 dots = significant(p_values(first - second))
                 if scores.advantage("crps", label, other):
                     dots &= percent < 0
-            found.append((f"{scores.columns[column].name}: {label} vs {short_name(other)}", percent, dots))
+            found.append((f"{scores.columns[column].title}: {label} vs {short_name(other)}", percent, dots))
     return found
 
 
@@ -190,6 +190,6 @@ def _binned(
         curves = {short_name(entrant): bins[column, entrant] for entrant in entrants if (column, entrant) in bins}
         if curves:
             field = scores.columns[column]
-            panels[f"{field.name}, {field.lead_hours} h"] = curves
+            panels[f"{field.title}, {field.lead_hours} h"] = curves
             units.append(registered(field.variable).units)
     return image(plots.binned(panels, units, y_label), text, width=820) if panels else ""

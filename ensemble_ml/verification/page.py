@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from html import escape
 
@@ -78,13 +79,54 @@ table.wrap td{white-space:normal}
 thead th{border-bottom:2px solid #bbb}
 caption{text-align:left;padding:.2rem 0}
 td small{color:#555;display:block;font-size:.75rem}
-.b{background:#cfe3f2;font-weight:600}.w{background:#fbe3bf;font-weight:600}.us{font-weight:600}
+.b{background:#9cc7e6;font-weight:600}.w{background:#f7c77a;font-weight:600}.us{font-weight:600}
+.b0{background:#e9f2f9}.w0{background:#fdf3e2}
+.choice label{margin-right:1.2rem}
 img{max-width:100%;height:auto;display:block;margin:.3rem 0}
 .scroll{overflow-x:auto}
 dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}
 details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
 .yes{color:#00634a;font-weight:600}.no{color:#a64a00;font-weight:600}
 """
+
+# Shows one card of a choice at a time. Without it all cards stand below each other, folded, and can be opened.
+SCRIPT = """
+for (const box of document.querySelectorAll(".choice")) {
+  const cards = [...box.children], keys = cards.map(card => JSON.parse(card.dataset.key));
+  const bar = document.createElement("p"), none = document.createElement("p");
+  none.textContent = "There are no such scores.";
+  const show = () => {
+    cards.forEach((card, n) => card.hidden = !keys[n].every((key, i) => key === selects[i].value));
+    cards.forEach(card => card.open = !card.hidden);
+    none.hidden = cards.some(card => !card.hidden);
+  };
+  const selects = JSON.parse(box.dataset.words).map((word, i) => {
+    const select = document.createElement("select"), label = document.createElement("label");
+    new Set(keys.map(key => key[i])).forEach(key => select.add(new Option(key)));
+    label.append(word + " ", select);
+    bar.append(label);
+    select.onchange = show;
+    return select;
+  });
+  box.prepend(bar, none);
+  show();
+}
+"""
+
+
+def choice(words: list[str], cards: list[tuple[list[str], str]]) -> str:
+    """Return cards of which a reader chooses one, as HTML that can be read without a script, too.
+
+    Args:
+        words: Name of each part of a key, such as "region".
+        cards: Key, one text for each of `words`, and HTML of each card. The first one is open.
+    """
+    folded = [
+        f'<details data-key="{escape(json.dumps(key))}"{" open" * (n == 0)}>'
+        f"<summary>{escape(', '.join(key))}</summary>{card}</details>"
+        for n, (key, card) in enumerate(cards)
+    ]
+    return f'<div class="choice" data-words="{escape(json.dumps(words))}">{"".join(folded)}</div>'
 
 
 def page(title: str, body: str) -> str:
@@ -99,7 +141,7 @@ def page(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n"
+        f"<style>{STYLE}</style></head><body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )
 
 

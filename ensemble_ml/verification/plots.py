@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, la
     Args:
         maps: Title, gain (Y, X) and mask (Y, X) of each map.
         grid: Grid of the maps.
-        land: (Y, X) land fraction for coasts, or None.
+        land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
 
     Returns:
         The figure.
@@ -174,7 +175,7 @@ def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.nda
     Args:
         maps: Title and spread (Y, X) of each map.
         grid: Grid of the maps.
-        land: (Y, X) land fraction for coasts, or None.
+        land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
         units: Units of the spread.
 
     Returns:
@@ -208,7 +209,7 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
         axis: Axes to draw on.
         values: (Y, X) field.
         grid: Grid of the field.
-        land: (Y, X) land fraction for coasts, or None.
+        land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
         title: Title of the map.
         **colours: Arguments of matplotlib's pcolormesh.
 
@@ -216,7 +217,9 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
         The mesh, for a colour bar.
     """
     mesh = axis.pcolormesh(grid.longitude, grid.latitude, values, shading="nearest", rasterized=True, **colours)
-    if land is not None and min(land.shape) > 1:
+    if land is None:
+        draw_coasts(axis)
+    elif min(land.shape) > 1:
         axis.contour(grid.longitude, grid.latitude, land, levels=[0.5], colors="black", linewidths=0.6)
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_facecolor("#bbbbbb")  # points without a value show this grey
@@ -224,6 +227,20 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
     for side in ("top", "right"):
         axis.spines[side].set_visible(True)
     return mesh
+
+
+def draw_coasts(axis: Axes) -> None:
+    """Draw the coasts of Natural Earth (1:110 million, `scripts/coasts.py`) within the limits of a map.
+
+    Args:
+        axis: Axes of longitude and latitude in degrees. Longitudes may begin anywhere between -360 and 0.
+    """
+    left, right, low, high = *axis.get_xlim(), *axis.get_ylim()
+    stored = np.load(Path(__file__).with_name("coasts.npz"))["points"]
+    points = np.where(stored == np.iinfo(stored.dtype).max, np.nan, stored / 10)  # NaN parts one line from the next
+    for turn in (-360, 0, 360):
+        axis.plot(points[:, 0] + turn, points[:, 1], color="black", lw=0.6)
+    axis.set(xlim=(left, right), ylim=(low, high))
 
 
 def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_label: str) -> Figure:

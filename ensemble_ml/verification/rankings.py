@@ -1,4 +1,4 @@
-"""Write the tables of the report: where a forecast gains, and all entrants side by side."""
+"""Write the tables of the report: the scorecard of each forecast, and all entrants side by side."""
 
 from __future__ import annotations
 
@@ -10,67 +10,83 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.metrics import METRICS
-from ensemble_ml.verification.page import number, table
+from ensemble_ml.verification.page import choice, number, table
 from ensemble_ml.verification.scores import Scores
-from ensemble_ml.verification.summary import short_name
+from ensemble_ml.verification.scoring import EFI_WEIGHTED
+from ensemble_ml.verification.summary import describe, short_name
+from ensemble_ml.verification.values import CLIMATOLOGY
+
+_NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings of the points that name no set of them
 
 
-def where(scores: Scores) -> str:
-    """Return tables of gains, variables by levels, for each forecast and lead.
+def scorecard(scores: Scores) -> str:
+    """Return the scorecard: fields as rows, leads as columns, for each forecast, baseline and region.
 
-    The tables of the headline lead are open, the others are folded.
+    A cell shows the gain in percent and the two scores that it is computed from, and is coloured by the sign of the
+    gain, darker where the difference is significant. One card is open and the others are folded; where scripts run, the
+    page shows one card at a time, which the reader chooses (`page.SCRIPT`).
 
     Args:
         scores: The scores.
+
+    Returns:
+        HTML; empty if nothing can be compared.
     """
-    parts = []
+    m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
+    pairs = [("crps", best)] if best else []
+    pairs += [("crps", f"raw_{n}"), ("crps", f"raw_{m}"), ("crps", CLIMATOLOGY)]
+    pairs += [("crps", other) for other in (*scores.forecasts, *scores.baselines)]
+    pairs += [("spread_rmse", f"{kind}_{m}") for kind in ("spread_regression", "size_corrected")]
+    pairs += [("rmse", f"raw_{n}")]
+    cards = []
     for label in scores.forecasts:
-        for lead in reversed(scores.leads):
-            found = "".join(_gain_tables(scores, label, lead))
-            if found:
-                opened = " open" if lead == scores.headline_lead else ""
-                title = f"{escape(label)}, {lead} h"
-                parts.append(f'<details{opened}><summary>{title}</summary><div class="side">{found}</div></details>')
-    return f"<h2>Where: gain by variable and level, %</h2>{''.join(parts)}" if parts else ""
+        for metric, other in dict.fromkeys(pair for pair in pairs if pair[1] != label):
+            for weighting in scores.state.weightings:
+                card = "" if weighting in _NO_REGION else _card(scores, metric, label, other, weighting)
+                if card:
+                    mark = ", the best baseline" if metric == "crps" and other == best else ""
+                    compared = f"{METRICS[metric].long_name} vs {short_name(other)}{mark}"
+                    cards.append(([label, compared, "all points" if weighting == "area" else weighting], card))
+    text = (
+        f"Gain in %, and the scores of the forecast | of what it is compared with. Blue: better, orange: worse; dark: "
+        f"the {100 * scores.confidence:g} % interval, which shows when the pointer rests on a cell, excludes zero and "
+        f"rests on enough blocks of dates; pale: not sure."
+    )
+    return f'<h2>Scorecard</h2><p class="note">{text}</p>{choice(["forecast", "score", "region"], cards)}' * bool(cards)
 
 
-def _gain_tables(scores: Scores, label: str, lead: int) -> list[str]:
-    """Return the tables of gains of a forecast at a lead, one for each reference."""
-    best = scores.best_baseline(lead)
-    wanted = [("crps", best, f"CRPS vs {short_name(best)}, the best baseline")] if best else []
-    wanted.append(("crps", f"raw_{scores.full}", f"CRPS vs raw {scores.full}"))
-    for kind in ("spread_regression", "size_corrected"):
-        other = f"{kind}_{scores.reduced}"
-        wanted.append(("spread_rmse", other, f"RMSE of spread vs {short_name(other)}"))
-    differences = ((scores.difference(metric, label, other), words) for metric, other, words in wanted)
-    return [_field_table(scores, found, lead, words) for found, words in differences]
-
-
-def _field_table(scores: Scores, differences: list[tuple[Interval, Interval]], lead: int, caption: str) -> str:
-    """Return a table with variables as rows and levels as columns; empty if no value is finite."""
-    at = {
-        column: differences[c][1]
-        for c, column in enumerate(scores.columns)
-        if column.lead_hours == lead and differences
-    }
-    at = {column: value for column, value in at.items() if np.isfinite(value.value)}
-    if not at:
+def _card(scores: Scores, metric: str, label: str, other: str, weighting: str) -> str:
+    """Return the scorecard of a forecast against another entrant in a region; empty if no cell has a value."""
+    gains = [percent for _, percent in scores.difference(metric, label, other, weighting)]
+    ours, theirs = (scores.score(metric, entrant, weighting) for entrant in (label, other))
+    if not any(np.isfinite(gain.value) for gain in gains):
         return ""
-    levels = sorted({column.level for column in at if column.level is not None})
-    heads = [str(level) for level in levels] + (["surface"] if any(c.level is None for c in at) else [])
-    keys: list[int | None] = [*levels, None][: len(heads)]
-    lines = []
-    for name in dict.fromkeys(column.variable for column in at):
-        cells = (at.get(Column(lead, name, key)) for key in keys)
-        lines.append([escape(name), *("" if cell is None else number(cell) for cell in cells)])
-    marks = [[None, *(_mark(at.get(Column(lead, line[0], key))) for key in keys)] for line in lines]
-    return table(["variable", *heads], lines, caption=caption, classes=marks)
+    assert ours is not None and theirs is not None  # where one has no score there are no gains
+    position = {column: c for c, column in enumerate(scores.columns)}
+    lines, marks = [], []
+    for variable, level in dict.fromkeys((column.variable, column.level) for column in scores.columns):
+        cells: list[tuple[str, str | None]] = []
+        for lead in scores.leads:
+            c = position.get(Column(lead, variable, level))
+            if c is None or not np.isfinite(gains[c].value):
+                cells.append(("", None))
+                continue
+            gain, values = gains[c], f"{ours.value[c]:.3g} | {theirs.value[c]:.3g}"
+            ends = f"{gain.low:+z.1f} to {gain.high:+z.1f} %" if np.isfinite(gain.low) else "no interval"
+            cells.append((f'<span title="{ends}">{gain.value:+z.1f}<small>{values}</small></span>', _mark(gain)))
+        if any(text for text, _ in cells):
+            name = Column(scores.leads[0], variable, level).title
+            lines.append([f"{escape(name)}, {escape(registered(variable).units)}", *(text for text, _ in cells)])
+            marks.append([None, *(mark for _, mark in cells)])
+    heads = ["", *(f"{lead} h" for lead in scores.leads)]
+    return table(heads, lines, caption=f"Compared with {describe(other)}", classes=marks)
 
 
-def _mark(cell: Interval | None) -> str | None:
-    if cell is None or not cell.excludes(0) or abs(cell.value) < 0.05:  # a smaller value is shown as 0.0
+def _mark(gain: Interval) -> str | None:
+    """Return the class of a cell, which says the sign of a gain and whether it is significant."""
+    if abs(gain.value) < 0.05:  # a smaller value is shown as 0.0
         return None
-    return "b" if cell.value > 0 else "w"
+    return ("b" if gain.value > 0 else "w") + ("" if gain.excludes(0) else "0")
 
 
 def entrants(scores: Scores) -> str:
@@ -144,7 +160,7 @@ def _all_scores(scores: Scores, lead: int) -> str:
             cells = [_cell(scores, name, entrant, int(c)) for name in shown]
             if any(cells):
                 units = registered(column.variable).units
-                lines.append([escape(short_name(entrant)), f"{column.name} ({units})", *cells])
+                lines.append([escape(short_name(entrant)), escape(f"{column.title}, {units}"), *cells])
     return f"<details><summary>All scores at {lead} h</summary>{table(heads, lines)}</details>"
 
 

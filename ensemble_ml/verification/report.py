@@ -1,4 +1,4 @@
-"""Compose the HTML report, a single file that needs no network and no script.
+"""Compose the HTML report, a single file that needs no network. Its script only folds cards away.
 
 Its first screen answers whether the forecast is better, and how sure that is. Details follow below.
 """
@@ -38,7 +38,7 @@ def write_report(
     """
     pictures = tables.pictures
     parts = [_top(content, scores)]
-    parts += [rankings.where(scores), sections.strata(content, scores)]
+    parts += [sections.strata(content, scores)]
     parts += [charts.maps(content, scores, pictures, grid, land)]
     parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(scores)]
     parts += [charts.bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
@@ -48,7 +48,7 @@ def write_report(
 
 
 def _top(content: dict[str, Any], scores: Scores) -> str:
-    """Return the first screen: the answer in sentences, the gains as a chart, the claims and the notes."""
+    """Return the first screen: the answer in sentences, the scorecard, gains as a chart, the claims and the notes."""
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"
@@ -67,25 +67,28 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     figure = charts.headline(scores)
     return (
         f'<h1>Is the forecast better, where, by how much, how sure?</h1><p class="sub">{escape(sub)}</p>'
-        f'<div class="answer">{lines}</div>{figure}{_claims(content)}'
+        f'<div class="answer">{lines}</div>{rankings.scorecard(scores)}{figure}{_claims(content)}'
         + (f'<ul class="note">{notes}</ul>' if notes else "")
     )
 
 
 def _claims(content: dict[str, Any]) -> str:
-    """Return a folded table of the claims, with what was measured, whether they hold and how sure that is."""
+    """Return a folded table of the claims: what was measured, whether that is a gain at all, and how sure it is.
+
+    The targets that scores.json holds are those of this project's own benchmark, and are no measure for a user's model.
+    """
     if not content["claims"]:
         return ""
     lines = []
     for claim in content["claims"]:
-        held = '<span class="yes">yes</span>' if claim["holds"] else '<span class="no">no</span>'
+        better = claim["value"] < 1 if claim["unit"] == "ratio" else claim["value"] > 0
+        held = '<span class="yes">yes</span>' if better else '<span class="no">no</span>'
         why = claim["advantage"] or ("" if claim["enough_blocks"] else "few blocks")
         sure = "yes" if claim["certain"] else f"no, {escape(why)}" if why else "no"
-        sign = "&lt;" if claim["unit"] == "ratio" else "&ge;" if claim["target"] else "&gt;"
         digits = 3 if claim["unit"] == "ratio" else 1
         figure = number(Interval(claim["value"], claim["low"], claim["high"]), digits)
-        lines.append([escape(claim["claim"]), figure, f"{sign} {claim['target']:g} {claim['unit']}", held, sure])
-    listed = table(["claim", "measured", "target", "holds", "certain"], lines, wrap=True)
+        lines.append([escape(claim["claim"]), f"{figure} {claim['unit'].replace('ratio', '')}", held, sure])
+    listed = table(["claim", "measured", "better", "certain"], lines, wrap=True)
     return f"<details><summary>The claims, one by one</summary>{listed}</details>"
 
 

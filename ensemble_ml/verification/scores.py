@@ -66,29 +66,31 @@ class Scores:
     full: int
     baselines: tuple[str, ...] = ()
     given: Mapping[str, int] = field(default_factory=dict)
-    _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
-    _known: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    _cache: dict[tuple[str, str, str], Score | None] = field(default_factory=dict)
+    _known: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
         """Return the names of all entrants with a score, forecasts first."""
         found = dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total)
         return list(found)
 
-    def score(self, metric: str, entrant: str) -> Score | None:
+    def score(self, metric: str, entrant: str, weighting: str = "area") -> Score | None:
         """Return the values of a metric for an entrant, or None if the entrant has no such score.
 
         Args:
             metric: Name in `METRICS`.
             entrant: Forecast, raw ensemble or baseline.
+            weighting: Name of the weighting of the points, such as a region's.
         """
-        if (metric, entrant) not in self._cache:
+        name = metric, entrant, weighting
+        if name not in self._cache:
             rule, found = METRICS[metric], None
             if rule.available(self.state, entrant):
-                value = rule(self.state, entrant)
+                value = rule(self.state, entrant, weighting=weighting)
                 plain = rule(self.state, entrant, weighting="unweighted")
-                found = Score(value, plain, rule(self.state, entrant, draws=self.counts))
-            self._cache[metric, entrant] = found
-        return self._cache[metric, entrant]
+                found = Score(value, plain, rule(self.state, entrant, weighting=weighting, draws=self.counts))
+            self._cache[name] = found
+        return self._cache[name]
 
     def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
         """Return a value and its draws as an interval at the level of confidence of this evaluation.
@@ -163,7 +165,7 @@ class Scores:
         """
         return fewest_blocks(self._block, known, self.blocks)
 
-    def blocks_of(self, metric: str, entrant: str, columns: Iterable[int]) -> int:
+    def blocks_of(self, metric: str, entrant: str, columns: Iterable[int], weighting: str = "area") -> int:
         """Return the smallest number of blocks in which a metric of an entrant is known, over columns.
 
         A column that is known in one block only has no interval, and neither has a mean that depends on it.
@@ -172,8 +174,9 @@ class Scores:
             metric: Name in `METRICS`.
             entrant: Forecast, raw ensemble or baseline.
             columns: Positions on C.
+            weighting: Name of the weighting of the points.
         """
-        return min([self.blocks, *(self._blocks_of(metric, entrant, int(c)) for c in columns)])
+        return min([self.blocks, *(self._blocks_of(metric, entrant, int(c), weighting) for c in columns)])
 
     def least_known(self, metric: str, entrants: Iterable[str], columns: Iterable[int]) -> dict[int, int]:
         """Return the columns that are known in too few blocks, with the number of these blocks.
@@ -196,11 +199,12 @@ class Scores:
         most = max(known.values(), default=0)
         return {c: blocks for c, blocks in known.items() if blocks < min(most, FEWEST_BLOCKS)}
 
-    def _blocks_of(self, metric: str, entrant: str, column: int) -> int:
-        name = metric, entrant, column
+    def _blocks_of(self, metric: str, entrant: str, column: int, weighting: str = "area") -> int:
+        name = metric, entrant, column, weighting
         if name not in self._known:
             keys = [Key(entrant, statistic) for statistic in METRICS[metric].needs]
-            there = [self.state.weight[key][:, 0, column] > 0 for key in keys if key in self.state.weight]
+            w = self.state.weightings.index(weighting)
+            there = [self.state.weight[key][:, w, column] > 0 for key in keys if key in self.state.weight]
             self._known[name] = self.fewest_blocks(np.stack(there, 1)) if there else self.blocks
         return self._known[name]
 
@@ -285,26 +289,29 @@ class Scores:
         with np.errstate(divide="ignore", invalid="ignore"):
             return float(geometric_mean(first.unweighted / second.unweighted, columns))
 
-    def difference(self, metric: str, entrant: str, other: str) -> list[tuple[Interval, Interval]]:
+    def difference(
+        self, metric: str, entrant: str, other: str, weighting: str = "area"
+    ) -> list[tuple[Interval, Interval]]:
         """Return the difference of two entrants' scores in each column, and the gain in percent.
 
         Args:
             metric: Name in `METRICS`.
             entrant: Forecast, raw ensemble or baseline.
             other: Forecast, raw ensemble or baseline; the reference.
+            weighting: Name of the weighting of the points, such as a region's.
 
         Returns:
             For each column, the score of `entrant` minus that of `other` in the units of the metric, and 100 (1 - score
             / other's score). Empty if one of the two lacks the metric.
         """
-        first, second = self.score(metric, entrant), self.score(metric, other)
+        first, second = self.score(metric, entrant, weighting), self.score(metric, other, weighting)
         if first is None or second is None:
             return []
         found, barred = [], self.barred(metric, entrant, other)
         with np.errstate(divide="ignore", invalid="ignore"):
             gain, gains = 100 * (1 - first.value / second.value), 100 * (1 - first.draws / second.draws)
         for c in range(len(self.columns)):
-            blocks = min(self.blocks_of(metric, one, [c]) for one in (entrant, other))
+            blocks = min(self.blocks_of(metric, one, [c], weighting) for one in (entrant, other))
             less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c], blocks)
             percent = self.interval(gain[c], gains[:, c], blocks)
             # A gain is positive where the difference is negative, so its barred side is the opposite one.

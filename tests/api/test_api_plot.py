@@ -28,6 +28,16 @@ def test_figures(here):
     assert set(curve.get_ydata()[:3]) == {0.0} and curve.get_ydata()[-1] == 1.0
 
 
+def test_maps_without_a_land_mask_show_coasts_where_they_are():
+    """The Iberian Peninsula's west coast lies near 9 degrees west, whichever way the grid counts its longitudes."""
+    for west in (-30.0, 330.0):
+        axes = {"latitude": np.arange(60, 29, -1.0), "longitude": west + np.arange(61)}
+        axis = eml.plot.map(xr.DataArray(np.zeros((31, 61)), axes, list(axes))).axes[0]
+        lines = np.concatenate([np.c_[line.get_xdata(), line.get_ydata()] for line in axis.lines])
+        iberia = lines[(np.abs(lines[:, 1] - 40) < 2) & (np.abs(lines[:, 0] - (west + 21.5)) < 2)]
+        assert len(iberia) and axis.get_xlim()[1] - axis.get_xlim()[0] < 65 and axis.get_ylim() == (29.5, 60.5)
+
+
 @pytest.mark.parametrize(
     ("draw", "said"),
     [

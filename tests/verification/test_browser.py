@@ -66,9 +66,33 @@ def test_the_report_opens_without_error_or_network(page, report):
 
 def test_the_first_screen_answers(page, report):
     page.goto(report.as_uri())
-    for selector in ("h1", ".answer", "img"):
+    for selector in ("h1", ".answer", ".choice table"):
         box = page.locator(selector).first.bounding_box()
         assert box is not None and box["y"] + min(box["height"], 200) < 900, selector
     answer = page.locator(".answer").inner_text()
     assert "CRPS" in answer and "interval" in answer and "too few blocks of dates to be sure in any of" in answer
     assert page.locator("#extreme").count() == 1
+
+
+def test_the_scorecard_shows_what_is_chosen(page, report):
+    page.goto(report.as_uri())
+    cards = page.locator(".choice details")
+    assert cards.count() > 20 and page.locator(".choice details:visible").count() == 1
+    first, globe = page.locator(".choice table:visible"), page.locator(".choice table:visible").inner_text()
+    assert "850 hPa temperature, K" in globe and "total precipitation, m" in globe and "48 h" in globe
+    page.get_by_label("region").select_option("tropics")
+    page.get_by_label("score").select_option("CRPS vs climatology")
+    assert page.locator(".choice details:visible").count() == 1 and first.inner_text() != globe
+    assert page.locator(".choice summary:visible").inner_text() == "forecast, CRPS vs climatology, tropics"
+    assert "Compared with climatology of the fit dates" in first.inner_text()
+
+
+def test_the_scorecard_can_be_read_without_a_script(page, report):
+    context = page.context.browser.new_context(java_script_enabled=False, offline=True)
+    plain = context.new_page()
+    plain.goto(report.as_uri())
+    assert plain.locator(".choice summary:visible").count() == plain.locator(".choice details").count() > 20
+    assert plain.locator(".choice table:visible").count() == 1
+    plain.locator(".choice summary").nth(1).click()
+    assert plain.locator(".choice table:visible").count() == 2
+    context.close()

@@ -121,7 +121,7 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
-        self.fetched += [tag] if tag in ("script", "iframe", "object") else []
+        self.fetched += [tag] if tag in ("iframe", "object") else []
         self.images += tag == "img"
         if tag not in ("meta", "link", "img", "br"):
             self.open.append(tag)

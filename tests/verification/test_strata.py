@@ -1,6 +1,8 @@
 """Regions, seasons and extremes; calibration by date; the model climate; significance with few false discoveries."""
 
+import re
 from dataclasses import replace
+from html import escape
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +20,7 @@ from ensemble_ml.verification.calibration import Calibration, exceeding, members
 from ensemble_ml.verification.case import _place
 from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.rankings import scorecard
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.samples import Group, Setting, read_sample
 from ensemble_ml.verification.scores import Scores
@@ -64,6 +67,23 @@ def test_strata_find_where_the_gain_is():
     mean = lambda name: state.mean(Key("ours", Statistic.CRPS), name)[0]  # noqa: E731
     polar = AREA[:2].sum() / AREA.sum()
     assert mean(EFI_WEIGHTED) == pytest.approx(0.9 * polar * mean(EXTREME))  # EECRPS: the mean of |EFI| CRPS
+
+
+def test_the_scorecard_finds_where_the_gain_is():
+    scores, _, _ = make_scores()
+    cards = scorecard(scores).split("<details ")[1:]
+    of_region = {re.search(r"<summary>ours, CRPS vs raw 10, (.*?)</summary>", card)[1]: card for card in cards}
+    extratropics = "northern extratropics", "southern extratropics"
+    assert list(of_region) == ["all points", extratropics[0], "tropics", extratropics[1], escape(EXTREME)]
+    cell = re.search(r'<td class=(\w+)><span title="(.*?)">(.*?)<small>(.*?) \| (.*?)</small>', of_region["tropics"])
+    assert cell.groups()[:3] == ("b", "+50.0 to +50.0 %", "+50.0")
+    assert float(cell[4]) == pytest.approx(float(cell[5]) / 2, rel=0.01)
+    assert "850 hPa temperature, K" in of_region["tropics"] and "<th>48 h</th>" in of_region["tropics"]
+    assert "<td><span" in of_region["southern extratropics"]  # no gain has no colour
+    scores.counts, scores.blocks = draw_dates(np.arange(24) // 12, 200, seed=0), 2
+    scores._cache.clear(), scores._known.clear()
+    vars(scores).pop("_block")
+    assert "<td class=b0><span" in scorecard(scores)  # of two blocks nothing is sure, and the colour is pale
 
 
 def test_what_lies_in_one_block_has_no_interval():
