@@ -12,6 +12,7 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
+from fixtures_archive import tiny_archive  # noqa: F401
 from nbclient import NotebookClient
 from scipy.stats import norm
 from stores import make_store
@@ -303,3 +304,42 @@ def test_one_member_has_no_raw_spread(made, printed, tmp_path):
     text = printed("evaluate_forecast", forecast=tmp_path, variable="t 850").split("members in\n")[1]
     assert "predicted +24 h: error of the full ensemble's spread" in text and not re.search(r"\bnan\b", text)
     assert "raw +24 h" not in text and "that of the normal distribution of raw 10" in text
+
+
+@pytest.fixture
+def lesson(tiny_archive, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Run a notebook of the gallery beside the embedded archive at its smallest, and return what it prints."""
+
+    def printed_by(name):
+        (tmp_path / "archive").symlink_to(tiny_archive)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MPLBACKEND", "agg")
+        try:
+            runpy.run_path(str(NOTEBOOKS / f"{name}.py"))
+        finally:
+            plt.close("all")
+        return capsys.readouterr().out
+
+    return printed_by
+
+
+def test_open_and_look_finds_error_and_spread_alike(lesson):
+    text = lesson("open_and_look")
+    pairs = re.findall(r"^\+\d+ h: error (\S+) K, predicted by the spread (\S+) K$", text, re.MULTILINE)
+    assert len(pairs) == 3 and all(0.85 < float(spread) / float(error) < 1.15 for error, spread in pairs)
+
+
+def test_five_beat_ten_agrees_with_what_is_known_by_hand(lesson):
+    text = lesson("five_beat_ten")
+    rows = re.findall(r"ordinary (\S+) \(by hand (\S+)\), fair (\S+)", text)
+    assert len(rows) == 4
+    for ordinary, by_hand, fair in rows:
+        assert float(ordinary) == pytest.approx(float(by_hand), rel=0.01)
+        assert float(fair) == pytest.approx(1 / np.sqrt(np.pi), rel=0.01)
+    assert float(re.search(r"(\S+) % better", text)[1]) > 3
+
+
+def test_calibrate_and_verify_gains_on_the_raw_members(lesson):
+    text = lesson("calibrate_and_verify")
+    assert "t2m_ensemble_spread" in text and "2 test dates in 1 independent block" in text
+    assert float(re.search(r"CRPS (\S+) % lower than the raw 3 members", text)[1]) > 5
