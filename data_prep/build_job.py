@@ -1,4 +1,4 @@
-"""Build one start date of a tensor store: read its fields slice by slice, and hand them to the store."""
+"""Build one init time of a tensor store: read its fields slice by slice, and hand them to the store."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _room = _Room()
 
 
 class Stopped(Exception):
-    """An error for a start date that was given up because the build is to stop."""
+    """An error for an init time that was given up because the build is to stop."""
 
 
 class Job:
@@ -119,11 +119,11 @@ class Job:
         return hashlib.sha256(repr([one.stamps for one in catalogues]).encode()).hexdigest()[:16]
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
-        """Build one start date, unless it is done or another process is building it.
+        """Build one init time, unless it is done or another process is building it.
 
         Args:
             build: the store under construction.
-            date: index of the start date.
+            date: index of the init time.
             pool: threads that compress and write.
             stopped: returns whether the build is to stop.
 
@@ -145,7 +145,7 @@ class Job:
         return True
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
-        """Read one part of a start date slice by slice, and write each slice to the store."""
+        """Read one part of an init time slice by slice, and write each slice to the store."""
         for selection in slices_of(self.plan.layout):
             # The question is asked for each slice, so that a build does not have to complete a date before it stops.
             if stopped():
@@ -168,7 +168,7 @@ class Job:
             writer.cell(part, kind, lead, variable, block)
 
     def _reads(self, date: int) -> dict[str, set[tuple[str, int, int]]]:
-        """Return the path, offset and length of each field of a start date, by part."""
+        """Return the path, offset and length of each field of an init time, by part."""
         found = {}
         for part in self.plan.wanted:
             if part is Part.TRUTH and self.truth is not None:
@@ -194,7 +194,7 @@ def index_of(config: PrepareConfig) -> FileIndex:
 
 
 def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str, Any]:
-    """Return what the store records about its origin: inputs, settings and missing start dates."""
+    """Return what the store records about its origin: inputs, settings and missing init times."""
     kept = {name: getattr(config, name) for name in _KEPT}
     skipped = {gap.start for gap in gaps} if config.gaps is Gaps.skip else set()
     starts = [start for date in holes(both.layout.init_time) if (start := hour_text(date)) not in skipped]

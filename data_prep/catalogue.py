@@ -205,7 +205,7 @@ class Catalogue:
         """Raise a UserError if the fields that `made` reads come from several sources.
 
         Refused are several centres or experiments in one ensemble or in one variable of a truth, and several ensembles
-        of a centre at one start date. Their members have the same numbers but belong to different forecasts.
+        of a centre at one init time. Their members have the same numbers but belong to different forecasts.
 
         A truth may continue in another experiment, as ERA5 begins with preliminary data. Then a warning names both.
         """

@@ -28,13 +28,13 @@ from ensemble_ml.store.source import fingerprint_at
 
 
 class StoreTruth:
-    """The truth of a tensor store, under the start dates and leads of another source.
+    """The truth of a tensor store, under the init times and leads of another source.
 
     `ArchiveTruth` is the same for an archive.
 
     Args:
         store: a tensor store with a truth.
-        layout: the layout of the forecast, whose start dates, leads, variables and levels count.
+        layout: the layout of the forecast, whose init times, leads, variables and levels count.
         bounds: intervals of the forecast's sums and maxima by variable, a (first, last) hour for each lead.
 
     Raises:
@@ -61,10 +61,10 @@ class StoreTruth:
                     )
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields of a start date exist, bool (1, T, V, Z) and (1, T, S).
+        """Return which fields of an init time exist, bool (1, T, V, Z) and (1, T, S).
 
         Args:
-            date: index of the start date in the forecast.
+            date: index of the init time in the forecast.
         """
         lay, there = self.layout, self._date[date]
         shape = 1, len(lay.lead_hours)
@@ -82,10 +82,10 @@ class StoreTruth:
         return pressure, surface
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one start date, with NaN where the store lacks a field.
+        """Read one init time, with NaN where the store lacks a field.
 
         Args:
-            date: index of the start date in the forecast.
+            date: index of the init time in the forecast.
             selection: the fields and rows to read.
         """
         wanted = {name: getattr(selection, name) for name in _AXES}
@@ -118,7 +118,7 @@ class StoreTruth:
         return found
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words if they share no start date, else an empty text."""
+        """Return the periods of forecast and truth in words if they share no init time, else an empty text."""
         if (np.asarray(self._date) >= 0).any():
             return ""
         ours, theirs = (period(source.layout.init_time) for source in (self, self.store))
@@ -139,7 +139,7 @@ class Pair:
 
     Args:
         forecast: the source of the forecast.
-        truth: the truth under the forecast's start dates and leads, or None.
+        truth: the truth under the forecast's init times and leads, or None.
         static: static fields by name, (Y, X) float32, which replace those of the forecast; None for none.
     """
 
@@ -172,11 +172,11 @@ class Pair:
         return any(there.any() for date in dates for there in self.truth.present(date))
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one start date, as `ensemble_ml.store.source.Source` describes.
+        """Read one init time, as `ensemble_ml.store.source.Source` describes.
 
         Args:
             part: forecast, truth, control, mean or spread.
-            date: index of the start date.
+            date: index of the init time.
             selection: the fields and rows to read.
 
         Raises:
@@ -187,21 +187,21 @@ class Pair:
         return self.forecast.read(part, date, selection)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields of a start date exist, bool (M, T, V, Z) and (M, T, S).
+        """Return which fields of an init time exist, bool (M, T, V, Z) and (M, T, S).
 
         Args:
             part: forecast, truth, control, mean or spread.
-            date: index of the start date.
+            date: index of the init time.
         """
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.present(date)
         return self.forecast.present(part, date)
 
     def without(self, dates: Sequence[int]) -> Pair:
-        """Return the same archives without some start dates.
+        """Return the same archives without some init times.
 
         Args:
-            dates: indices of the start dates to leave out.
+            dates: indices of the init times to leave out.
         """
         assert isinstance(self.forecast, ArchiveSource)
         truth = self.truth.without(dates) if isinstance(self.truth, ArchiveTruth) else self.truth
@@ -222,10 +222,10 @@ class Pair:
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def date_fingerprint(self, date: int) -> str:
-        """Return 16 hex digits over the data from which the forecast of one start date is read.
+        """Return 16 hex digits over the data from which the forecast of one init time is read.
 
         Args:
-            date: index of the start date.
+            date: index of the init time.
         """
         return fingerprint_at(self.forecast, date)
 

@@ -1,4 +1,4 @@
-"""Run `ensemble-ml prepare`: build a tensor store from an archive, one start date after the other."""
+"""Run `ensemble-ml prepare`: build a tensor store from an archive, one init time after the other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepare(config: PrepareConfig) -> Path:
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
     if not build.complete:
         _log_plan(job.source, job.both)
-        # False means that other shares of the start dates are still missing.
+        # False means that other shares of the init times are still missing.
         if not run(config, job, build):
             return build.work
     _log_errors(path)
@@ -113,7 +113,7 @@ def _check_settings(config: PrepareConfig) -> None:
 
 
 def _log_gaps(job: Job) -> None:
-    """Log the start dates that are missing, and fields that are absent or have no truth."""
+    """Log the init times that are missing, and fields that are absent or have no truth."""
     if job.truth is not None:
         for note in job.truth.unverified().values():
             log.warning("%s", note)

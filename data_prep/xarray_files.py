@@ -480,7 +480,7 @@ class XarrayFile:
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield float32 values (see `data_prep.records.Reader`). One variable and start date is read at once.
+        """Yield float32 values (see `data_prep.records.Reader`). One variable and init time is read at once.
 
         NaN marks points without a value if the registry allows these for the variable.
 
@@ -543,7 +543,7 @@ class XarrayFile:
         return RawField(values, mask=hidden, step=step)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
-        """Read a block of one start date, (member, lead, level, Y, X) float32 in our order and units."""
+        """Read a block of one init time, (member, lead, level, Y, X) float32 in our order and units."""
         chosen = variable.rows[rows or slice(None)]
         north = int(chosen.min())
         with self._lock:

@@ -146,7 +146,7 @@ def read(run: Path) -> Training:
     steps, losses, seconds = [], [], []
     total, before = 0.0, 0
     for line in trained:
-        batch = 4  # start dates a step in experiment=quickstart
+        batch = 4  # init times a step in experiment=quickstart
         total += (line["step"] - before) * batch / line["samples_per_s"]
         before = line["step"]
         if line["loss"] is not None:  # None means that no step was taken since the line before

@@ -1,4 +1,4 @@
-"""Make the data that all entrants read: the same start dates as raw float32 files and as a tensor store.
+"""Make the data that all entrants read: the same init times as raw float32 files and as a tensor store.
 
 Axes: M member, V variable, Z level, Y latitude, X longitude.
 """

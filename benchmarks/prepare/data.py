@@ -36,7 +36,7 @@ _SCALES = {  # typical value, standard deviation, exponent of the amplitude spec
 
 @dataclass(frozen=True)
 class Shape:
-    """The extent of the archive. The long file has `years` start dates, the short file has one."""
+    """The extent of the archive. The long file has `years` init times, the short file has one."""
 
     rows: int
     columns: int
@@ -48,7 +48,7 @@ class Shape:
 
     @property
     def fields(self) -> int:
-        """Return the number of messages of one start date."""
+        """Return the number of messages of one init time."""
         return self.members * len(self.leads) * len(self.variables) * len(self.levels)
 
 
@@ -134,7 +134,7 @@ def _member(shape: Shape, bases: dict[float, np.ndarray], number: int) -> bytes:
 
 
 def valid(lead: int) -> datetime:
-    """Return the valid time of a lead of the first start date.
+    """Return the valid time of a lead of the first init time.
 
     Args:
         lead: hours.

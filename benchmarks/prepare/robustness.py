@@ -26,7 +26,7 @@ from ensemble_ml.store.entry import DateEntry
 
 Stamp = tuple[int, int]  # inode and modification time of a file
 _KILLS = 20
-_SHAPES = {  # enough start dates for kills to meet a build at every stage
+_SHAPES = {  # enough init times for kills to meet a build at every stage
     BenchmarkSize.full: Shape(121, 240, (300, 500, 850), 10, (0, 24, 48), 24, ("t", "z", "q")),
     BenchmarkSize.small: Shape(61, 120, (500, 850), 5, (0, 24), 12, ("t", "z")),
     BenchmarkSize.tiny: Shape(17, 32, (500,), 2, (0,), 4, ("t",)),
@@ -87,7 +87,7 @@ def _building(store: Path) -> str:
 
 
 def finished(store: Path) -> dict[str, Stamp]:
-    """Return the files of start dates that an unfinished build has completed, each with its stamp.
+    """Return the files of init times that an unfinished build has completed, each with its stamp.
 
     Args:
         store: the store under construction.

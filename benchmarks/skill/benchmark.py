@@ -129,7 +129,7 @@ def _heights(skill: SkillConfig, store: TensorStore) -> Heights | None:
 
 
 def _whole(store: TensorStore, date: int) -> bool:
-    """Return whether all members and the truth have all fields of a start date.
+    """Return whether all members and the truth have all fields of an init time.
 
     Lead zero is left out, because it has no rain yet.
     """

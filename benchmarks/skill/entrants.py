@@ -97,7 +97,7 @@ def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
 
     Args:
         config: the settings of the benchmark.
-        init_time: the start dates of the store.
+        init_time: the init times of the store.
 
     Raises:
         UserError: the store has fewer than three years and no periods are given, or a date has two uses.

@@ -1,6 +1,6 @@
 """Score every entrant on the test dates, beside the raw ensemble and its corrections step by step.
 
-Axes: D start date, M member, T lead, Z level, Y latitude, X longitude.
+Axes: D init time, M member, T lead, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ class Data:
 
         Args:
             part: forecast or truth.
-            date: index of the start date.
+            date: index of the init time.
             group: the fields.
         """
         return read_group(self.store, part, int(date), group)
 
     def raw(self, date: int, group: Group, members: np.ndarray) -> np.ndarray:
-        """Return members of a start date, corrected to the orography of the truth.
+        """Return members of an init time, corrected to the orography of the truth.
 
         Args:
-            date: index of the start date.
+            date: index of the init time.
             group: the fields.
             members: (M, Z, Y, X).
         """

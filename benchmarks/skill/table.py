@@ -1,6 +1,6 @@
-"""Sums of scores by start date, from which means, ratios and their bootstrap intervals are computed.
+"""Sums of scores by init time, from which means, ratios and their bootstrap intervals are computed.
 
-Axes: D start date, C column (a lead, variable and level), B draw of the bootstrap (the first is the plain mean).
+Axes: D init time, C column (a lead, variable and level), B draw of the bootstrap (the first is the plain mean).
 """
 
 from __future__ import annotations

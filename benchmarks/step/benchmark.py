@@ -49,7 +49,7 @@ class Case:
     Attributes:
         name: the shape in words.
         shape: levels, rows and columns.
-        batch: start dates a step.
+        batch: init times a step.
         config: settings that differ from the default model.
     """
 
@@ -144,7 +144,7 @@ def random_batch(spec: ModelSpec, batch: int) -> EnsembleInput:
 
     Args:
         spec: the inputs of the model.
-        batch: number of start dates.
+        batch: number of init times.
     """
     generator = torch.Generator().manual_seed(0)
     leads = len(spec.leads_in)

@@ -46,7 +46,7 @@ class Model:
     ) -> xr.Dataset:
         """Predict the distribution of the truth, and the spread of the full ensemble, from some of its members.
 
-        The result is lazy: nothing is computed before Dask asks for it. Dask computes it in batches of start dates, one
+        The result is lazy: nothing is computed before Dask asks for it. Dask computes it in batches of init times, one
         date each on a large grid and several on a small one. So `to_zarr` can write the forecasts of any number of
         dates. Each call of `compute` predicts its batches anew, so ask for all that you need in one call, or write the
         result to a file. The values are bit for bit those of `ensemble-ml predict`.

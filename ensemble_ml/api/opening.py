@@ -133,7 +133,7 @@ def _open(opening: _Opening) -> Any:
 
 
 def _lazy(source: Reopened) -> xr.Dataset:
-    """Return everything that a source stores, in chunks of one start date and one lead."""
+    """Return everything that a source stores, in chunks of one init time and one lead."""
     stored = isinstance(source.source.forecast, TensorStore)
     parts = [part for part in Part if source.has(part) and (stored or part in (Part.FORECAST, Part.CONTROL))]
     data = source_dataset(source, parts)  # type: ignore[arg-type]

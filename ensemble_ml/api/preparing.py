@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ensemble_ml.api.model import Model
 
 _SIZES = (1, 2, 3, 5, 8, 10)  # sizes of reduced ensembles to fit corrections to, if they are smaller than the full one
-_VALIDATION = 5  # one of so many start dates is for validation: the last ones
+_VALIDATION = 5  # one of so many init times is for validation: the last ones
 _FEWEST = 4  # validation dates; with fewer, no calibration factors are fitted
 
 
@@ -80,8 +80,8 @@ def calibrate(
         ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is first prepared into a
             temporary store; a tensor store is read as it is.
         truth: the same for the truth; None takes that of a tensor store.
-        train: start dates to fit on, as years, ISO dates or ranges; None takes all dates that are not for validation.
-        validation: start dates that choose penalties and calibration factors; None takes the last fifth of all dates.
+        train: init times to fit on, as years, ISO dates or ranges; None takes all dates that are not for validation.
+        validation: init times that choose penalties and calibration factors; None takes the last fifth of all dates.
         networks: whether to fit two small networks of single points, too, which takes minutes.
         output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
         **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,
@@ -91,7 +91,7 @@ def calibrate(
         The model; `Model.save` keeps it.
 
     Raises:
-        UserError: ensemble and truth do not fit each other, or there are too few start dates.
+        UserError: ensemble and truth do not fit each other, or there are too few init times.
 
     Example:
         >>> import ensemble_ml as eml
@@ -163,7 +163,7 @@ def _fits(
 
 
 def _split(store: TensorStore, train: list[str] | None, validation: list[str] | None) -> tuple[list[str], list[str]]:
-    """Choose the start dates to fit on and those for validation.
+    """Choose the init times to fit on and those for validation.
 
     If one of the two is given, the other gets all remaining dates. If neither is given, the last fifth is for
     validation.

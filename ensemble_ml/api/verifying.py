@@ -203,7 +203,7 @@ def _linked(there: Path, folder: Path) -> str:
 
 
 def _saved(forecast: xr.Dataset, folder: Path) -> str:
-    """Write one file for each start date, as `evaluate` reads them.
+    """Write one file for each init time, as `evaluate` reads them.
 
     Dates are computed chunk by chunk: those of one chunk are predicted together anyway.
     """
@@ -219,6 +219,6 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
 
 
 def _write_dates(some: xr.Dataset, folder: Path) -> None:
-    """Write one file for each start date of a loaded forecast."""
+    """Write one file for each init time of a loaded forecast."""
     for at, time in enumerate(some[_START].values):
         some.isel({_START: [at]}).to_netcdf(folder / file_name(time), engine="netcdf4")

@@ -1,6 +1,6 @@
 """The data variables and dimensions of a forecast, and their attributes under CF-1.11.
 
-Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member,
+Axes: T lead (behind an axis of the one init time in the file), Z level, Y latitude, X longitude, P point, M member,
 K quantile or threshold.
 """
 
@@ -84,7 +84,7 @@ class Output:
 
 
 class Dates:
-    """Start dates that had a part in training, sorted, and a short text of them for an attribute.
+    """Init times that had a part in training, sorted, and a short text of them for an attribute.
 
     The text is empty if there are no dates, or if they are too irregular for a short text.
 
@@ -107,7 +107,7 @@ class Header:
     """The coordinates and global attributes of a file.
 
     Attributes:
-        init_time: the start date, or those of several forecasts in one Dataset.
+        init_time: the init time, or those of several forecasts in one Dataset.
         leads: lead times in hours.
         levels: pressure levels in hPa; empty if only surface variables are predicted.
         places: the grid points that the forecast holds.
@@ -117,7 +117,7 @@ class Header:
         lead_bounds: for a variable over intervals, the first and last hour for each of `leads`, or None for a moment.
         families: distribution of each variable, if it is not that of the registry.
         attributes: global attributes of the file.
-        dates: start dates that had a part in training, by the name of the attribute.
+        dates: init times that had a part in training, by the name of the attribute.
     """
 
     init_time: np.datetime64 | np.ndarray

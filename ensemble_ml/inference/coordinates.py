@@ -80,9 +80,9 @@ def height_of(name: str) -> Coordinate | None:
 
 
 def _times(header: Header) -> Iterator[Coordinate]:
-    """Yield the start dates, the lead times and the valid times.
+    """Yield the init times, the lead times and the valid times.
 
-    A file has one start date, and files of several starts concatenate along this axis. Valid times have both axes,
+    A file has one init time, and files of several starts concatenate along this axis. Valid times have both axes,
     start and lead. As an axis of their own they would overlap between files. Whoever opens many files as one would then
     get the union of all valid times, most of it empty.
     """

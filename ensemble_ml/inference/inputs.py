@@ -1,4 +1,4 @@
-"""Read the members of start dates, reduce them to the inputs of the model, and compare them with the training range.
+"""Read the members of init times, reduce them to the inputs of the model, and compare them with the training range.
 
 Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
 X longitude.
@@ -32,10 +32,10 @@ _MARGIN = 0.1  # of the width of the training range: values closer to the range 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The data of one start date.
+    """The data of one init time.
 
     Attributes:
-        start: the start date and its members.
+        start: the init time and its members.
         members: (M, T_in, ...) raw members. They take most of the memory of a date, so M is 0 if nothing needs them.
         mean: (T_in, ...) mean of the members.
         spread: (T_in, ...) standard deviation of the members.
@@ -77,10 +77,10 @@ class Samples:
         self._keep = members or bool(spec.masked) or spec.config.one_member or spec.takes_members
 
     def read(self, start: Start) -> Sample:
-        """Read one start date.
+        """Read one init time.
 
         Args:
-            start: the start date and its members.
+            start: the init time and its members.
 
         Raises:
             UserError: a value is NaN or infinite and the model has no mask there. The message names the variable,
@@ -104,7 +104,7 @@ class Samples:
         has no value.
 
         Args:
-            sample: this rank's part of a start date.
+            sample: this rank's part of an init time.
             spatial: the ranks that share the date.
 
         Raises:
@@ -149,7 +149,7 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
     """Collect samples into one batch. Their numbers of members may differ.
 
     Args:
-        samples: the start dates of the batch.
+        samples: the init times of the batch.
         spec: the inputs and outputs of the model.
 
     Returns:

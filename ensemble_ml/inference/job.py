@@ -1,4 +1,4 @@
-"""Plan the forecasts of all start dates, and write the header of each."""
+"""Plan the forecasts of all init times, and write the header of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMED = 10  # longest list of a setting that a forecast's history shows in full
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job of forecasts: everything that all start dates have in common.
+    """A job of forecasts: everything that all init times have in common.
 
     Attributes:
         config: the settings of `ensemble-ml predict`.
@@ -52,7 +52,7 @@ class Job:
 
     @cached_property
     def dates(self) -> dict[str, Dates]:
-        """Return the start dates that the weights have seen, by the names of the attributes of a file."""
+        """Return the init times that the weights have seen, by the names of the attributes of a file."""
         earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
         own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
         return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
@@ -61,7 +61,7 @@ class Job:
 def plan_job(
     config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, told: bool = True
 ) -> tuple[Job, list[Start]]:
-    """Check everything that can be checked before anything is computed, and choose the start dates.
+    """Check everything that can be checked before anything is computed, and choose the init times.
 
     Args:
         config: the settings of `ensemble-ml predict`; `input` is only quoted, `source` is what is read.
@@ -71,7 +71,7 @@ def plan_job(
         told: whether warnings are logged.
 
     Returns:
-        The job, and the start dates with their members.
+        The job, and the init times with their members.
 
     Raises:
         UserError: the source does not fit the model, or something that the settings name is not there.
@@ -101,11 +101,11 @@ def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
 
 
 def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
-    """Return the coordinates and attributes of the forecast of one start date.
+    """Return the coordinates and attributes of the forecast of one init time.
 
     Args:
         job: the job.
-        start: the start date and its members.
+        start: the init time and its members.
         remarks: sentences about the inputs, for the attribute `comment`.
     """
     spec = job.spec
@@ -127,11 +127,11 @@ def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
 
 
 def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
-    """Return the coordinates and attributes of several start dates together, all made from equally many members.
+    """Return the coordinates and attributes of several init times together, all made from equally many members.
 
     Args:
         job: the job.
-        starts: the start dates, in ascending order.
+        starts: the init times, in ascending order.
     """
     first = header(job, starts[0])
     about = {"title": f"{_what(job)}s", **_origin(job), **job.same, "data_fingerprint": job.source.fingerprint()}
@@ -141,7 +141,7 @@ def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
 
 
 def _attributes(job: Job, start: Start, remarks: Sequence[str]) -> dict[str, str]:
-    """Return the global attributes of the forecast of one start date."""
+    """Return the global attributes of the forecast of one init time."""
     time = start.init_time.astype("datetime64[m]").item()
     hour = f"{time:%H:%M}" if time.minute else f"{time:%H}"
     return {

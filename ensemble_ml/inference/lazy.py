@@ -1,6 +1,6 @@
 """Make forecasts as one lazy Dataset, with the same fields as the files of `predict`.
 
-One task of the Dask graph predicts one batch of start dates. The batches are those of `predict`, because a convolution
+One task of the Dask graph predicts one batch of init times. The batches are those of `predict`, because a convolution
 rounds differently in a batch of another size. One further task for each variable turns the prediction into the fields
 of a forecast. Axes are those of `contents`.
 """
@@ -56,10 +56,10 @@ class Forecaster:
         return self.__dict__ | {"_made": None}
 
     def batch(self, starts: Sequence[Start]) -> Batch:
-        """Predict a batch of start dates.
+        """Predict a batch of init times.
 
         Args:
-            starts: the start dates and their members.
+            starts: the init times and their members.
 
         Returns:
             The prediction on the CPU, and the samples, reduced to what `variable` needs of them.
@@ -94,7 +94,7 @@ class Forecaster:
             name: short name of the variable.
 
         Returns:
-            float32 fields by the value of their kind. Each has an axis of start dates at the place that `contents`
+            float32 fields by the value of their kind. Each has an axis of init times at the place that `contents`
             gives it.
         """
         prediction, samples = batch
@@ -123,13 +123,13 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
 
     Args:
         job: the job.
-        starts: the start dates, in ascending order.
+        starts: the init times, in ascending order.
         device: the device of the model, e.g. "cpu" or "cuda"; None takes a GPU if there is one.
 
     Raises:
-        UserError: start dates differ in their members, or there is no such device.
+        UserError: init times differ in their members, or there is no such device.
     """
-    # The Dataset has one attribute `members_in` and one axis of members for all start dates.
+    # The Dataset has one attribute `members_in` and one axis of members for all init times.
     if len({start.positions for start in starts}) > 1:
         few = next(start for start in starts if start.missing)
         where = f"{str(few.init_time)[:16]}: {few.missing}"
@@ -168,17 +168,17 @@ def _checked(device: str | None) -> str | None:
 
 
 def _stacked(values: Sequence[np.ndarray], axis: int) -> np.ndarray:
-    """Stack fields along a new axis of start dates. A single field, which may be large, is not copied."""
+    """Stack fields along a new axis of init times. A single field, which may be large, is not copied."""
     return np.expand_dims(values[0], axis) if len(values) == 1 else np.stack(values, axis)
 
 
 def _time_axis(kind: Kind) -> int:
-    """Return the position of the axis of start dates: behind an axis of quantiles, thresholds or members."""
+    """Return the position of the axis of init times: behind an axis of quantiles, thresholds or members."""
     return int(kind in (Kind.QUANTILE, Kind.PROBABILITY, Kind.MEMBER))
 
 
 def _shape(job: Job, head: Header, one: Output) -> tuple[int, ...]:
-    """Return the shape of a field of one start date, without the axis of start dates."""
+    """Return the shape of a field of one init time, without the axis of init times."""
     extra = {
         Kind.QUANTILE: (len(head.quantiles),),
         Kind.PROBABILITY: (len(head.thresholds.get(one.name, ())),),

@@ -1,4 +1,4 @@
-"""Write the forecast of one start date as a CF-1.11 NetCDF file.
+"""Write the forecast of one init time as a CF-1.11 NetCDF file.
 
 The file is written under a temporary name, and gets its own name only when it is complete.
 """
@@ -43,7 +43,7 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, replace: bool = True) -> Path:
-    """Write the fields of one start date to `path`. The file appears there in one step, at the end.
+    """Write the fields of one init time to `path`. The file appears there in one step, at the end.
 
     Args:
         path: the file to write.
@@ -108,7 +108,7 @@ def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
 def _create(data: netCDF4.Dataset, one: Coordinate) -> None:
     """Write a coordinate, and make those of its dimensions that do not exist yet.
 
-    The axis of start dates is unlimited, because `ncrcat` concatenates files only along an unlimited axis.
+    The axis of init times is unlimited, because `ncrcat` concatenates files only along an unlimited axis.
     """
     for dim, length in zip(one.dims, np.shape(one.values), strict=True):
         if dim not in data.dimensions:

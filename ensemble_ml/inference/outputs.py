@@ -163,13 +163,13 @@ def outputs(
 
 
 def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
-    """Return the order in which equal members of a start date are ranked, so that one of them gets the higher value.
+    """Return the order in which equal members of an init time are ranked, so that one of them gets the higher value.
 
-    The order depends only on the minute of the start date, and is drawn at random. A rule that simply counts on with
+    The order depends only on the minute of the init time, and is drawn at random. A rule that simply counts on with
     the start would favour the same member again and again: 24 hours are 0 modulo 2, 3, 4, 6, 8 and 12.
 
     Args:
-        init_time: the start date.
+        init_time: the init time.
         count: number of members M.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Make the forecasts of many start dates.
+"""Make the forecasts of many init times.
 
 One thread reads ahead, the main thread predicts, and a third thread writes. With several ranks, the spatial groups take
-turns at the start dates. Each rank of a group reads and predicts its part of the grid, and the first rank of the group
+turns at the init times. Each rank of a group reads and predicts its part of the grid, and the first rank of the group
 writes. Everything that can be refused is refused before the first computation. Each file appears under its name only
 when it is complete.
 """
@@ -47,12 +47,12 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_LARGEST_BATCH = 8  # start dates
+_LARGEST_BATCH = 8  # init times
 # Grid values of the mean fields of a batch. A larger batch takes more memory and is not faster.
 _BATCH_VALUES = 4_000_000
 # Batches that are read ahead. It is one if a batch is a single date, which is large then.
 _READ_AHEAD = 2
-_NAMED = 10  # start dates in a message
+_NAMED = 10  # init times in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class _Job(Job):
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
-    """Write one NetCDF forecast for each start date of `source`.
+    """Write one NetCDF forecast for each init time of `source`.
 
     Args:
         config: `checkpoint`, `members_in`, `dates` and what to write; `input` is only quoted, `source` is what is read.
@@ -76,7 +76,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
     Raises:
         UserError: the checkpoint is damaged; the source does not fit it; something that the settings name is not there;
             a forecast exists already, or `resume` is on without `overwrite` and a forecast was made in another way. At
-            the end of the run, also if the input of some start dates cannot be read, or is NaN or infinite; all other
+            the end of the run, also if the input of some init times cannot be read, or is NaN or infinite; all other
             dates then have their forecasts. If ranks share each date, the first such date ends the run.
     """
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
@@ -141,12 +141,12 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
 
 
 def _own(items: list[T], session: Session) -> list[T]:
-    """Return the start dates of this rank's group. The groups take turns at the dates."""
+    """Return the init times of this rank's group. The groups take turns at the dates."""
     return items[session.topology.place.data :: session.topology.data]
 
 
 def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start, Path | None]]) -> None:
-    """Make the forecasts of the start dates that have a path."""
+    """Make the forecasts of the init times that have a path."""
     spatial = job.session.mesh.spatial
     # Each rank of a group reads only its part of the grid.
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
@@ -229,7 +229,7 @@ def _groups(
 
     Args:
         samples: the reader.
-        own: the start dates of this group, each with its path, or with None if nothing is to be written.
+        own: the init times of this group, each with its path, or with None if nothing is to be written.
         unread: filled with the dates that cannot be read and the reasons; None raises the first error.
     """
     size = batch_size(samples.spec)
@@ -254,7 +254,7 @@ def _groups(
 
 
 def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
-    """Predict a batch of start dates.
+    """Predict a batch of init times.
 
     Args:
         model: the model, on `device`.
@@ -305,7 +305,7 @@ def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, d
 
 
 def batch_size(spec: ModelSpec) -> int:
-    """Return the number of start dates that are predicted at once."""
+    """Return the number of init times that are predicted at once."""
     planes = len(spec.leads_in) * spec.fields
     return max(1, min(_LARGEST_BATCH, _BATCH_VALUES // (planes * len(spec.latitude) * len(spec.longitude))))
 

@@ -1,4 +1,4 @@
-"""Decide which start dates are predicted, and from which members.
+"""Decide which init times are predicted, and from which members.
 
 Everything that can be refused is refused here, before anything is computed.
 
@@ -29,11 +29,11 @@ _SEASON = 45  # days of the year: a start farther from all training dates lies i
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """A start date to predict.
+    """An init time to predict.
 
     Attributes:
         date: index of the date in the source.
-        init_time: the start date itself.
+        init_time: the init time itself.
         positions: positions of the members that are complete, ascending.
         missing: the members that are not complete, in words; empty if all are.
         unlike: how the date differs from all training dates, in words; empty if it does not.
@@ -147,9 +147,9 @@ def _list(values: Sequence[Any]) -> str:
 
 
 def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = ()) -> list[Start]:
-    """Return the start dates to predict, each with the members that are complete at it.
+    """Return the init times to predict, each with the members that are complete at it.
 
-    A missing member gives a warning. Start dates at an hour of the day, or in a season, that training lacked give one
+    A missing member gives a warning. Init times at an hour of the day, or in a season, that training lacked give one
     warning together.
 
     Args:
@@ -182,7 +182,7 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
 
 
 def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict[np.datetime64, str]:
-    """Describe how the hour or the season of start dates differs from those of all training dates.
+    """Describe how the hour or the season of init times differs from those of all training dates.
 
     The corrections of a model depend on both: at a given grid point and lead, the hour of the start fixes the local
     time, and biases change with the seasons.
@@ -209,7 +209,7 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
 
 
 def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:
-    """Return a start date with its complete members, or raise a UserError if there are too few."""
+    """Return an init time with its complete members, or raise a UserError if there are too few."""
     init_time = source.layout.init_time[date]
     gaps = _gaps(source, spec, date, wanted)
     left = tuple(position for position in wanted if position not in gaps)

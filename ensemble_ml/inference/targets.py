@@ -55,13 +55,13 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
 
 
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
-    """Return `same` with the attributes of the input of one start date.
+    """Return `same` with the attributes of the input of one init time.
 
     They are stated for each date, because an archive may grow after a forecast was made.
 
     Args:
         same: the result of `identity`.
-        start: the start date and its members.
+        start: the init time and its members.
         source: the reduced ensemble.
     """
     return {
@@ -84,7 +84,7 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
 
     Args:
         config: the settings of `ensemble-ml predict`, with `output`, `overwrite` and `resume`.
-        starts: the start dates.
+        starts: the init times.
 
     Raises:
         UserError: a file exists and neither `overwrite` nor `resume` is on; the folder cannot be written; two start
@@ -112,8 +112,8 @@ def made_already(
     """Return the paths whose files exist and equal what would be made now.
 
     Args:
-        starts: the start dates.
-        paths: the file of each start date.
+        starts: the init times.
+        paths: the file of each init time.
         same: the result of `identity`.
         source: the reduced ensemble.
         replace: whether files may exist that were made in another way; these will be replaced.
@@ -142,7 +142,7 @@ def member_numbers(start: Start, source: Source) -> str:
     """Return the numbers of the members of a forecast, as its attribute holds them.
 
     Args:
-        start: the start date and its members.
+        start: the init time and its members.
         source: the reduced ensemble.
     """
     return " ".join(str(source.layout.realization[position]) for position in start.positions)

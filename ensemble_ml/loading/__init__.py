@@ -1,4 +1,4 @@
-"""Load start dates for training: epoch order, member subsets, batches read ahead, and the clairvoyant loader."""
+"""Load init times for training: epoch order, member subsets, batches read ahead, and the clairvoyant loader."""
 
 from ensemble_ml.loading.batches import Batch, Batches, batches_by_size, fixed_batches
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader

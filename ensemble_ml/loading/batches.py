@@ -1,6 +1,6 @@
 """Make the batches for training (random dates and members) and for validation (fixed dates and members).
 
-Axes: B start date in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B init time in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """One sample: a start date (an index into those of the store) and the positions of the members that it shows."""
+    """One sample: an init time (an index into those of the store) and the positions of the members that it shows."""
 
     date: int
     members: np.ndarray
@@ -186,7 +186,7 @@ def fixed_batches(
 
     Args:
         reader: Reader of the store.
-        dates: Indices of start dates.
+        dates: Indices of init times.
         members: Positions among the complete members of each date.
         batch_size: Dates per batch.
         share: (which, of how many) of the batches, which are dealt out one by one.
@@ -209,7 +209,7 @@ def batches_by_size(
 
     Args:
         reader: Reader of the store.
-        dates: Indices of start dates.
+        dates: Indices of init times.
         sizes: Numbers of members, M.
         batch_size: Dates per batch.
         share: (which, of how many) of the batches, which are dealt out one by one.

@@ -1,4 +1,4 @@
-"""Draw the order of start dates and the members of each sample, as pure functions of the seed.
+"""Draw the order of init times and the members of each sample, as pure functions of the seed.
 
 Every draw uses a counter-based random generator (Philox: Salmon et al. 2011, doi:10.1145/2063384.2063405). Its counter
 holds the epoch and the sample, so the random words of any epoch and sample are computed directly, without drawing those

@@ -1,4 +1,4 @@
-"""Read what a model needs of one start date, and reduce members to mean and spread.
+"""Read what a model needs of one init time, and reduce members to mean and spread.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -64,7 +64,7 @@ class Reader:
         """Read members at the input leads.
 
         Args:
-            date: Index of the start date.
+            date: Index of the init time.
             members: Positions of the members.
             strict: Whether missing fields and values are errors.
             leads: Some of the input leads, only where not `strict`; None takes all.
@@ -101,7 +101,7 @@ class Reader:
         """Return those of `dates` on which at least `least` members have all input fields; log the others.
 
         Args:
-            dates: Indices of start dates.
+            dates: Indices of init times.
             least: Number of members.
             what: Name of the dates in messages.
 
@@ -217,7 +217,7 @@ class Reader:
         Args:
             good: Whether each field is good, bool (M, T, V, Z) or (M, T, S).
             names: Names of the variables along the third axis.
-            date: Index of the start date.
+            date: Index of the init time.
             positions: (M,) positions of the members.
         """
         if good.all():

@@ -1,4 +1,4 @@
-"""Offer start dates of a tensor store as samples of a loader.
+"""Offer init times of a tensor store as samples of a loader.
 
 Only the chunks that are used are read and moved, packed as they lie on disk.
 
@@ -49,7 +49,7 @@ class Piece:
 
 
 class StoreItems:
-    """The start dates of a store as samples (implements `ensemble_ml.loading.items.Items`).
+    """The init times of a store as samples (implements `ensemble_ml.loading.items.Items`).
 
     A sample becomes the arrays `forecast_pressure` (M, T, V, Z, Y, X) and `forecast_surface` (M, T, S, Y, X), and the
     same for every other part with M = 1. They are float32, NaN where absent. A kind without a variable has no array.
@@ -61,7 +61,7 @@ class StoreItems:
         store: The opened store.
         parts: Parts that a sample holds; None takes the forecast and, where the store has it, the truth.
         selection: Members, leads, variables, levels and rows; None takes all.
-        dates: Indices of start dates, or a mask of them; None takes all.
+        dates: Indices of init times, or a mask of them; None takes all.
 
     Raises:
         UserError: The store lacks something selected, or a shard is damaged.
@@ -108,7 +108,7 @@ class StoreItems:
         return found
 
     def _plan(self, date: int) -> tuple[Piece, ...]:
-        """Find the byte ranges of a start date in its shards."""
+        """Find the byte ranges of an init time in its shards."""
         pieces = []
         for part in self.parts:
             for spec, path, numbers in self.store.chunks(part, date, self.selection):
@@ -328,7 +328,7 @@ class Places:
 
 
 def _positions(dates: Any, count: int) -> np.ndarray:
-    """Return the positions of start dates, which may be given as a mask.
+    """Return the positions of init times, which may be given as a mask.
 
     Raises:
         UserError: They are not whole numbers, or not within 0 to `count` - 1.

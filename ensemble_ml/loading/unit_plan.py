@@ -1,11 +1,11 @@
 """Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
 
-A run shows a random subset of members of each start date, and reads its validation dates again and again. Units are
+A run shows a random subset of members of each init time, and reads its validation dates again and again. Units are
 therefore used at irregular times. For units of equal size, Belady's rule with bypass (`replacement.py`) reads the
 fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of equal size. Where
 every unit is used exactly once an epoch, a cache that never changes is equally good and moves nothing.
 
-Every start date has a home among the ranks. Only the home keeps the units of the date, so no unit is held twice. Each
+Every init time has a home among the ranks. Only the home keeps the units of the date, so no unit is held twice. Each
 home decides by itself about the units that it may keep.
 
 The plan is a pure function of the trace, so it is the same on every rank.

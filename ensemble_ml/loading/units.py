@@ -1,4 +1,4 @@
-"""Divide what a training run reads of a store into units: one for each member of a start date, and one for its targets.
+"""Divide what a training run reads of a store into units: one for each member of an init time, and one for its targets.
 
 A unit is what always travels together. The unit of a member holds the chunks of all leads, variables and rows that this
 rank needs, as they lie on disk. The unit of the targets holds those of the truth and of the full ensemble's spread. A
@@ -35,14 +35,14 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class _Date:
-    """The shards of one start date (path, size and index of each), and the runs of each of its units."""
+    """The shards of one init time (path, size and index of each), and the runs of each of its units."""
 
     shards: tuple[tuple[str, int, np.ndarray], ...]
     runs: tuple[tuple[Run, ...], ...]
 
 
 class Units:
-    """The units that `reader` needs of the start dates `dates`.
+    """The units that `reader` needs of the init times `dates`.
 
     Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
     of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) are the packed
@@ -121,7 +121,7 @@ class Units:
         return date.shards[largest.shard][0]
 
     def _date(self, date: int) -> _Date:
-        """Find the byte ranges of all units of a start date."""
+        """Find the byte ranges of all units of an init time."""
         shards: list[tuple[str, int, np.ndarray]] = []
         members: list[list[Run]] = [[] for _ in range(self.each)]
         for part in self._parts:

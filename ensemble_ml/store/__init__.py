@@ -1,4 +1,4 @@
-"""The tensor store: ensembles as packed integers in a Zarr v3 group, with one shard for each start date.
+"""The tensor store: ensembles as packed integers in a Zarr v3 group, with one shard for each init time.
 
 `StoreWriter` writes a store and `open_store` opens it for reading. `Source` is the interface that stores and archives
 share.

@@ -1,4 +1,4 @@
-"""Build a store start date by start date, in any order, so that the build can be interrupted, continued and shared.
+"""Build a store init time by init time, in any order, so that the build can be interrupted, continued and shared.
 
 Each finished date leaves its shards and one entry. Both are written by rename, so every file that exists is complete. A
 later run skips the dates whose entry and shards are there. Any number of builders may work on one store at the same
@@ -63,8 +63,8 @@ class Build:
         self.path, self.plan, self._overwrite = path, plan, overwrite
         self.work, self.shared = work or building_folder(self.path), work is None
         self.complete = False  # whether the store has its name
-        self.outdated: dict[str, set[int]] = {}  # files that changed since start dates were built from them
-        self.superseded: set[int] = set()  # start dates for which the archive now has other fields
+        self.outdated: dict[str, set[int]] = {}  # files that changed since init times were built from them
+        self.superseded: set[int] = set()  # init times for which the archive now has other fields
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._source_changed = False
         if restart:
@@ -127,7 +127,7 @@ class Build:
 
     @property
     def dates(self) -> int:
-        """Return the number of start dates."""
+        """Return the number of init times."""
         return len(self.plan.layout.init_time)
 
     @property
@@ -136,11 +136,11 @@ class Build:
         return self.work / "store"
 
     def entry_file(self, date: int) -> Path:
-        """Return the path of the entry of a start date."""
+        """Return the path of the entry of an init time."""
         return self.work / "entries" / f"{date:06d}.npz"
 
     def done(self, date: int) -> bool:
-        """Return whether a start date is finished.
+        """Return whether an init time is finished.
 
         It is finished if its entry belongs to this plan and to the fields that the archive holds now, no source file
         has changed, and all its shards are there with their sizes.
@@ -183,13 +183,13 @@ class Build:
         return True
 
     def missing(self, dates: Iterable[int] | None = None) -> list[int]:
-        """Return the start dates that are not finished; none once the store has its name.
+        """Return the init times that are not finished; none once the store has its name.
 
         All files are looked at again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
         the dates for which the archive has other fields.
 
         Args:
-            dates: Start dates to look at; None looks at all.
+            dates: Init times to look at; None looks at all.
         """
         self._stamps.clear()
         self.outdated.clear()
@@ -206,7 +206,7 @@ class Build:
 
     @contextmanager
     def claim(self, date: int) -> Iterator[bool]:
-        """Try to claim a start date.
+        """Try to claim an init time.
 
         Yields:
             Whether this builder shall build the date: no other builder holds it, and it is not finished.
@@ -239,12 +239,12 @@ class Build:
 
     @contextmanager
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
-        """Build one start date.
+        """Build one init time.
 
         Its entry is written only if everything went well. Otherwise nothing of the date is left.
 
         Args:
-            date: Index of the start date.
+            date: Index of the init time.
             pool: Threads that compress.
 
         Yields:
@@ -270,7 +270,7 @@ class Build:
             Path of the store.
 
         Raises:
-            UserError: A start date is missing, no field was written, the archive has changed, or something else stands
+            UserError: An init time is missing, no field was written, the archive has changed, or something else stands
                 at the name now.
         """
         try:
@@ -317,7 +317,7 @@ class Build:
         return True
 
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
-        """Yield the entries of the start dates, in order.
+        """Yield the entries of the init times, in order.
 
         A damaged entry is removed, so that the next run builds its date again.
 
@@ -337,7 +337,7 @@ class Build:
                 yield date, entry
 
     def discard(self) -> None:
-        """Remove an unfinished build without a finished start date, unless another builder is at work on it."""
+        """Remove an unfinished build without a finished init time, unless another builder is at work on it."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(exclusive(self.work / "lock"))
@@ -348,7 +348,7 @@ class Build:
                 self.remove()
 
     def _throw_away(self) -> None:
-        """Remove an unfinished build, even if start dates of it are finished.
+        """Remove an unfinished build, even if init times of it are finished.
 
         Raises:
             UserError: Another builder is at work on it, and would write into the new build.

@@ -1,15 +1,15 @@
 """Compute the model climate: what the ensemble forecasts at this time of the year in other years, point by point.
 
-The model climate of a start date consists of quantiles over all members of certain other start dates. These lie within
+The model climate of an init time consists of quantiles over all members of certain other init times. These lie within
 some days of its calendar date, in every other year, and begin at the same hour of the day (the climate of noon is not
 that of midnight). The extreme forecast index (EFI) compares a forecast with these quantiles.
 
-A start date belongs to the year whose anniversary of the calendar date is nearest. The end of December therefore counts
+An init time belongs to the year whose anniversary of the calendar date is nearest. The end of December therefore counts
 with the following January, and is never used for it. The anniversary of 29 February is the 28th in other years.
 
 A store may hold the quantiles already (`prepare climate_days=9`). Otherwise they are computed on request, one lead and
 variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept as far as that
-memory allows, because the next start date needs most of them.
+memory allows, because the next init time needs most of them.
 
 Axes: Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z level, Y
 latitude, X longitude.
@@ -39,13 +39,13 @@ class ModelClimate:
 
     Args:
         source: Tensor store or archive.
-        days: Days from the calendar date within which a start date may lie.
+        days: Days from the calendar date within which an init time may lie.
         probabilities: Probabilities of the quantiles, ascending within [0, 1].
         memory: Bytes of values held at a time, and as many bytes of members kept for later.
-        seasons: Start dates of other years by start date, as far as they are known. Several climates may share it.
+        seasons: Init times of other years by init time, as far as they are known. Several climates may share it.
 
     Raises:
-        UserError: The source has start dates of one year only, or the probabilities are not ascending within [0, 1].
+        UserError: The source has init times of one year only, or the probabilities are not ascending within [0, 1].
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class ModelClimate:
         self._kept: OrderedDict[tuple[int, int, str, tuple[int, int]], np.ndarray] = OrderedDict()
 
     def _near(self, date: int) -> np.ndarray:
-        """Return the start dates of other years in the season of `date`, possibly none."""
+        """Return the init times of other years in the season of `date`, possibly none."""
         if date not in self._seasons:
             times = self.source.layout.init_time
             self._seasons[date] = np.flatnonzero(same_season(times, times[date], self.days))
         return self._seasons[date]
 
     def dates(self, date: int) -> np.ndarray:
-        """Return the indices of the start dates that make the climate of the start date `date`.
+        """Return the indices of the init times that make the climate of the init time `date`.
 
         Raises:
             UserError: There is none in other years.
@@ -95,24 +95,24 @@ class ModelClimate:
         return found
 
     def enough(self, date: int) -> bool:
-        """Return whether other years have `FEWEST_VALUES` members or more for the start date `date`."""
+        """Return whether other years have `FEWEST_VALUES` members or more for the init time `date`."""
         return len(self._near(date)) * len(self.source.layout.realization) >= FEWEST_VALUES
 
     def quantiles(self, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Return the quantiles for one start date.
+        """Return the quantiles for one init time.
 
         They are interpolated linearly between order statistics (type 7 of Hyndman & Fan 1996). Points with fewer than
         `FEWEST_VALUES` values are NaN.
 
         Args:
-            date: Index of the start date.
+            date: Index of the init time.
             selection: Leads, variables, levels and rows; `selection.realization` is not used.
 
         Returns:
             Pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.
 
         Raises:
-            UserError: There is no start date of another year in the window, or something selected is not there.
+            UserError: There is no init time of another year in the window, or something selected is not there.
         """
         lay = self.source.layout
         leads = lay.lead_hours if selection.lead_hours is None else selection.lead_hours
@@ -172,7 +172,7 @@ class ModelClimate:
         return np.concatenate([self._members(date, lead, name, rows, on_levels=on_levels) for date in dates.tolist()])
 
     def _members(self, date: int, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
-        """Return the members of one start date (M, Z, rows, X), read now or kept from before.
+        """Return the members of one init time (M, Z, rows, X), read now or kept from before.
 
         The members used longest ago are dropped once the memory is full.
         """

@@ -1,8 +1,8 @@
-"""Keep the model climate in a store: its quantiles for every start date, so that they need not be computed again.
+"""Keep the model climate in a store: its quantiles for every init time, so that they need not be computed again.
 
 Two arrays stand beside the fields: `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X).
-They are float32, NaN where other years have too few values. A chunk holds one start date, lead and variable, and some
-or all rows. The arrays are made when all start dates are there. They are no part of the store's fingerprint, because
+They are float32, NaN where other years have too few values. A chunk holds one init time, lead and variable, and some
+or all rows. The arrays are made when all init times are there. They are no part of the store's fingerprint, because
 they follow from its fields.
 """
 
@@ -38,10 +38,10 @@ def write_climate(root: Path, days: int) -> None:
 
     Args:
         root: Folder of the store.
-        days: Days from the calendar date within which a start date of another year may lie.
+        days: Days from the calendar date within which an init time of another year may lie.
 
     Raises:
-        UserError: The store has start dates of one year only.
+        UserError: The store has init times of one year only.
     """
     store = TensorStore(root)
     known = {name: entry for name, entry in read_manifest(root).items() if not name.startswith(CLIMATE)}
@@ -55,7 +55,7 @@ def write_climate(root: Path, days: int) -> None:
     seasons: dict[int, np.ndarray] = {}
 
     def run(job: tuple[int, int, str]) -> None:
-        """Compute and write the climate of one lead and variable, for all start dates."""
+        """Compute and write the climate of one lead and variable, for all init times."""
         t, number, name = job
         surface = number >= len(lay.variables)
         chosen = Selection.one(lay.lead_hours[t], name, surface=surface)

@@ -40,7 +40,7 @@ class Contents:
         layout: Coordinates.
         parts: Parts that the store has or will have.
         packing: How forecast, control and truth are kept.
-        done: Indices of the start dates that are built.
+        done: Indices of the init times that are built.
         specs: Arrays of fields.
         files: Files by name.
         moments: Moments of the forecast by kind, (T, V, Z).

@@ -1,4 +1,4 @@
-"""Build one start date: take fields in cells of one lead and one variable, and write them to the shards chunk by chunk.
+"""Build one init time: take fields in cells of one lead and one variable, and write them to the shards chunk by chunk.
 
 A cell holds all members and levels. Mean, spread and statistics are computed in the same pass in which its chunks are
 compressed, block of rows by block of rows, on the threads of a pool. At most three cells are in memory: while two are
@@ -66,7 +66,7 @@ class _Packed:
 
 
 class DateWriter:
-    """A writer of the shards of one start date below `root`.
+    """A writer of the shards of one init time below `root`.
 
     `close` returns the entry of the date, from which the store is finished later.
 

@@ -1,4 +1,4 @@
-"""Keep what a build must remember of a finished start date, in one file.
+"""Keep what a build must remember of a finished init time, in one file.
 
 The file is written by rename when all shards of the date are there. It holds the packing factors of every field,
 partial statistics, the shards with their checksums, which parts of the archive were read, and the error of quantising.
@@ -26,7 +26,7 @@ from ensemble_ml.store.statistics import NAMES, Moments
 
 @dataclass(eq=False)
 class DateEntry:
-    """The entry of one start date.
+    """The entry of one init time.
 
     Attributes:
         files: Shards by name.
@@ -53,7 +53,7 @@ class DateEntry:
     fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
-        """Add the entry of other parts of the same start date."""
+        """Add the entry of other parts of the same init time."""
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments

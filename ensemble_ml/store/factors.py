@@ -27,7 +27,7 @@ _HELD = 8  # number of chunks of each factor that a reader keeps
 
 
 def dates_together(specs: Iterable[ArraySpec]) -> int:
-    """Return the number of start dates in a chunk of the factors."""
+    """Return the number of init times in a chunk of the factors."""
     largest = max(8 * int(np.prod(spec.fields)) for spec in specs)
     return max(1, _CHUNK // largest)
 
@@ -42,8 +42,8 @@ def write_factors(
     Args:
         root: Folder of the store.
         specs: Arrays of the store.
-        entries: Index of a start date and its entry, in ascending order.
-        together: Start dates in a chunk.
+        entries: Index of an init time and its entry, in ascending order.
+        together: Init times in a chunk.
 
     Yields:
         The entries.
@@ -91,7 +91,7 @@ class FactorReader:
 
     Args:
         root: Folder of the store.
-        together: Start dates in a chunk.
+        together: Init times in a chunk.
         files: Files of the store with their digests.
     """
 
@@ -110,7 +110,7 @@ class FactorReader:
 
         Args:
             specs: Arrays whose factors are read.
-            dates: Indices of start dates.
+            dates: Indices of init times.
             pool: Threads that read.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Make a store from the shards and entries of its start dates: arrays, factors, statistics, attributes and manifest."""
+"""Make a store from the shards and entries of its init times: arrays, factors, statistics, attributes and manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ensemble_ml.store.statistics import Moments, stack
 
 @dataclass
 class _Sum:
-    """The sum of the entries of all start dates. The moments of a year are merged in the order of the dates."""
+    """The sum of the entries of all init times. The moments of a year are merged in the order of the dates."""
 
     files: dict[str, Entry] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Sum:
     sources: SourceTable = field(default_factory=SourceTable)
 
     def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
-        """Add one entry, whose start date lies in `year`."""
+        """Add one entry, whose init time lies in `year`."""
         self.files |= entry.files
         self.masked |= entry.masked
         self.masks |= entry.masks
@@ -56,7 +56,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
     Args:
         root: Folder of the store, with its shards.
         plan: What the store holds.
-        entries: Index of a start date and its entry, in ascending order.
+        entries: Index of an init time and its entry, in ascending order.
 
     Raises:
         UserError: There is no field at all.

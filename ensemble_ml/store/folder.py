@@ -5,8 +5,8 @@ The folder stands beside the name of the store. When everything is there, the st
     NAME.zarr.building/
       plan.json     what is being built
       lock          held while the plan is written, and while the store is finished
-      claims/       one lock for each start date, held while it is built
-      entries/      one file for each finished start date
+      claims/       one lock for each init time, held while it is built
+      entries/      one file for each finished init time
       store/        the store itself
       swap.json     written just before the rename
 """

@@ -225,7 +225,7 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Describe the files from which the store was read, with sums by start date and part.
+    """Describe the files from which the store was read, with sums by init time and part.
 
     Each file is reported as unchanged, changed or gone since then.
     """
@@ -275,13 +275,13 @@ def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
 
 
 def read_speed(contents: Contents, date: int) -> dict[str, Any]:
-    """Measure how fast the forecast of one start date is read, a lead and a variable at a time.
+    """Measure how fast the forecast of one init time is read, a lead and a variable at a time.
 
     The bytes come from the disk, or from the cache of the operating system if they were used lately.
 
     Args:
         contents: A finished store.
-        date: Index of the start date.
+        date: Index of the init time.
 
     Returns:
         Part, date, seconds, and decoded float32 in MB (1e6 bytes) and MB per second.

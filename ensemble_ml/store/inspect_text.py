@@ -9,7 +9,7 @@ from ensemble_ml.fields import field
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
 _LONGEST = 400  # most characters of a line; the JSON output is complete
-_STARTS = 10  # most start dates that a line lists, and most lines of one kind
+_STARTS = 10  # most init times that a line lists, and most lines of one kind
 
 _PROVENANCE = {"fingerprint": "archive's fingerprint"}  # not to be confused with the store's own
 
@@ -138,7 +138,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _gaps(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines about missing fields, missing start dates and masked points."""
+    """Yield the lines about missing fields, missing init times and masked points."""
     yield ""
     if not found["gaps"]:
         yield "Gaps: none"

@@ -98,7 +98,7 @@ def local_statistics(
 
     Args:
         source: Store or archive with mean and spread of its members.
-        dates: Indices of start dates.
+        dates: Indices of init times.
         leads: Lead times in hours; None takes all.
         variables: Variables on pressure levels; None takes all.
         levels: Levels in hPa; None takes all.

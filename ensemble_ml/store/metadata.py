@@ -48,7 +48,7 @@ class Metadata:
     provenance: dict[str, Any]
     masked: tuple[str, ...]
     held: tuple[Part, ...]  # parts with a field on any date
-    factor_dates: int  # start dates in a chunk of the factors
+    factor_dates: int  # init times in a chunk of the factors
     climate_days: int = 0  # window of the stored model climate in days; 0 where there is none
 
 

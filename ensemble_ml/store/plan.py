@@ -38,7 +38,7 @@ class BuildPlan:
         lead_bounds: [first, last] hour for each lead of a variable over intervals.
         provenance: Anything that JSON can hold about where the data came from, including the fingerprint of the source.
         climate_days: Window of the model climate that the store will hold, in days; 0 for none.
-        reads: Function that returns the fields of the archive from which a start date is built; None for fields in
+        reads: Function that returns the fields of the archive from which an init time is built; None for fields in
             memory.
 
     Raises:
@@ -109,7 +109,7 @@ class BuildPlan:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def of_date(self, date: int) -> str:
-        """Return 16 hex digits that identify what is built for a start date, whatever the source files hold by now."""
+        """Return 16 hex digits that identify what is built for an init time, whatever the source files hold by now."""
         text = f"{self._settled} {self.layout.init_time[date]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -154,7 +154,7 @@ def plan_of(
         lead_bounds: Intervals, or None.
         provenance: Provenance, or None.
         climate_days: Window of the model climate, in days.
-        reads: Function that returns the fields of a start date, or None.
+        reads: Function that returns the fields of an init time, or None.
     """
     wanted = set(parts)
     ordered = tuple(part for part in WRITTEN if part in wanted)

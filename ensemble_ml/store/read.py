@@ -94,7 +94,7 @@ class TensorStore:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         out: Mapping[Kind, np.ndarray] | None = None,
     ) -> Fields:
-        """Read one start date.
+        """Read one init time.
 
         Args:
             part: Which fields.
@@ -119,7 +119,7 @@ class TensorStore:
         )
 
     def climate(self, date: int, lead: int, name: str) -> np.ndarray:
-        """Read the stored model climate of one start date, lead and variable.
+        """Read the stored model climate of one init time, lead and variable.
 
         Args:
             date: Index into `layout.init_time`.
@@ -260,7 +260,7 @@ class TensorStore:
 
     @property
     def years(self) -> tuple[int, ...]:
-        """Return the calendar years of the start dates, for which `statistics` can be asked."""
+        """Return the calendar years of the init times, for which `statistics` can be asked."""
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
     def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:

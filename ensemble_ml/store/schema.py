@@ -11,7 +11,7 @@ of the values. Float32 arrays hold NaN there.
 All arrays stand directly in the root group, so that `xarray.open_zarr(STORE)` shows them with their coordinates. Only
 the statistics have a group of their own.
 
-Axes: D start date, M member, T lead, V variable (of either kind), Z level (1 at the surface), Y latitude, X longitude.
+Axes: D init time, M member, T lead, V variable (of either kind), Z level (1 at the surface), Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape of one array of fields. In memory, a start date of it is always (M, T, V, Z, Y, X)."""
+    """The shape of one array of fields. In memory, an init time of it is always (M, T, V, Z, Y, X)."""
 
     part: Part
     kind: Kind
@@ -110,7 +110,7 @@ class ArraySpec:
 
     @property
     def shard_on_disk(self) -> tuple[int, ...]:
-        """Return the shape of a shard on disk, which holds one start date."""
+        """Return the shape of a shard on disk, which holds one init time."""
         return (1, *self._drop(self.fields), self.rows * self.blocks, self.grid[1])
 
     @property
@@ -120,7 +120,7 @@ class ArraySpec:
         return ("init_time", *self._drop(("realization", "lead_time", variable, "level")), "latitude", "longitude")
 
     def shard(self, date: int) -> str:
-        """Return the path of the shard of one start date, relative to the store."""
+        """Return the path of the shard of one init time, relative to the store."""
         return f"{self.name}/c." + ".".join(map(str, (date, *[0] * (len(self.on_disk) - 1))))
 
     def drop_fields(self, array: np.ndarray) -> np.ndarray:
@@ -180,7 +180,7 @@ def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tup
     Args:
         layout: Coordinates of the store.
         part: Part of the field.
-        date: Index of the start date.
+        date: Index of the init time.
         kind: Kind of the variable.
         index: (member, lead, variable[, level]).
     """

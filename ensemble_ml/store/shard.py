@@ -1,4 +1,4 @@
-"""Read one shard file: the inner chunks of one start date, one after another, and their index at the end.
+"""Read one shard file: the inner chunks of one init time, one after another, and their index at the end.
 
 The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding specifications):
 

@@ -1,6 +1,6 @@
 """Define the interface that every source of ensembles offers, be it a tensor store or an archive read in place.
 
-Axes: D start date, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: D init time, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ensemble_ml.grid import Grid
 
 
 class Part(Enum):
-    """The kinds of field that belong to a start date."""
+    """The kinds of field that belong to an init time."""
 
     FORECAST = "forecast"  # perturbed members
     CONTROL = "control"  # the unperturbed member, where it is kept apart
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """The decoded float32 values of one start date and part.
+    """The decoded float32 values of one init time and part.
 
     Values are NaN where a field is absent (`Source.present` says which fields are there). They are also NaN at points
     of a present field that have no value, such as sea surface temperature over land; `Source.masked` names the
@@ -114,7 +114,7 @@ class Source(Protocol):
         """Return whether any field of `part` is there."""
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
-        """Read one start date, given by its index into `layout.init_time`."""
+        """Read one init time, given by its index into `layout.init_time`."""
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which fields are there: bool (M, T, V, Z) and (M, T, S)."""
@@ -144,7 +144,7 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
 
 
 def fingerprint_at(source: Source, date: int) -> str:
-    """Return a short hash of the data from which the forecast of one start date is read.
+    """Return a short hash of the data from which the forecast of one init time is read.
 
     A source that cannot tell this for one date gives the hash of all that it holds. A tensor store does so, as it does
     not grow.
@@ -167,7 +167,7 @@ def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
 
 
 def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "dates") -> np.ndarray:
-    """Return the indices of the start dates within any of `periods`.
+    """Return the indices of the init times within any of `periods`.
 
     Args:
         init_time: (D,) datetime64 init times.
@@ -178,7 +178,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
         Indices, ascending.
 
     Raises:
-        UserError: A period is not a date, ends before it begins, or matches no start date.
+        UserError: A period is not a date, ends before it begins, or matches no init time.
     """
     chosen = np.zeros(len(init_time), bool)
     for period in periods:
@@ -199,7 +199,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
 
 
 def _span(init_time: np.ndarray) -> str:
-    """Describe the range of the start dates, for a message."""
+    """Describe the range of the init times, for a message."""
     if not len(init_time):
         return "no date"
     first, last = init_time[[0, -1]].astype("datetime64[h]")

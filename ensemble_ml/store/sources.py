@@ -1,4 +1,4 @@
-"""Record what the start dates of a store were read from: files with their size and modification time, and checksums.
+"""Record what the init times of a store were read from: files with their size and modification time, and checksums.
 
 When an interrupted build is continued, it checks whether these files are unchanged. The finished store keeps the sums
 in `sources.json`. That file does not count for the fingerprint of the store, because the same fields may come from
@@ -30,7 +30,7 @@ Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time 
 
 @dataclass(eq=False)
 class Sources:
-    """The sources of one part of a start date.
+    """The sources of one part of an init time.
 
     Attributes:
         files: the files, in the order in which `places` numbers them.
@@ -108,7 +108,7 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
         lost: whether a file that cannot be seen counts as changed. Another process may have reached it by another path.
     """
     for path, before in files.items():
-        # Many start dates may come from the same file, which is looked up only once.
+        # Many init times may come from the same file, which is looked up only once.
         if path not in now:
             now[path] = stamp(path)
         if now[path] != tuple(before) and (lost or now[path] is not None):
@@ -117,12 +117,12 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
 
 @dataclass
 class SourceTable:
-    """The content of `sources.json`: the files with their stamps, and the sums of each part of each start date.
+    """The content of `sources.json`: the files with their stamps, and the sums of each part of each init time.
 
     Attributes:
         numbers: number of each file, by its path.
         stamps: size and modification time of each file.
-        dates: sums by start date and part.
+        dates: sums by init time and part.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -130,10 +130,10 @@ class SourceTable:
     dates: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, start: str, parts: Mapping[str, Sources]) -> None:
-        """Add one start date.
+        """Add one init time.
 
         Args:
-            start: the start date, as text.
+            start: the init time, as text.
             parts: the sources of each part.
         """
         for part, one in parts.items():

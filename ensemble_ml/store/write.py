@@ -1,7 +1,7 @@
-"""Write a tensor store part by part, from whole start dates in memory.
+"""Write a tensor store part by part, from whole init times in memory.
 
 This is for programs that make fields themselves (tests, simulations). Stores of archives are built by `Build`, which
-this module uses, too: there no start date is ever in memory whole, and an interrupted build is continued.
+this module uses, too: there no init time is ever in memory whole, and an interrupted build is continued.
 
 The store appears under its name only when it is complete.
 """
@@ -70,7 +70,7 @@ class StoreWriter:
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
 
     def write(self, part: Part, date: int, pressure: PackedBlock | None, surface: PackedBlock | None) -> None:
-        """Write one start date of one part.
+        """Write one init time of one part.
 
         Float32 blocks are quantised where the store is packed, and packed blocks are decoded where it is not. M is 1
         for control and truth.

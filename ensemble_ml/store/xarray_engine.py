@@ -105,7 +105,7 @@ def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
     for part in parts:
         for name in source.layout.names:
             array = SourceArray(source, part, name)
-            # A store has one shard for each start date, so Dask should read whole start dates.
+            # A store has one shard for each init time, so Dask should read whole init times.
             chunks = {
                 dim: 1 if dim == "init_time" else length for dim, length in zip(array.dims, array.shape, strict=True)
             }
@@ -198,7 +198,7 @@ class SourceArray(BackendArray):
         return selection, rows - first, index["longitude"]
 
     def _date(self, date: int, selection: Selection) -> np.ndarray:
-        """Read a selection of one start date."""
+        """Read a selection of one init time."""
         fields = self.source.read(self.part, date, selection)
         return fields.pressure if self.name in self.source.layout.variables else fields.surface
 

@@ -126,7 +126,7 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return the start dates that have influenced the weights of a checkpoint.
+    """Return the init times that have influenced the weights of a checkpoint.
 
     Dates of its own run count, and those of the runs that it was initialised from.
 
