@@ -1,4 +1,4 @@
-"""Fits the spread MLP of `models.surroundings`, which adds to the spread after the linear correction.
+"""Fit the spread MLP of `models.surroundings`, which adds to the spread after the linear correction.
 
 Targets are the errors that the linear correction leaves, in typical spreads, each divided by its own root mean square.
 For each field, the output of the network is then scaled by the fraction, from none to all, that leaves the smallest

@@ -78,8 +78,6 @@ METRICS: dict[str, Metric] = {
         Metric("crps_family", "CRPS of the variable's distribution", (_S.CRPS_FAMILY,), _same),
         Metric("rmse", "RMSE of the mean", (_S.SQUARED_ERROR,), np.sqrt),
         Metric("bias", "bias of the mean", (_S.ERROR,), _same),
-        # Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1: the root is taken after the mean, and a raw ensemble's
-        # variance carries (M + 1) / M (see Statistic.VARIANCE).
         # The root is taken after the mean, and the variance of a raw ensemble carries the factor (M + 1) / M (see
         # Statistic.VARIANCE): Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
         Metric("spread_skill", "predicted standard deviation / RMSE", (_S.VARIANCE, _S.SQUARED_ERROR), _ratio_of_roots),
