@@ -245,7 +245,7 @@ def test_maps_are_of_a_date_that_has_the_field(tmp_path, undrawn):
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(48,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     page = (tmp_path / "r" / "report.html").read_text()
-    assert f"Spread of t850 at 48 h, from {DATES[FEW[-2]]}" in page
+    assert f"Spread of 850 hPa temperature at 48 h, from {DATES[FEW[-2]]}" in page
     assert "<td>nan</td>" not in page
 
 
