@@ -129,6 +129,7 @@ def assert_nearer_than_another_day(mean, name, level, grid):
             assert np.sqrt(np.square(values.values - truth).mean()) < deviation, (name, level, start, lead)
 
 
+@pytest.mark.slow
 def test_what_cfgrib_makes_of_an_ensemble_as_netcdf(first_hour, caplog, tmp_path):
     """Rain is a sum from the start on, of which analyses have none, so the model leaves it out and says so."""
     paths = public_archives.cfgrib(tmp_path, degrees=10, dates=ALL_FITS + 3, members=MEMBERS, leads=LEADS)

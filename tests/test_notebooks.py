@@ -103,7 +103,9 @@ def read_out(run, monkeypatch, capsys):
     return of
 
 
-@pytest.mark.parametrize(("name", "pictures"), [("evaluate_forecast", 3), ("extreme_case", 1)])
+@pytest.mark.parametrize(
+    ("name", "pictures"), [pytest.param("evaluate_forecast", 3, marks=pytest.mark.slow), ("extreme_case", 1)]
+)
 def test_in_a_kernel_it_is_what_it_is_without(run, monkeypatch, read_out, name, pictures):
     assert executed(run, monkeypatch, name) == read_out(name) and read_out(name)[1] == pictures
 
@@ -132,7 +134,7 @@ def test_leads_that_all_files_have_are_looked_at(run, read_out, tmp_path, name, 
     assert name == "extreme_case" or "5 init times" in text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+@pytest.mark.parametrize("name", [pytest.param("evaluate_forecast", marks=pytest.mark.slow), "extreme_case"])
 def test_files_with_an_axis_of_valid_times_are_read(run, read_out, tmp_path, name):
     """As former versions of predict wrote them."""
     for path in (run / "forecast").glob("*.nc"):
@@ -239,7 +241,7 @@ def printed(made, monkeypatch, capsys):
     return run_of
 
 
-@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+@pytest.mark.parametrize("name", [pytest.param("evaluate_forecast", marks=pytest.mark.slow), "extreme_case"])
 def test_dates_that_had_a_part_in_the_training_are_left_out(made, printed, tmp_path, name):
     text = printed(name)
     assert "2 of 20 init times had a part in the training and are left out" in text

@@ -28,6 +28,7 @@ def test_examples_in_docstrings(fresh, name):
     assert found.attempted and not found.failed
 
 
+@pytest.mark.slow
 def test_the_page_runs(fresh):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
     names: dict = {}

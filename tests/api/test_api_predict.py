@@ -57,7 +57,7 @@ def test_a_forecast_equals_the_files_of_the_command(here, model, files):
     assert {k: forecast.attrs[k] for k in kept} == {k: files.attrs[k] for k in kept}
 
 
-@pytest.mark.parametrize("way", ["store", "a path", "changed", "processes"])
+@pytest.mark.parametrize("way", ["store", "a path", "changed", pytest.param("processes", marks=pytest.mark.slow)])
 def test_whatever_the_ensemble_comes_from(here, model, files, way):
     if way == "store":
         forecast = model.predict(eml.open("store.zarr"), members=2)

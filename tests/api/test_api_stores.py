@@ -52,7 +52,14 @@ def zarrs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous", "distributed"])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        pytest.param("threads", marks=pytest.mark.slow),
+        "synchronous",
+        pytest.param("distributed", marks=pytest.mark.slow),
+    ],
+)
 def test_any_dataset_makes_the_same_fields(zarrs, tmp_path, scheduler):
     command(
         "prepare", f"input={zarrs}/ensemble.zarr", f"truth={zarrs}/truth.zarr", f"output={tmp_path}/command.zarr",

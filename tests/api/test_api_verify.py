@@ -24,6 +24,7 @@ def scores(place, tmp_path_factory):
     return json.loads((folder / "scores.json").read_text())
 
 
+@pytest.mark.slow
 def test_scores_equal_those_of_the_command(here, scores, tmp_path):
     ensemble, truth = eml.open("archive/ensemble"), eml.open("archive/truth")
     forecast = eml.load("runs/first").predict(ensemble, members=2)

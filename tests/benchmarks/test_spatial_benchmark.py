@@ -21,6 +21,7 @@ def found_by(tmp_path, only=None):
     return found, {c["claim"]: c for c in found["claims"]}
 
 
+@pytest.mark.slow
 def test_steps_tiny(tmp_path):
     found, claims = found_by(tmp_path, ["scaling", "links"])
     assert [c["value"] for name, c in claims.items() if name.startswith("bytes of halos")] == [0]

@@ -10,6 +10,7 @@ from benchmarks.verification.benchmark import run
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 
+@pytest.mark.slow
 def test_both_entrants_agree(tmp_path):
     found = json.loads(
         run(BenchmarkConfig("verification", str(tmp_path), repeats=1, size=BenchmarkSize.tiny)).read_text()

@@ -38,6 +38,7 @@ def test_any_workers_make_the_same_store(archive, whole, tmp_path, executor, wor
     open_store(made).verify()
 
 
+@pytest.mark.slow
 def test_a_cluster_of_dask_makes_the_same_store(archive, whole, tmp_path):
     distributed = pytest.importorskip("distributed")
     with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster:
@@ -135,7 +136,7 @@ def test_a_shard_that_was_lost_or_cut_is_built_again(archive, whole, tmp_path):
     assert building.contents(prepare(settings)) == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_build_says_what_it_keeps(archive, whole, tmp_path, number):
     command = [
         "ensemble-ml",

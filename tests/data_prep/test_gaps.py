@@ -247,6 +247,7 @@ class TestHypercubes:
         with pytest.raises(UserError, match="changed while it was read"):
             prepare(config)
 
+    @pytest.mark.slow
     def test_workers_in_other_processes_see_the_same(self, config):
         config.gaps, config.overwrite = Gaps.mask, True
         first = open_store(prepare(config)).fingerprint()

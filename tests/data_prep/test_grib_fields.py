@@ -29,6 +29,7 @@ def read_names(found, heading):
     return {name for name, (is_read, _) in found[heading].items() if is_read}
 
 
+@pytest.mark.slow
 def test_only_runs_and_their_members_are_read_of_all_that_ecCodes_writes(found):
     templates = found["Product definition templates (edition 2, code table 4.0)"]
     assert len(templates) > 150

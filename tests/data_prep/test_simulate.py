@@ -46,6 +46,7 @@ print(events.get())
 """
 
 
+@pytest.mark.slow
 def test_what_xla_logs_of_compiling_does_not_reach_the_user():
     about = {"XLA_FLAGS": "--xla_dump_to=/proc/nowhere"}
     plain = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}

@@ -83,6 +83,7 @@ def forecast(folder, source, settings, **meta):
     return predict(given, source)[0]
 
 
+@pytest.mark.slow
 def test_compliance_checker_finds_no_error(written):
     ran = subprocess.run(
         [sys.executable, "-c", CHECK, *map(str, written.values())], capture_output=True, text=True, check=False

@@ -230,7 +230,9 @@ def test_checkpoints_without_training_dates_say_nothing_of_starts(config, tmp_pa
     assert "comment" not in opened(path).attrs and not warnings(caplog)
 
 
-@pytest.mark.parametrize("settings", [{}, {"windows": ["01-07", "07-07"], "train_dates": 40}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"windows": ["01-07", "07-07"], "train_dates": 40}, marks=pytest.mark.slow)]
+)
 def test_starts_of_the_seasons_and_hours_trained_on_say_nothing(config, tmp_path, caplog, settings):
     """The dates of the embedded archive: model years of their own for training and test."""
     years = model_years(SimulateConfig(output=str(tmp_path), **settings))

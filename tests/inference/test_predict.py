@@ -147,7 +147,7 @@ def test_equal_members_of_one_start_get_the_predicted_spread(config):
     assert (data.t_member.values[order][..., 2:5, :].argsort(0) == np.arange(4)[:, None, None, None, None]).all()
 
 
-@pytest.mark.parametrize("members", [3, 4, 10])
+@pytest.mark.parametrize("members", [3, 4, pytest.param(10, marks=pytest.mark.slow)])
 def test_no_member_is_wetter_for_good(config, tmp_path, members):
     """Without rain in any raw member, the wettest member is each of them about equally often."""
     source = make_source(dates=12 * members, members=members, grid=make_grid((3, 4)), variables=(), levels=(),

@@ -126,7 +126,7 @@ def test_begun_at_any_step_it_is_the_same_run(store, start):
     [
         (2, 1, Assign.fixed, None),
         (3, 1, Assign.locality, None),
-        (2, 2, Assign.fixed, None),
+        pytest.param(2, 2, Assign.fixed, None, marks=pytest.mark.slow),
         (2, 1, Assign.fixed, "apart"),
     ],
 )
@@ -314,6 +314,7 @@ def test_nothing_is_left_behind(store):
     assert found == first
 
 
+@pytest.mark.slow
 def test_iterators_that_have_ended_are_let_go(store):
     """Each holds the pipes of its worker processes, and a run validates hundreds of times."""
     [reader] = readers_of(store, 1)
@@ -341,7 +342,7 @@ def test_a_signal_to_the_process_group_is_the_runs_alone(store):
 
 
 @pytest.mark.parametrize(("parts", "columns"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("share", [0.1, 0.8])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.8])
 def test_validations_of_several_ranks_stay_within_memory(store, monkeypatch, parts, columns, share):
     """Their turns pass together: what they read waits beside the cache, or is let go when all have had it."""
     readers, most = readers_of(store, 2), []

@@ -168,7 +168,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("kind", "overlap"), [("convolutions", False), ("convolutions", True), ("others", False)])
-@pytest.mark.parametrize("mesh", [m if m[0] * m[1] <= 4 else pytest.param(m, marks=pytest.mark.slow) for m in LAYOUTS])
+@pytest.mark.parametrize("mesh", [m if m[0] * m[1] < 3 else pytest.param(m, marks=pytest.mark.slow) for m in LAYOUTS])
 def test_layers_equal_one_process(mesh, kind, overlap):
     lat, lon = mesh
     job = wholes(kind, LAYOUTS[mesh]), overlap

@@ -89,7 +89,7 @@ def overlapping(session, config):
     return len(calls)
 
 
-@pytest.mark.parametrize("overlap", [True, "auto"])
+@pytest.mark.parametrize("overlap", [True, pytest.param("auto", marks=pytest.mark.slow)])
 def test_overlap_changes_no_forecast(trained, serial, tmp_path, overlap):
     calls = run_ranks(overlapping, 2, config_of(trained, tmp_path, lat=2, overlap=overlap), lat=2)
     assert all(calls) if overlap is True else not any(calls)  # auto is of training

@@ -190,7 +190,7 @@ def _late_forward(session, config, seconds):
     return joined(session, config)
 
 
-@pytest.mark.parametrize("degrees", [{"data": 2}, {"lat": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"data": 2}, pytest.param({"lat": 2}, marks=pytest.mark.slow)], ids=str)
 def test_waiting_for_a_late_rank_is_told(store, tmp_path, degrees):
     """At the weights of the loss, or at the first halo; the numbers are what they were."""
     found = {}
@@ -291,7 +291,7 @@ def test_goes_on_under_another_partition(store, serial, tmp_path):
     assert_same(serial, tmp_path / "alone" / "a")
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_loading_by_plan_changes_no_bit(store, tmp_path, data):
     for name in LoaderName:
         config = config_of(store, tmp_path, run=name.value, loading=LoadingConfig(name=name, ram="60MB"))
@@ -309,6 +309,7 @@ def test_loading_by_plan_changes_no_bit(store, tmp_path, data):
     assert all(torch.equal(v, b.training[k]) for k, v in a.training.items())
 
 
+@pytest.mark.slow
 def test_lion_and_the_fastest_precision(store, tmp_path):
     """A run as users start it: float32 or bfloat16, overlap or not by measurement, one choice for all ranks."""
     measured = ParallelConfig(lat=2, overlap="auto")
@@ -320,6 +321,7 @@ def test_lion_and_the_fastest_precision(store, tmp_path):
     assert len(steps) == 6 and len(scores) == 3 and all(np.isfinite(s["loss"]) for s in steps)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_overlaps_as_it_did(store, tmp_path, monkeypatch):
     """What is faster is measured once a mesh: it moves last bits, and another measurement may differ."""
 

@@ -182,7 +182,9 @@ def test_equal_to_one_process(lat, lon):
     assert predictions[0] == predictions[1]
 
 
-@pytest.mark.parametrize(("lat", "lon"), [(1, 2), (1, 3), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("lat", "lon"), [(1, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (3, 1), (4, 2)))]
+)
 def test_other_meshes_are_equal_to_one_process(lat, lon):
     references = references_of(lat)
     for found in run_threads(compare, references, lat=lat, lon=lon):

@@ -83,7 +83,11 @@ def test_scaling_without_links_is_refused(store, tmp_path, capsys):
     ("more", "message"),
     [
         (["plan.ranks=7"], "7 ranks: none of 3 partitions fits"),
-        (["plan.ranks=2", "plan.memory_gb=1e-3"], "of it for weights, optimizer and libraries; use a smaller model"),
+        pytest.param(
+            ["plan.ranks=2", "plan.memory_gb=1e-3"],
+            "of it for weights, optimizer and libraries; use a smaller model",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["plan.ranks=1", "plan.memory_gb=0.0132", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
         ),

@@ -205,7 +205,9 @@ def errors(session, functions):
     return found
 
 
-@pytest.mark.parametrize(("lat", "lon"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("lat", "lon"), [(2, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 2), (2, 2)))]
+)
 def test_harmless_networks_equal_one_process(lat, lon):
     names = [*HARMLESS, *(LONGITUDES if lon == 1 else {})]
     for found in run_ranks(errors, lat * lon, names, lat=lat, lon=lon):
@@ -406,6 +408,7 @@ def test_copies_share_their_weights():
     assert len(places) == 4 and len(set(places[:3])) == 1 and places[3] == net.map.data_ptr() != places[0]
 
 
+@pytest.mark.slow
 def test_a_trial_is_not_compiled():
     compiling = []
     net = nn.Sequential(nn.Conv2d(4, 4, 1), Applied(lambda x: [compiling.append(torch.compiler.is_compiling()), x][1]))

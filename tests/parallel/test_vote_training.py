@@ -72,7 +72,7 @@ def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
     assert set(told["layers"]) <= set(told["variance"]) and told["bytes"] > 0
 
 
-@pytest.mark.parametrize("assign", Assign)
+@pytest.mark.parametrize("assign", [Assign.fixed, pytest.param(Assign.locality, marks=pytest.mark.slow)])
 def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
     """What the benchmark's quality section stands on: the same weights and scores, bit for bit."""
     config = voting(store, tmp_path)
@@ -93,6 +93,7 @@ def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[k], stopped[k]) for k in whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_that_the_clock_asks_for_leave_momenta_apart(store, tmp_path):
     """Those by steps average them, and the run goes on from there; no run may depend on the time."""
     found = []
@@ -117,7 +118,11 @@ def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"lat": 2}, {"data": 2}), ({"data": 2}, {"lat": 2}), ({"data": 2}, {"lat": 2, "overlap": "auto"})],
+    [
+        ({"lat": 2}, {"data": 2}),
+        ({"data": 2}, {"lat": 2}),
+        pytest.param({"data": 2}, {"lat": 2, "overlap": "auto"}, marks=pytest.mark.slow),
+    ],
 )
 def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path, before, after):
     """Which terms are exchanged depends on it; those of both keep what was left out of them."""
@@ -137,7 +142,7 @@ def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path,
     [
         ({"data": 2}, {"lat": 2}, False),
         pytest.param({"data": 4}, {"lat": 4}, False, marks=pytest.mark.slow),
-        ({"data": 2, "lat": 2}, {"lat": 2}, False),
+        pytest.param({"data": 2, "lat": 2}, {"lat": 2}, False, marks=pytest.mark.slow),
         ({"data": 2}, {"data": 2}, True),  # two nodes of one rank become one node of two
     ],
 )
@@ -284,8 +289,10 @@ def _until_five(session, config):
     ("exchange", "step", "mesh"),
     [
         (ExchangeName.vote, 4, {"data": 2}),
-        (ExchangeName.vote, 1, {"data": 2}),  # of which there is a checkpoint already
-        (ExchangeName.vote, 3, {"data": 2}),  # after which momenta are averaged
+        pytest.param(
+            ExchangeName.vote, 1, {"data": 2}, marks=pytest.mark.slow
+        ),  # of which there is a checkpoint already
+        pytest.param(ExchangeName.vote, 3, {"data": 2}, marks=pytest.mark.slow),  # after which momenta are averaged
         pytest.param(ExchangeName.allreduce, 6, {"lat": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -320,7 +327,7 @@ def test_bad_gradients_right_after_going_on_with_more_ranks(store, tmp_path):
     assert all("checkpoints/last is the state before" in text for text in told)
 
 
-@pytest.mark.parametrize("name", [ExchangeName.vote, ExchangeName.lion_cub])
+@pytest.mark.parametrize("name", [ExchangeName.vote, pytest.param(ExchangeName.lion_cub, marks=pytest.mark.slow)])
 def test_ranks_that_average_before_they_vote_are_all_named(store, tmp_path, name):
     """Rank 3's are in the mean of ranks 2 and 3, which is what the others see of them."""
     config = voting(store, tmp_path)

@@ -96,6 +96,7 @@ def test_bias_and_inflation_are_found(fit):
     assert fit.climate.inflation_p.mean() == pytest.approx(np.log(np.sqrt(1 + 0.49 / 5) / 0.7), abs=0.06)
 
 
+@pytest.mark.slow
 def test_a_calibrated_ensemble_is_left_alone(right):
     climate = fit_climate(reader_of(right), TRAIN, TEST, 5).climate
     assert np.abs(climate.bias_p / climate.spread_p).mean() < 0.08
@@ -155,6 +156,7 @@ def test_error_is_the_crps_of_the_untrained_model_on_dates_to_choose_by(wrong, m
     np.testing.assert_allclose(found, climate.error_p[:, normal], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_field_that_no_validation_date_has_takes_its_width_from_training_dates(wrong, monkeypatch):
     whole = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
     real = Dates.target
@@ -256,6 +258,7 @@ def test_spread_alone_needs_no_truth(wrong):
     assert not climate.bias_p.any() and not climate.inflation_p.any() and (climate.error_p == 1).all()
 
 
+@pytest.mark.slow
 def test_all_members_are_no_input_that_tells_their_spread(wrong):
     """Seen as input, it would say that no spread has to be drawn to climate's, whatever the number of members."""
     whole, nine = (fit_climate(reader_of(wrong), TRAIN, TEST, members).climate for members in (10, 9))

@@ -69,6 +69,7 @@ def reader_of(store, **more):
     return Reader(store, spec)
 
 
+@pytest.mark.slow
 def test_spreads_of_the_members_that_are_given_are_no_target(tmp_path):
     """Half of the dates have no more members than are looked at: they say nothing of what the others would add."""
     few = range(0, 16, 2)
@@ -129,6 +130,7 @@ def test_a_choice_of_residuals_needs_errors_of_the_mean_alone(tmp_path):
     assert telling(dates.of(6), targets, whole).tolist() == whole.tolist()
 
 
+@pytest.mark.slow
 def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_path):
     """msl is the same for members and truth on all of them: how wide it should be is for training dates to say."""
     still = copy(whole, tmp_path / "still.zarr", constant=TEST)
@@ -154,6 +156,7 @@ def test_corrections_are_kept_where_dates_to_choose_by_lack_a_target(tmp_path, c
     assert "100.0 %" not in caplog.text
 
 
+@pytest.mark.slow
 def test_networks_without_any_target_add_nothing(tmp_path, caplog):
     """Three of four members are whole on all dates, and training shows no fewer: of spreads nothing can be learned."""
     made = dict(dates=20, members=4, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))

@@ -119,6 +119,7 @@ def test_other_code_fits_anew(config_of, counted, monkeypatch):
     assert len(counted) == 2
 
 
+@pytest.mark.slow
 def test_a_broken_file_is_told_of_and_made_anew(config_of, counted, caplog):
     train(config_of(run="a", steps=1))
     (kept,) = files(config_of())

@@ -36,6 +36,7 @@ def test_init_from_keeps_all_bits_of_float64(config_of):
     assert all(torch.allclose(v, given[k], rtol=0, atol=1e-25) for k, v in weights(second).state_dict.items())
 
 
+@pytest.mark.slow
 def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(config_of, monkeypatch):
     dates = {"data__train": ["2001-01-01/2001-01-15"], "data__validation": ["2001-01-31"]}
     first = train(config_of(run="first", steps=1, **dates))

@@ -71,6 +71,7 @@ def test_members_without_a_value_at_a_point_are_left_out_there():
     assert all(np.array_equal(a, b) for a, b in zip(masked_mean_and_spread(whole), mean_and_spread(whole), strict=True))
 
 
+@pytest.mark.slow
 def test_only_masked_variables_add_channels(settings, stores):
     plain, masked = (build_spec(settings(which), stores[which]) for which in ("whole", "masked"))
     assert plain.masked == () and masked.masked == ("sst",)

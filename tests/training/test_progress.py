@@ -142,6 +142,7 @@ def slowed(monkeypatch, clock, seconds_a_step=0.3):
     slow(trainer.Trainer, "_step", seconds_a_step)
 
 
+@pytest.mark.slow
 def test_fits_are_cut_to_the_time_and_are_not_kept(config_of, own_fits, monkeypatch, clock, caplog):
     """Two networks of 500 steps take 100 s by this clock; a run of half a minute gives them some of it, and keeps to
     its time. What was cut is not taken by a run that has time."""

@@ -132,7 +132,10 @@ def test_other_errors_than_of_memory_are_left_as_they_are(config_of, error):
             raise lack
 
 
-@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.adamw, "optim__clip": 0.5}])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"average": 0.9, "optim__name": OptimName.adamw, "optim__clip": 0.5}],
+)
 def test_resumed_equals_uninterrupted(config_of, monkeypatch, changes, caplog):
     caplog.set_level(logging.INFO)
     whole = train(config_of(run="whole", **changes))

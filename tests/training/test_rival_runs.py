@@ -115,6 +115,7 @@ def test_emos_is_fitted_at_once(config_of, caplog):
     assert all(torch.equal(v, other[k]) for k, v in one.items())
 
 
+@pytest.mark.slow
 def test_emos_at_a_part_of_the_points_at_a_time(config_of, monkeypatch):
     """Parts that cover the globe differ from all points at once in how far biases are seen to differ, a little."""
     found, real, sizes = [], emos_fit.fit_emos, []
@@ -135,6 +136,7 @@ def test_emos_at_a_part_of_the_points_at_a_time(config_of, monkeypatch):
     assert (one - other).abs().median() < 0.02 * one.abs().median()
 
 
+@pytest.mark.slow
 def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog):
     """The others have their coefficients of each point all the same."""
     gone = [(Part.TRUTH, date, 0, "tp") for date in range(5, 16)]

@@ -68,7 +68,7 @@ def fitted_by(session, path):
     return found[0], source.dates
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_fit_what_one_rank_fits(store, ranks, monkeypatch):
     monkeypatch.setattr(point_fit, "_DROPOUT", 0.0)
     alone = arrays(fitted(Reader(store, spec_of(store))))

@@ -57,6 +57,7 @@ def test_what_a_checkpoint_tells(config_of, store):
     assert set(meta["scores"]) == {"crps_ratio", "spread_ratio", "score"} == set(meta["best"]) - {"step"}
 
 
+@pytest.mark.slow
 def test_it_learns(config_of):
     run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3, model__linear=False))
     scores = [line["validation"]["score"] for line in read_log(run / "log.jsonl") if "validation" in line]
@@ -68,6 +69,7 @@ def test_it_learns(config_of):
     assert not model.training
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_calibrated_on_the_validation_dates(config_of, store):
     """Widths are those of `best`, and what is loaded needs none any more (of normal variables: to rounding)."""
     run = train(config_of(steps=20, validate_every=10, average=0.9))

@@ -204,6 +204,7 @@ def test_coordinates_that_differ_are_refused():
             score()
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_how_ties_are_broken():
     dry = xr.DataArray(np.zeros((4, 300, 6)), dims=("realization", "init_time", "point"))
     truth, scale = dry.isel(realization=0, drop=True), xr.ones_like(dry.isel(realization=0, drop=True))

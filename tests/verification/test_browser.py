@@ -50,6 +50,7 @@ def report(tmp_path_factory):
     return folder / "scores" / "report.html"
 
 
+@pytest.mark.slow
 def test_the_report_opens_without_error_or_network(page, report):
     errors, asked = [], []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -64,6 +65,7 @@ def test_the_report_opens_without_error_or_network(page, report):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+@pytest.mark.slow
 def test_the_first_screen_answers(page, report):
     page.goto(report.as_uri())
     for selector in ("h1", ".answer", ".choice table"):

@@ -17,6 +17,7 @@ from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.plan import _member_notes
 
 
+@pytest.mark.slow
 def test_a_forecast_by_statistics_stands_among_the_baselines(store, few_forecasts, tmp_path, plain):
     """A perfect one is the best baseline, is what claims are made against, and makes none itself."""
 
@@ -36,6 +37,7 @@ def test_a_forecast_by_statistics_stands_among_the_baselines(store, few_forecast
     assert [one["baseline"] for one in content["forecasts"]] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_folder_named_like_a_baseline_goes_by_its_path(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "climatology", store, FEW, corrected(), train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r"), store)

@@ -74,6 +74,7 @@ def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path
     assert (corrected_fields, raw_fields) == ({"z"}, {"z", "t"}) and note in content["notes"]
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
     """A deterministic forecast: nothing tells its spread, and the fit dates tell its errors."""
     one = make_store(tmp_path / "one.zarr", dates=DATES, members=1, variables=("t",), levels=(500,), surface=("t2m",))
@@ -237,6 +238,7 @@ def test_one_member_and_forecasts_of_the_mean_alone(tmp_path, undrawn):
     assert "An extreme case" not in (tmp_path / "r" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_maps_are_of_a_date_that_has_the_field(tmp_path, undrawn):
     """Of the last test date a member is missing, of t all truths: neither leaves an empty picture, or rows of nan."""
     gone = [(Part.FORECAST, FEW[-1], 2, name) for name in ("t", "z")]

@@ -137,7 +137,9 @@ def test_parameters_are_no_moments(store, forecast, tmp_path, plain):
         assert alone[metric]["value"] == pytest.approx(whole[metric]["value"], rel=1e-5)
 
 
-@pytest.mark.parametrize("others", [{}, {"q": [[0, 24], [0, 48]]}], ids=["bounds of time", "in words"])
+@pytest.mark.parametrize(
+    "others", [{}, pytest.param({"q": [[0, 24], [0, 48]]}, marks=pytest.mark.slow)], ids=["bounds of time", "in words"]
+)
 def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypatch, others):
     bounds = {"tp": [[0, 24], [24, 48]]}
     folder = write_forecasts(tmp_path / "f", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds | others)

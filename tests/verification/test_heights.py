@@ -94,6 +94,7 @@ def test_pressure_is_the_integral_of_the_hydrostatic_equation():
     assert found.item() == pytest.approx(wanted, rel=1e-8)
 
 
+@pytest.mark.slow
 def test_an_ensemble_on_other_ground_scores_as_on_the_truths(store, forecast, heights, tmp_path, plain):
     found, lowered = {}, Lowered(store, heights)
     for name, source, ground in (("plain", store, None), ("lowered", lowered, None), ("brought", lowered, heights)):

@@ -71,6 +71,7 @@ def results(config, store):
     return content, (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_evaluation_goes_on_to_the_same_scores(made, tmp_path, monkeypatch, caplog):
     """Stopped after the first fields, and again between the members of two leads: not a bit is other than in one go."""
     caplog.set_level("INFO")

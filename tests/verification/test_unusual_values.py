@@ -30,6 +30,7 @@ def overcast(folder):
     return json.loads((folder / "r" / "scores.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch):
     """Where a limit cannot be exceeded (a sky that is mostly overcast) a forecast of never is no skill."""
     kept = {}
