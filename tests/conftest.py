@@ -22,7 +22,7 @@ import pytest
 import torch
 from durations import Durations, longest_first
 from hypothesis import settings
-from matplotlib.figure import Figure
+from pictures import libraries_untraced, undrawn  # noqa: F401
 from quick_fits import fields_read_once, fits_folder, golden_fits, own_fits, short_fits, whole_fits  # noqa: F401
 from stores import stores_made_once  # noqa: F401
 from tracing import pytest_runtest_protocol  # noqa: F401
@@ -76,10 +76,3 @@ def root_logger_as_it_was():
         added.close()
     root.setLevel(level)
     root.handlers[:] = handlers
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Make the figures and the page around them, but no pictures: these take most of the time of a page, and a test
-    that looks at the page's words does not see them."""
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write(b"\x89PNG"))

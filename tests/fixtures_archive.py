@@ -38,10 +38,11 @@ def fingerprint(config: SimulateConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-# Compiling costs more than running a tiny archive: later processes of a test run take over what the first compiled.
+# Compiling costs more than running a tiny archive: later processes of a test run take over what the first compiled,
+# and hundreds of small functions are together as dear as the large ones.
 # Has to be set before jax is imported anywhere, so it stands here and not in a fixture.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 @pytest.fixture(scope="session")

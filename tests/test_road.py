@@ -165,7 +165,7 @@ def contents(folder):
 
 @pytest.mark.skipif(not ERA5.exists(), reason=f"real data are absent: {ERA5}")
 @pytest.mark.slow
-def test_real_ensemble_of_analyses(tmp_path):
+def test_real_ensemble_of_analyses(tmp_path, undrawn):
     """ERA5's ten members, t and z at 500 and 850 hPa: a smoke test on real fields, never a claim."""
     store = tmp_path / "era5.zarr"
     ensemble_ml("prepare", f"input={ERA5}", "truth=null", f"output={store}")

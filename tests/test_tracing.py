@@ -30,6 +30,31 @@ def test_slow_tests_alone_are_not_traced(slow):
     assert meanwhile == ((None, None) if slow else (tracer, tracer)) and after == (tracer, tracer)
 
 
+def test_a_function_runs_untraced_and_its_caller_is_traced_on():
+    seen = []
+
+    def tracer(frame, event, _):
+        if frame.f_code.co_filename == __file__:
+            seen.append((frame.f_code.co_name, event))
+        return tracer
+
+    def within():
+        return sys.gettrace()
+
+    def caller():
+        first = tracing.untraced(within)()
+        return first
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        assert caller() is None and sys.gettrace() is tracer
+    finally:
+        sys.settrace(before)
+    assert seen.count(("caller", "line")) == 2 and ("caller", "return") in seen
+    assert not any(name == "within" for name, _ in seen)
+
+
 @pytest.mark.slow
 def test_a_slow_test_sees_no_tracer():
     assert sys.gettrace() is None and threading.gettrace() is None

@@ -111,6 +111,7 @@ def test_another_dataset_does_not_go_on_with_the_store_of_the_first(here, tmp_pa
     assert len(digests) == 2
 
 
+@pytest.mark.slow
 def test_calibration_is_the_start_of_a_training(here, tmp_path):
     store = eml.prepare("archive/ensemble", "archive/truth", tmp_path / "rain.zarr", variables=["tp"])
     model = eml.calibrate(eml.open(store), train=["2001"], validation=["2002"], output=tmp_path / "run")

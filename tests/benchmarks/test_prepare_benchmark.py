@@ -99,6 +99,7 @@ def test_draws_meet_every_variable_equally_often():
     assert reading.band(361) == (96, 192) and reading.band(16) == (0, 16)
 
 
+@pytest.mark.slow
 def test_entrants_run_apart(tmp_path):
     outcome = process.run("prepare.reduction", "race", members=4, fields=2, rows=8, columns=16, passes=2)
     assert all(len(outcome[name]) == 2 for name in ("ours", *reduction.DASK))

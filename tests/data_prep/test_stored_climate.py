@@ -32,6 +32,7 @@ def made(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_is_what_other_seasons_say(made):
     store = open_store(made / "with.zarr")
     members = [store.read(Part.FORECAST, date) for date in range(6)]

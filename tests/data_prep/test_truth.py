@@ -265,6 +265,7 @@ class TestStores:
             SHAPE[1],
         )
 
+    @pytest.mark.slow
     def test_an_archive_is_the_truth_of_a_store(self, store, tmp_path):
         other = analyses(tmp_path / "u.grib", names=("t", "t2m"), bits=12)
         pair = open_pair(store, other)

@@ -30,6 +30,7 @@ def trained(tmp_path_factory):
     return folder / "tiny" / "checkpoints" / "last", store
 
 
+@pytest.mark.slow
 def test_inspect_shows_the_card_of_a_run(trained, capsys):
     checkpoint, store = trained
     best = checkpoint.parent / "best"

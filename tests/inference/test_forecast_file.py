@@ -286,6 +286,7 @@ def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path):
         write_forecast(tmp_path / "file" / "f.nc", header(select(make_grid(), None, None)), [])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits of file size")
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     """As a quota does it: the library's own close fails as well."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from pictures import undrawn_figures
 from stores import make_store
 from synthetic import land
 
@@ -41,8 +42,11 @@ def done(tmp_path_factory):
         "predict", checkpoint=folder / "runs/a/checkpoints/best", input=store, members_in=3, output=folder / "forecast",
         dates="['2001-02-06/2001-03']", members_out="true", thresholds="{sst: [290]}",
     )  # fmt: skip
-    ensemble_ml("evaluate", forecast=folder / "forecast", ensemble=store, truth=store, members_in=3, bootstrap=100,
-                output=folder / "scores")  # fmt: skip
+    with undrawn_figures():
+        ensemble_ml(
+            "evaluate", forecast=folder / "forecast", ensemble=store, truth=store, members_in=3, bootstrap=100,
+            output=folder / "scores",
+        )  # fmt: skip
     return folder
 
 

@@ -55,6 +55,7 @@ def test_batches_do_not_change_what_a_date_gets(config, source, tmp_path):
         np.testing.assert_allclose(one[name].astype("f8"), other[name].astype("f8"), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_members_are_let_go_where_nothing_asks_for_them(config, source, tmp_path, monkeypatch):
     """And change nothing else; where a batch is one date, one is read ahead."""
     module, alive, ahead = importlib.import_module("ensemble_ml.inference.predict"), [], []

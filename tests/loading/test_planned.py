@@ -130,7 +130,7 @@ def test_begun_at_any_step_it_is_the_same_run(store, start):
         (2, 1, Assign.fixed, "apart"),
     ],
 )
-@pytest.mark.parametrize("cache", [pytest.param(0, marks=pytest.mark.slow), 12 * PAGE, 10**6])
+@pytest.mark.parametrize("cache", [12 * PAGE, *(pytest.param(size, marks=pytest.mark.slow) for size in (0, 10**6))])
 def test_ranks_together_read_what_the_plan_says(store, parts, columns, assign, node, cache):
     readers = readers_of(store, parts * columns)
     schedule = replace(schedule_of(readers[0], dates=DATES, validation=VALIDATION), parts=parts)

@@ -150,6 +150,7 @@ def refused(session, config):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_masks_are_those_of_one_process(tmp_path):
     made = dict(dates=8, members=5, shape=(17, 16), surface=("sst",), masked=("sst",), variables=("t",))
     store = make_store(tmp_path / "a.zarr", **made).path

@@ -11,7 +11,7 @@ from benchmarks.spatial import exactness
 from ensemble_ml.config import OptimName
 
 NAMES = ("forward", "input gradient", "weight gradient")
-MESHES = [(1, 2), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((4, 2), marks=pytest.mark.slow)]
+MESHES = [(1, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (2, 2), (4, 2)))]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -82,7 +82,7 @@ def test_scaling_without_links_is_refused(store, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["plan.ranks=7"], "7 ranks: none of 3 partitions fits"),
+        pytest.param(["plan.ranks=7"], "7 ranks: none of 3 partitions fits", marks=pytest.mark.slow),
         pytest.param(
             ["plan.ranks=2", "plan.memory_gb=1e-3"],
             "of it for weights, optimizer and libraries; use a smaller model",

@@ -321,6 +321,7 @@ def test_a_traced_step_holds_what_a_real_one_does():
     assert 1.4 < parts[0] / parts[1] < 2 and 1.3 < parts[1] / parts[2] < 2  # halos and gradients are not shared out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OptimName))
 def test_a_checkpoint_that_is_written_meanwhile_takes_memory(name):
     """Copies of all that it holds, on the first rank, while the training goes on."""

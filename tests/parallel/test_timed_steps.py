@@ -1,5 +1,6 @@
 """What several ranks do before the first step: time steps for `max_minutes`, and choose what they compute in."""
 
+import pytest
 import torch
 from parallel.ranks import run_ranks
 from parallel.test_parallel_training import config_of, joined
@@ -26,6 +27,7 @@ def _bytes_of_steps(session, config):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_is_timed_sends_what_a_step_of_the_run_does(store, tmp_path):
     """Terms of one cell stay with their rank in both."""
     config = config_of(store, tmp_path, steps=2, max_minutes=5.0)

@@ -87,6 +87,7 @@ def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
     assert found.losses == pytest.approx([x["loss"] for x in lines if "loss" in x], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
     """A stop comes at any step; averaging there would make another run of it."""
     whole, stopped = whole_and_gone_on(store, tmp_path, {"momentum_kept": MomentumKept.mean}, (stopped_at, 4), data=2)

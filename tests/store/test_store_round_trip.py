@@ -274,6 +274,7 @@ def test_a_store_that_was_replaced_is_not_read_with_old_factors(tmp_path):
             read()
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_store_overwritten_twice_may_have_the_number_of_the_first(tmp_path):
     """File systems give the inode of what was removed to the next that comes."""
     store = make_store(tmp_path / "s.zarr")

@@ -136,6 +136,7 @@ def test_variables_can_be_dropped_and_other_folders_are_refused(store, tmp_path)
         xr.open_dataset(tmp_path, engine="ensemble_ml")
 
 
+@pytest.mark.slow
 def test_the_synthetic_ensemble_is_calibrated_and_its_faults_are_those_asked_for(tmp_path):
     """Spread/skill of the helper that all rooms test with: 1 when calibrated, less when under-dispersive or biased."""
 

@@ -182,6 +182,7 @@ def test_spread_error_falls_with_members(fit):
     np.testing.assert_array_equal(errors[3], errors[5])  # not asked for
 
 
+@pytest.mark.slow
 def test_shrink_of_the_spread_comes_from_validation_dates(wrong, monkeypatch):
     monkeypatch.setattr(spread_fit, "_SHRINK_DEFAULT", 7.0)  # not one of the list that is tried
     found = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate

@@ -174,6 +174,7 @@ def only(dates):
     return [date for date in dates.tolist() if date not in GONE]
 
 
+@pytest.mark.slow
 def test_a_date_without_a_field_counts_for_nothing(whole, tmp_path):
     gappy = copy(whole, tmp_path / "gappy.zarr", gone=GONE)
     found = fit_climate(reader_of(gappy), TRAIN, TEST, 5, sizes=[1, 5])

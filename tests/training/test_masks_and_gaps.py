@@ -292,6 +292,7 @@ def test_emos_is_fitted_without_dates_that_lack_members(settings, stores):
     assert all(torch.isfinite(value).all() for value in model.state_dict.values())
 
 
+@pytest.mark.slow
 def test_emos_leaves_out_sizes_that_training_dates_lack(settings, tmp_path):
     gone = [(Part.FORECAST, date, member, "t2m") for date in range(16) for member in (4, 5)]
     kept = make_store(tmp_path / "few.zarr", **COMMON, absent=gone)

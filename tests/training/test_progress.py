@@ -113,6 +113,7 @@ def test_silence_ends_with_a_line(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_run_says_where_its_fits_are(config_of, own_fits, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.05,))
@@ -183,6 +184,7 @@ def test_a_minute_is_enough_to_measure_in_whatever_share_it_is(config_of, monkey
     assert ("took nearly all of it" in caplog.text) == (steps == 1)
 
 
+@pytest.mark.slow
 def test_steps_that_grow_slower_than_planned_end_with_the_time(config_of, monkeypatch, clock, caplog):
     caplog.set_level(logging.INFO)
     slowed(monkeypatch, clock, seconds_a_step=0.5)

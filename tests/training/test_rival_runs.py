@@ -30,6 +30,7 @@ from ensemble_ml.training.trainer import Trainer
 from ensemble_ml.verification import evaluate
 
 LEARNED = ["drn", "ens10_unet", "poet"]
+ONE_QUICK = ["drn", *(pytest.param(name, marks=pytest.mark.slow) for name in LEARNED[1:])]
 
 
 def settings(name, **changes):
@@ -40,7 +41,7 @@ def scores(run):
     return [line["validation"]["score"] for line in read_log(run / "log.jsonl") if "validation" in line]
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", ONE_QUICK)
 def test_a_rival_learns(config_of, name):
     run = train(config_of(**settings(name, steps=40, validate_every=20, average=0.9)))
     found = scores(run)
@@ -49,7 +50,7 @@ def test_a_rival_learns(config_of, name):
     assert sum(losses[-10:]) < sum(losses[:10])
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", ONE_QUICK)
 def test_a_rival_resumes_bit_for_bit(config_of, monkeypatch, name):
     plan = settings(name, average=0.9, steps=6, validate_every=6, checkpoint_every=100)
     whole = train(config_of(run="whole", **plan))
@@ -150,6 +151,7 @@ def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog
     assert temperature[0].std() > 0 and rain[1:].std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
 
 
+@pytest.mark.slow
 def test_a_field_that_never_varies_has_no_say_in_the_form_of_emos(config_of, tmp_path, monkeypatch):
     """A dry region: its ratio, of two numbers that are both nothing, would outweigh all others."""
     monkeypatch.setitem(synthetic.SCALES, "tp", (-1.0, 1e-3))
@@ -182,6 +184,7 @@ def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of
         assert (found.a[at], found.b[at], found.d[at]) == (whole.a, whole.b, whole.d) and not found.season[at].any()
 
 
+@pytest.mark.slow
 def test_emos_of_two_fields_that_differ_in_their_climate_alone(config_of, store):
     """Every form scores the same, and says the same of the anomalies, where another climate is added to both sides."""
     source = open_store(store.path)

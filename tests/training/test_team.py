@@ -125,6 +125,7 @@ def kept_by(session, path, folder):
     return arrays(found), len(source.dates)
 
 
+@pytest.mark.slow
 def test_a_fit_is_kept_once_for_all_ranks(store, tmp_path, own_fits):
     made = run_ranks(kept_by, 2, store.path, str(tmp_path))
     again = run_ranks(kept_by, 2, store.path, str(tmp_path))

@@ -153,6 +153,7 @@ def test_stopped_before_the_first_checkpoint_leaves_nothing(config_of, monkeypat
     assert not (Path(config.output) / "a").exists()
 
 
+@pytest.mark.slow
 def test_average_is_what_predicts(config_of):
     plain, averaged = train(config_of(run="plain")), weights(train(config_of(run="averaged", average=0.9)))
     raw = {k.removeprefix("raw."): v for k, v in averaged.training.items() if k.startswith("raw.")}
@@ -205,6 +206,7 @@ def test_planned_by_time(config_of, monkeypatch):
     assert [x["lr"] for x in read_log(run / "log.jsonl") if "lr" in x][-1] == pytest.approx(3e-4 * 0.02)
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_that_improves_no_more(config_of, monkeypatch, caplog):
     """At a rate that ruins the network; stopped in the middle, it ends at the same step."""
     caplog.set_level(logging.INFO)
@@ -226,6 +228,7 @@ def test_patience_ends_a_run_that_improves_no_more(config_of, monkeypatch, caplo
     assert weights(whole).meta["step"] == 8
 
 
+@pytest.mark.slow
 def test_measuring_does_not_touch_the_weights(config_of):
     # Enough time for all steps, so both runs have the same schedule.
     assert_equal_runs(train(config_of(run="a", max_minutes=10)), train(config_of(run="b")))

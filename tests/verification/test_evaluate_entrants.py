@@ -124,6 +124,7 @@ def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_p
     assert any(row["better"] for row in found["few"]["strata"] if row["reference"] != "raw_10")
 
 
+@pytest.mark.slow
 def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
     bad = write_forecasts(
         tmp_path / "f", store, TEST, corrected(shift=50.0, members=10), names=("t",), train=TRAIN,
@@ -169,6 +170,7 @@ def test_a_forecast_from_a_member_that_the_ensemble_lacks_is_told_how_its_held_o
         assert not any("does not have" in note for note in notes(*given))
 
 
+@pytest.mark.slow
 def test_more_members_than_the_ensemble_has_are_all_of_it(store, tmp_path, plain):
     made = write_forecasts(
         tmp_path / "f", store, FEW, corrected(members=10), train=TRAIN, members_in=" ".join(map(str, range(1, 52)))

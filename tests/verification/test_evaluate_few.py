@@ -59,6 +59,7 @@ def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain
     assert said == {"z"} and note in content["notes"]
 
 
+@pytest.mark.slow
 def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path, plain):
     gone = [(Part.TRUTH, date, 0, "t") for date in TRAIN[4:]]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=(), absent=gone)
@@ -101,6 +102,7 @@ def test_one_member_has_no_raw_spread(store, few_forecasts, tmp_path, plain):
     assert references[0] == "spread_regression_1" and references[-1] == "raw_10"
 
 
+@pytest.mark.slow
 def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[3:]]
     made = make_store(
@@ -165,6 +167,7 @@ def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     assert "too few blocks of dates to be sure in any of 4 fields; gain from " in said
 
 
+@pytest.mark.slow
 def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path, undrawn):
     one = {"variables": ("t",), "levels": (500,), "surface": (), "leads": (24,), "shape": (9, 16)}
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
@@ -226,6 +229,7 @@ def test_baselines_are_those_of_the_hours_at_which_forecasts_start(tmp_path, pla
     assert not any("00, 12 UTC" in note for note in content["notes"])
 
 
+@pytest.mark.slow
 def test_one_member_and_forecasts_of_the_mean_alone(tmp_path, undrawn):
     """Nothing has a width: there is no picture of an extreme case, and the report is written."""
     dates = [str(np.datetime64(year, "D") + 2 * k) for year in ("2001", "2002", "2003", "2004") for k in range(12)]

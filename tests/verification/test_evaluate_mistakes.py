@@ -119,6 +119,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast,
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_report_that_another_process_made_meanwhile_is_left(store, forecast, tmp_path, monkeypatch):
     killed = tmp_path / ".scores.json.partial-1"
     killed.write_text("half")

@@ -150,6 +150,7 @@ def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypa
         evaluate(settings(folder, store, tmp_path / "r2"), store)
 
 
+@pytest.mark.slow
 def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeypatch):
     bounds = {"tp": [[0, 24], [24, 48]], "q": [[0, 24], [0, 48]]}
     folder = write_forecasts(tmp_path / "f", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds)
@@ -181,6 +182,7 @@ def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
         evaluate(settings(tmp_path / "f", store, tmp_path / "r2"), store)
 
 
+@pytest.mark.slow
 def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path, plain):
     """It may be of all ten."""
     other = write_forecasts(tmp_path / "f", store, FEW, corrected(members=10), members_in="")
