@@ -241,7 +241,7 @@ def test_a_mistake_of_several_ranks_ends_their_sweep(capsys, tmp_path, monkeypat
     assert capsys.readouterr().err.count("ensemble-ml: store") == 1
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_of_a_sweep_that_was_stopped(capsys, tmp_path, monkeypatch, alone):
     """In a job of its own, which submitit began, it ends with the status that says so; here it ends the sweep."""
 

@@ -1,4 +1,4 @@
-"""Coverage is measured in the tests that are not slow: its tracer makes a test 1.9 times as long.
+"""Coverage is measured in the tests that are not slow: its tracer makes a test 1.5 to 1.9 times as long.
 
 The marker `no_cover` of pytest-cov does not do: where xdist runs the tests, the tracer stays on.
 """

@@ -62,7 +62,7 @@ class PlannedLoaderOf(PlannedLoader):
         self.close()
 
 
-@pytest.mark.parametrize("held", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("held", [pytest.param(0.0, marks=pytest.mark.slow), 0.3, 2.0])
 def test_the_same_batches_and_the_bytes_of_the_plan(store, held):
     [reader] = readers_of(store, 1)
     schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
