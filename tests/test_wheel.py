@@ -69,7 +69,7 @@ def test_benchmarks_stay_in_the_checkout(installed):
     assert done.returncode == 2 and not done.stdout
     command = "python -m ensemble_ml benchmark benchmark=step"
     assert done.stderr == (
-        "ensemble_ml: benchmark=step: benchmarks are not part of an installed package; "
+        "ensemble-ml: benchmark=step: benchmarks are not part of an installed package; "
         f"run `{command}` in the folder of a checkout of the source\n"
     )
 

@@ -108,7 +108,7 @@ def test_bins_of_spread_and_error_do_not_hang_on_the_order_of_names(tmp_path, pl
     forecast = write_forecasts(tmp_path / "f", store, FEW, corrected(), leads=(48,), train=TRAIN)
     found = []
     code = "import sys; from ensemble_ml.cli import main; sys.exit(main(sys.argv[1:]))"
-    for seed in "12":
+    for seed in "123":
         folder = tmp_path / seed
         command = [
             sys.executable, "-c", code, "evaluate", f"forecast={forecast}", f"ensemble={store.path}",
