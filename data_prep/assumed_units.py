@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from data_prep.spelling import Spelling
-from ensemble_ml.fields import FIELDS, GRAVITY, Field
+from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
+from ensemble_ml.units import GRAVITY
 
 _NAMES = {
     *(field.name for field in FIELDS if not field.static),

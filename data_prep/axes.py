@@ -13,7 +13,8 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import AXIS_NAMES, HECTOPASCAL, LOWEST_PASCAL, PASCAL
+from ensemble_ml.fields import AXIS_NAMES, LOWEST_PASCAL
+from ensemble_ml.units import HECTOPASCAL, PASCAL
 
 # Names of the axes in archives, in order of preference. Standard names in the attributes take precedence over them.
 ALIASES = {

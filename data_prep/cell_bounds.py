@@ -18,7 +18,8 @@ from data_prep.grib_fields import GUST_HOURS
 from data_prep.records import OF_STEP_TYPE, other_step_type
 from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import GUST, Field, rate_conversion
+from ensemble_ml.fields import GUST, Field
+from ensemble_ml.units import rate_conversion
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a model cell is a mean over these anyway

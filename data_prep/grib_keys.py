@@ -30,8 +30,9 @@ from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
 from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, SINGLE, Origin
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, unit_conversion
+from ensemble_ml.fields import FIELDS, Field, by_param_id
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.units import GRAVITY, unit_conversion
 
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}

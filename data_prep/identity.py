@@ -35,7 +35,8 @@ from data_prep.no_field import (
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS
 from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, rate_conversion, resolve, unit_conversion
+from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve
+from ensemble_ml.units import GRAVITY, rate_conversion, unit_conversion
 
 _ALTITUDES = ("surface_altitude", "surface_geopotential")
 _ISOBARIC = ("isobaricInhPa", "isobaricInPa")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from data_prep.records import RawField
-from ensemble_ml.fields import GRAVITY, Field
+from ensemble_ml.fields import Field
+from ensemble_ml.units import GRAVITY
 
 # The limits for each unit leave room for any weather, up to 1 hPa and in deserts, and for sums over weeks. They exclude
 # 9999, -9999 and -32767, and most values whose units are not the stated ones.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -40,8 +39,6 @@ AXIS_NAMES = {  # names of the axes in archives and forecasts, with the program'
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # spellings in files
-GRAVITY = 9.80665  # m s-2, WMO's standard value, by which geopotential height is converted to geopotential
 LOWEST_PASCAL = 1100  # levels without units beyond this number are in Pa, not in hPa
 GUST = "wind_speed_of_gust"  # standard name of the only variable that is the maximum over its parts
 GAMMA_SHIFT = 0.5  # shift of the censored shifted gamma distribution, in scales
@@ -197,100 +194,3 @@ def _suggest(name: str) -> str:
     """Return a hint with the nearest names, or with all names if none is near."""
     near = difflib.get_close_matches(name, list(_by_alias()), n=3)
     return f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(_by_name())}"
-
-
-_SAME_UNITS = {
-    "K": ("K", "kelvin", "kelvins", "Kelvin", "degK", "degree_K", "degrees_K"),
-    "m2 s-2": ("m2 s-2", "m2/s2", "J kg-1", "J/kg"),
-    "m s-1": ("m s-1", "m/s", "meters/second", "metres/second", "meters per second", "metres per second"),
-    "kg kg-1": ("kg kg-1", "kg/kg", "1"),
-    "Pa": ("Pa", "pascal", "pascals", "Pascal", "Pascals"),
-    "Pa s-1": ("Pa s-1", "Pa/s"),
-    "s-1": ("s-1", "1/s"),
-    "m": ("m", "metre", "meter", "metres", "meters", "gpm"),
-    "kg m-2": ("kg m-2", "kg/m2"),
-    "J m-2": ("J m-2", "J/m2"),
-    "J kg-1": ("J kg-1", "J/kg", "m2 s-2", "m2/s2"),
-    "1": ("1", "(0 - 1)", "0 - 1", "(0-1)", "0-1", "dimensionless", "fraction"),
-}
-_CELSIUS = (
-    *(f"{degree}C" for degree in ("deg", "deg_", "degree_", "degrees_", "\N{DEGREE SIGN}")),
-    *(f"{degree}{name}" for degree in ("", "degree_", "degrees_") for name in ("celsius", "Celsius")),
-)
-_CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_from + offset
-    **{(celsius, "K"): (1.0, 273.15) for celsius in _CELSIUS},
-    **{(name, "Pa"): (100.0, 0.0) for name in (*HECTOPASCAL, "hectopascal", "hectopascals")},
-    ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # geopotential height, which TIGGE and GEFS have instead of geopotential
-    ("m", "m2 s-2"): (GRAVITY, 0.0),
-    ("mm", "m"): (1e-3, 0.0),
-    ("kg m-2", "m"): (1e-3, 0.0),  # water: GRIB edition 2 has precipitation in kg m-2
-    ("kg/m2", "m"): (1e-3, 0.0),
-    ("cm", "m"): (1e-2, 0.0),
-    ("m of water equivalent", "m"): (1.0, 0.0),
-    ("g kg-1", "kg kg-1"): (1e-3, 0.0),
-    ("g/kg", "kg kg-1"): (1e-3, 0.0),
-    ("%", "1"): (1e-2, 0.0),
-    ("percent", "1"): (1e-2, 0.0),
-}
-_RATES = {  # (rate, sum) -> factor that makes the sum over a second of a rate
-    **{(rate, "m"): 1e-3 for rate in ("kg m-2 s-1", "kg/m2/s", "mm s-1", "mm/s")},
-    **{(rate, "m"): 1e-3 / 3600 for rate in ("kg m-2 h-1", "mm h-1", "mm hr-1", "mm/h", "mm/hr")},
-    **{(rate, "m"): 1.0 for rate in ("m s-1", "m/s")},
-    **{(rate, "J m-2"): 1.0 for rate in ("W m-2", "W/m2", "J m-2 s-1")},
-}
-
-
-def _plain(units: str) -> str:
-    """Return `units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2 and m2 s{-2} are m2 s-2."""
-    factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", re.sub(r"\*\*|[\^{}]", "", units))
-    return " ".join(factors.split())
-
-
-def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
-    """Return (factor, offset) such that factor * value + offset is in the `wanted` units.
-
-    Args:
-        found: units of the value, in any known spelling.
-        wanted: units of the registry.
-
-    Raises:
-        UserError: `found` is no spelling of `wanted`, and no conversion is known.
-    """
-    plain = _plain(found)
-    if plain == wanted or plain in _SAME_UNITS.get(wanted, ()):
-        return 1.0, 0.0
-    if (plain, wanted) in _CONVERSIONS:
-        return _CONVERSIONS[plain, wanted]
-    known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
-    raise UserError(f"units {found!r}: cannot be converted to {wanted!r}; known are {', '.join(known)}")
-
-
-def rate_conversion(found: str, wanted: str) -> float | None:
-    """Return the factor that makes of a rate its sum over a second; None if `found` are no units of a rate.
-
-    Args:
-        found: units of the rate, in any known spelling.
-        wanted: the registry's units of the sum.
-    """
-    return _RATES.get((_plain(found), wanted))
-
-
-def same_units(one: str, other: str, *, differences: bool = False) -> bool:
-    """Return whether two spellings mean the same unit.
-
-    Args:
-        one: a spelling.
-        other: another spelling.
-        differences: whether values are differences, for which the zero point does not matter and a kelvin equals a
-            degree Celsius.
-    """
-    if _plain(one) == _plain(other):
-        return True
-    for wanted in _SAME_UNITS:
-        try:
-            found = [unit_conversion(units, wanted) for units in (one, other)]
-        except UserError:
-            continue
-        if found[0] == found[1] or (differences and found[0][0] == found[1][0]):
-            return True
-    return False

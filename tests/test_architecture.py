@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"errors", "fields", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
+GROUND = {"errors", "fields", "units", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
           "strict_json", "wording", "closed_forms"}  # fmt: skip
 FLOORS = [GROUND | {"distributions"}, {"store"}, {"loading", "models", "distributed", "optim"},
           {"training", "inference", "verification"}, {"api", "plot"}, {"tasks"}, {"cli", "__main__"}]  # fmt: skip

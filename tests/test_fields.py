@@ -3,16 +3,8 @@
 import pytest
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import (
-    FIELDS,
-    Family,
-    by_param_id,
-    field,
-    rate_conversion,
-    resolve,
-    same_units,
-    unit_conversion,
-)
+from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve
+from ensemble_ml.units import rate_conversion, same_units, unit_conversion
 
 
 def test_names_and_parameters_are_unique():

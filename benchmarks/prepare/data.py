@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ensemble_ml.config import BenchmarkSize
-from ensemble_ml.fields import GRAVITY
+from ensemble_ml.units import GRAVITY
 
 _BASES = 6  # random fields of each spectrum, of which all other fields are sums
 _MEMBER_SHARE = 0.3  # departure of a member, relative to the part that all members share

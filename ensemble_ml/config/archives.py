@@ -11,7 +11,8 @@ from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, require
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import field, resolve, unit_conversion
+from ensemble_ml.fields import field, resolve
+from ensemble_ml.units import unit_conversion
 
 
 class Executor(Enum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import same_units
+from ensemble_ml.units import same_units
 
 ROUNDING = 1e-4  # error of a share that was packed into 16 bits; sums in float32 are more accurate
 # Tolerance as a share of the largest weight. In float32 the cosine of a pole's latitude is -4e-8.

@@ -18,9 +18,10 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import AXIS_NAMES, FIELDS, HECTOPASCAL, LOWEST_PASCAL, PASCAL, Family, unit_conversion
+from ensemble_ml.fields import AXIS_NAMES, FIELDS, LOWEST_PASCAL, Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.units import HECTOPASCAL, PASCAL, unit_conversion
 from ensemble_ml.wording import dates_of
 
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import GRAVITY
 from ensemble_ml.grid import Grid
+from ensemble_ml.units import GRAVITY
 
 LAPSE_RATE = 0.0065  # K/m
 GAS_CONSTANT = 287.0528  # J kg-1 K-1, of dry air in the ICAO standard atmosphere

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.fields import same_units
+from ensemble_ml.units import same_units
 
 
 def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> int:
