@@ -104,13 +104,13 @@ _PREFIX_NAMES = {
     "giga": 1e9, "mega": 1e6, "kilo": 1e3, "hecto": 1e2, "deca": 1e1, "deci": 1e-1, "centi": 1e-2, "milli": 1e-3,
     "micro": 1e-6,
 }  # fmt: skip
-_FOOT = _times(0.3048, _METRE)
+_SUMS = {"m": _METRE, "J m-2": _JOULE.by(_METRE, -2)}  # what is summed over time: depths of water, and energy
 _PLAIN_UNITS = {  # units without prefixes
     **dict.fromkeys(("min", "minute"), _times(60.0, _SECOND)),
     **dict.fromkeys(("h", "hr", "hour"), _times(3600.0, _SECOND)),
     **dict.fromkeys(("d", "day"), _times(86400.0, _SECOND)),
     **dict.fromkeys(("knot", "kt"), _times(1852 / 3600, _METRE.by(_SECOND, -1))),
-    **dict.fromkeys(("ft", "foot", "feet"), _FOOT),
+    **dict.fromkeys(("ft", "foot", "feet"), _times(0.3048, _METRE)),
     **dict.fromkeys(("in", "inch", "inches"), _times(0.0254, _METRE)),
     "mile": _times(1609.344, _METRE),
     "nautical_mile": _times(1852.0, _METRE),
@@ -146,7 +146,7 @@ def _quantity(text: str) -> Quantity | None:
 
 def _named(word: str) -> Quantity | None:
     """Return the unit of a symbol or a name, with a prefix or without; None if there is none."""
-    single = word.removesuffix("s") if len(word) > 2 else word
+    single = word.removesuffix("s") if len(word) > 3 else word  # of names: Pas is no plural of Pa
     for name in (word, single):
         if name in _BASE or name in _PLAIN_UNITS:
             return _BASE.get(name) or _PLAIN_UNITS[name]
@@ -198,15 +198,13 @@ def rate_conversion(found: str, wanted: str) -> float | None:
     plain = _plain(found)
     if (plain, wanted) in _RATES:
         return _RATES[plain, wanted]
-    rate, total = _quantity(plain), _quantity(wanted)
-    # Only these are sums over time: depths of water, and energy.
-    if wanted not in {total for _, total in _RATES} or rate is None or total is None:
+    rate, total = _quantity(plain), _SUMS.get(wanted)
+    if rate is None or total is None:
         return None
-    if rate.dimensions == total.by(_BASE["s"], -1).dimensions:
+    if rate.dimensions == total.by(_SECOND, -1).dimensions:
         return rate.factor / total.factor
-    water = _quantity("kg m-2 s-1")
-    if wanted == "m" and water is not None and rate.dimensions == water.dimensions:
-        return rate.factor * 1e-3
+    if wanted == "m" and rate.dimensions == _KILOGRAM.by(_METRE, -2).by(_SECOND, -1).dimensions:
+        return rate.factor * 1e-3  # a kilogram of water on a square metre is a millimetre deep
     return None
 
 

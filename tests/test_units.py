@@ -97,7 +97,7 @@ def test_rates(found, wanted, factor):
 
 
 @pytest.mark.parametrize(
-    "found", ["furlong", "K m-1", "s", "m s", "kg", "", "m/", "percent", "m2 s-2 K", "kkPa", "Paa"]
+    "found", ["furlong", "K m-1", "s", "m s", "kg", "", "m/", "percent", "m2 s-2 K", "kkPa", "Paa", "mms"]
 )
 def test_what_is_no_unit_of_a_speed_is_refused(found):
     with pytest.raises(UserError, match="cannot be converted to 'm s-1'"):
@@ -114,3 +114,9 @@ def test_numbers_without_dimensions_are_those_of_the_tables():
 
 def test_the_same_unit_in_two_spellings():
     assert same_units("km/h", "km h-1") and same_units("kPa", "kilopascal") and not same_units("kPa", "hPa")
+
+
+def test_a_symbol_has_no_plural():
+    assert unit_conversion("bars", "Pa") == (1e5, 0.0)
+    with pytest.raises(UserError, match="cannot be converted to 'Pa'"):
+        unit_conversion("Pas", "Pa")
