@@ -3,7 +3,7 @@
     ensemble-ml benchmark benchmark=stragglers [only=[speed,quality]] [stragglers.store=STORE] [repeats=5]
 
 Speed: hosts are network namespaces (scripts/links.sh; needs root), or processes that communicate over the loopback.
-Steps are sleeps with a small backward pass, so the load of the machine hardly matters. `waiting.clock` says who is
+Steps are sleeps with a small backward pass, so the load of the machine hardly matters. `clock` says who is
 late; all entrants meet the same stragglers, and take turns.
 
 Quality: whole trainings whose ranks are threads. Who is in each vote follows from such stragglers by simulated time.
