@@ -26,6 +26,7 @@ from benchmarks.stations.series import Series
 from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
 from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.optim.eager import AdamW
 
 _SHRINK = 2.0  # number of members that the climatological spread counts for
 _BATCH, _RATE, _DECAY, _AVERAGE = 256, 3e-3, 0.1, 0.99
@@ -119,7 +120,7 @@ def _train(series: Series, seed: int, steps: int, validation: Series | None) -> 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = PointNetwork(members.mean(1), members.var(1), y, season.shape[1])
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
+    optimizer = AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
     averaged, best, best_score = copy.deepcopy(network), 1, float("inf")
     for step in range(1, steps + 1):
         rows = torch.randint(len(y), (_BATCH,), generator=generator)

@@ -28,6 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch before 2.13 has them by other names, which 2.13 warns of.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -140,7 +143,7 @@ class TorchCommunicator:
         self.bytes_sent += bytes_of(x) * (self.size - 1) // self.size
 
         def call(to: Tensor, given: Tensor) -> Any:
-            return dist.reduce_scatter_tensor(to, given, group=self._group, async_op=True)
+            return _REDUCE_SCATTER(to, given, group=self._group, async_op=True)
 
         return self._run(call, out, x, async_op)
 
@@ -149,7 +152,7 @@ class TorchCommunicator:
         self.bytes_sent += bytes_of(x) * (self.size - 1)
 
         def call(to: Tensor, given: Tensor) -> Any:
-            return dist.all_gather_into_tensor(to, given, self._group, async_op=True)
+            return _ALL_GATHER(to, given, self._group, async_op=True)
 
         return self._run(call, out, x, async_op)
 

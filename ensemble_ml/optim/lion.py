@@ -24,15 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.optim.eager import Eager
 from ensemble_ml.optim.exchange import Exchange, dense_values, total_norm
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Lion(Optimizer):
+class Lion(Eager):
     """The Lion optimizer, for one rank or many.
 
     Used alone, `step` checks all gradients first and raises an error if one is not finite. Weights and momenta are then

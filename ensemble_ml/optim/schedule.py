@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.config import OptimConfig, OptimName
+from ensemble_ml.optim.eager import AdamW
 from ensemble_ml.optim.exchange import Exchange
 from ensemble_ml.optim.lion import Lion
 
@@ -64,7 +64,7 @@ def build(
     if config.name is OptimName.lion:
         optimizer = Lion(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay, exchange=exchange)
     else:
-        optimizer = torch.optim.AdamW(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+        optimizer = AdamW(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
         if exchange is not None:
             exchange.attach(optimizer)
 

@@ -25,6 +25,7 @@ from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import common_planes, plane_count
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import Surroundings, apply_networks, inputs_of
+from ensemble_ml.optim.eager import AdamW
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
 from ensemble_ml.training.linear_sums import Targets, neighbourhoods
@@ -437,7 +438,7 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         layers = nn.Sequential(first, nn.GELU(), dropout, second)
         batch, a_pass, passes = steps_of(pool.rows)
         total = passes * a_pass
-        optimizer = torch.optim.AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
+        optimizer = AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
         total_weight = pool.weight.sum()
         team.add_up(total_weight)

@@ -8,6 +8,7 @@ import torch
 
 from ensemble_ml.config import OptimConfig, OptimName
 from ensemble_ml.optim import Lion, build, warmup_cosine
+from ensemble_ml.optim.eager import AdamW
 
 RUN = {"steps": 100, "peak": 0.5, "warmup": 10, "final": 0.02}
 
@@ -32,7 +33,7 @@ def test_runs_shorter_than_the_warm_up(steps):
     assert rates[-1] == pytest.approx(0.1 if steps > 1 else 1.0)
 
 
-@pytest.mark.parametrize(("name", "cls"), [(OptimName.lion, Lion), (OptimName.adamw, torch.optim.AdamW)])
+@pytest.mark.parametrize(("name", "cls"), [(OptimName.lion, Lion), (OptimName.adamw, AdamW)])
 def test_build(name, cls):
     config = OptimConfig(name=name, lr=1e-2, beta1=0.8, beta2=0.9, weight_decay=0.3, warmup=0)
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
