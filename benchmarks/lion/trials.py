@@ -56,6 +56,7 @@ class Training:
         seconds: time at these steps.
         sent_mb: megabytes that a rank sends in a step.
         momentum_bytes: bytes that were sent to average momenta.
+        curve: CRPS ratio of the validation by step, where it was asked for.
         weights: the final weights by name.
     """
 
@@ -65,6 +66,7 @@ class Training:
     seconds: tuple[float, ...]
     sent_mb: float
     momentum_bytes: int
+    curve: dict[int, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -128,7 +130,14 @@ Make = Callable[[Communicator], Exchange]  # makes the exchange of a rank
 
 
 def train(
-    config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8, make: Make | None = None
+    config: TrainConfig,
+    start: Run,
+    ranks: int,
+    *,
+    every: int = 5,
+    rate: float = 1e8,
+    make: Make | None = None,
+    score_every: int = 0,
 ) -> Training:
     """Train on `ranks` ranks, beginning with `start`.
 
@@ -139,6 +148,7 @@ def train(
         every: number of steps between recorded losses, each of which is a mean over these steps.
         rate: bits a second of the links in the predicted time.
         make: makes the exchange of a rank; None makes that of the settings.
+        score_every: steps between scores on the validation dates, at which all ranks have to meet; 0 for the end alone.
     """
     others = Room(ranks)
 
@@ -146,7 +156,7 @@ def train(
         session = _on_cpu(Session(World(), Topology(data=ranks, rank=group.rank), ParallelConfig()))
         shared = SimulatedCommunicator(others, group.rank)
         session.mesh = Mesh(session.topology, {("data",): shared, ("data", "lat", "lon"): shared})
-        return _train(Trainer(_own(config, start, session, group, make), Path()), every, rate, ranks)
+        return _train(Trainer(_own(config, start, session, group, make), Path()), every, rate, ranks, score_every)
 
     return on_ranks(ranks, rank)[0]
 
@@ -163,8 +173,8 @@ def _own(config: TrainConfig, start: Run, session: Session, group: Communicator,
     return replace(start, config=config, reader=reader, state=state, loss=loss, session=session)
 
 
-def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
-    state, losses, momentum_bytes = trainer.state, [], 0
+def _train(trainer: Trainer, every: int, rate: float, ranks: int, score_every: int) -> Training:
+    state, losses, momentum_bytes, curve = trainer.state, [], 0, dict[int, float]()
     state.model.train()
     began = time.thread_time()
     batches = _batches(trainer.setup, ranks)
@@ -175,6 +185,8 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
             next(batches)
         losses.append(found["loss"])
         momentum_bytes += trainer.stepper.noted.get("bytes", 0)
+        if score_every and state.step % score_every == 0:
+            curve[state.step] = trainer._scores().scores["crps_ratio"]
     work = (time.thread_time() - began + _beside(state.exchange)) / state.steps
     scores = trainer._scores().scores
     state.exchange.close()
@@ -188,6 +200,7 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
         seconds=tuple(a_step * i for i in kept),
         sent_mb=sent / 1e6,
         momentum_bytes=momentum_bytes,
+        curve=curve,
         weights={name: p.detach() for name, p in state.model.named_parameters()},
     )
 

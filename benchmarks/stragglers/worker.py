@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,28 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.common.jobs import take_part
+from benchmarks.stragglers.averaging import (
+    DiLoCo,
+    GroupRounds,
+    LocalSteps,
+    Starts,
+    TorchAverages,
+    WaitAvoiding,
+    groups_of,
+)
 from benchmarks.stragglers.clock import Pace
-from benchmarks.stragglers.local import LocalSteps
 from ensemble_ml.config import ExchangeName, OptimConfig
 from ensemble_ml.distributed import Session
-from ensemble_ml.distributed.choice import make_exchange, quorum_vote
+from ensemble_ml.distributed.choice import make_exchange, process_group, quorum_vote
 from ensemble_ml.distributed.exchange import Reduction
+from ensemble_ml.distributed.hub import join_hub
+from ensemble_ml.distributed.mesh import patience
 from ensemble_ml.distributed.quorum import QuorumVote
 from ensemble_ml.optim import Exchange, Lion
 
 ALLREDUCE, DDP, VOTE, LOCAL = "all-reduce", "DDP", "vote of all", "local SGD"
+DROP, PAPER, DILOCO = "WAGMA-SGD without old buffers", "WAGMA-SGD as published", "DiLoCo"
+PERIODIC, HIERARCHICAL = "torch's PeriodicModelAverager", "torch's HierarchicalModelAverager"
 QUORUM, HUB = "vote of a quorum", "vote of all through the hub"
 _LR = 1e-3
 
@@ -88,8 +101,13 @@ def _exchange(name: str, session: Session, job: dict[str, Any]) -> Exchange:
     """Return the exchange of an entrant. All ranks call this."""
     if name == DDP:
         return Exchange()
-    if name == LOCAL:
-        return LocalSteps(session.mesh.world, job["bound"])
+    world, bound, size = session.mesh.world, job["bound"], job["group"]
+    if name in (LOCAL, DILOCO):
+        return (LocalSteps if name == LOCAL else DiLoCo)(world, bound)
+    if name in (PERIODIC, HIERARCHICAL):
+        return TorchAverages(world, bound, None if name == PERIODIC else {1: size, bound: world.size})
+    if name in (DROP, PAPER):
+        return WaitAvoiding(world, bound, partial(_rounds, session, size, bound), drop=name == DROP)
     kind = ExchangeName.allreduce if name == ALLREDUCE else ExchangeName.vote
     config = OptimConfig(exchange=kind)
     if name in (QUORUM, HUB):
@@ -99,12 +117,22 @@ def _exchange(name: str, session: Session, job: dict[str, Any]) -> Exchange:
     return make_exchange(config, session.topology, reduction=Reduction.mean)
 
 
+def _rounds(session: Session, size: int, bound: int, weights: Tensor) -> GroupRounds:
+    """Return the averages of groups of `size` processes. All ranks call this."""
+    world, own = session.mesh.world, []
+    for phase in groups_of(world.size, size):
+        made = [process_group(tuple(group), session.topology) for group in phase]
+        own += [group for group in made if group is not None]
+    link = join_hub(world, lambda: Starts(world.size), seconds=patience())
+    return GroupRounds(link, own, lambda step: step % bound == 0, weights)
+
+
 def race(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Time the entrants under each kind of straggler. They take turns, and meet the same stragglers.
 
     Args:
         session: the ranks.
-        job: `entrants`, `kinds`, `steps`, `step`, `late`, `bound`, `quorum`, `elements` and `repeats`.
+        job: `entrants`, `kinds`, `steps`, `step`, `late`, `bound`, `group`, `quorum`, `elements` and `repeats`.
 
     Returns:
         By "kind: entrant": steps and samples a second of each run, and whether replicas were equal after it (1 or 0).

@@ -65,6 +65,20 @@ class Link(Protocol):
         """End the connection; on the first rank, also the hub."""
 
 
+class Relay(Protocol):
+    """What stands behind the connections of all ranks: it takes their words, and leaves words for each of them."""
+
+    @property
+    def outboxes(self) -> Sequence[queue.Queue[Tensor | None]]:
+        """Return the words for each rank, in order."""
+
+    def put(self, rank: int, words: Tensor) -> None:
+        """Take the words of a rank."""
+
+    def close(self) -> None:
+        """Leave None for all ranks, after which no words follow."""
+
+
 class Hub:
     """The votes of all ranks, one after the other, in a thread.
 
@@ -202,7 +216,7 @@ class LocalLink:
         owner: whether closing this connection ends the hub.
     """
 
-    def __init__(self, hub: Hub, rank: int, owner: bool = False):
+    def __init__(self, hub: Relay, rank: int, owner: bool = False):
         self._hub, self._rank, self._owner, self.bytes_sent = hub, rank, owner, 0
 
     def send(self, ballot: Tensor) -> None:
@@ -222,7 +236,7 @@ class LocalLink:
 class _Served:
     """The first rank's connection, which also serves the others over TCP."""
 
-    def __init__(self, hub: Hub, listener: socket.socket, word: bytes, ranks: Sequence[int]):
+    def __init__(self, hub: Relay, listener: socket.socket, word: bytes, ranks: Sequence[int]):
         self._own, self._listener = LocalLink(hub, 0, owner=True), listener
         self.bytes_sent = 0
         self._hub, self._open, self._senders = hub, dict[int, socket.socket](), list[threading.Thread]()
@@ -308,7 +322,7 @@ class _Remote:
         self._outcomes.put(None)
 
 
-def join_hub(group: Communicator, make: Callable[[], Hub], seconds: float) -> Link:
+def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> Link:
     """Return this rank's connection to a hub on the first rank of `group`. All ranks of it call this.
 
     Args:
