@@ -1,5 +1,6 @@
 """The documentation builds as a site without a warning, its links lead somewhere, and its commands are understood."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -7,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scoringrules
 
 from ensemble_ml.cli import build_config, compose_config
 from ensemble_ml.tasks import TASKS
@@ -32,7 +35,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     pages = {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
-    assert {page.stem for page in PAGES} - {"index"} <= pages
+    assert {page.stem for page in PAGES} - {"index"} | {"commands", "design", "changes"} <= pages
+    for word in ("ensemble-ml simulate", "optim.quorum", "Groups"):
+        assert word in (tmp_path / "site" / "commands" / "index.html").read_text()
+    assert "calibrate" in (tmp_path / "site" / "api" / "index.html").read_text()
     assert "https://fonts." not in (tmp_path / "site" / "index.html").read_text()
 
 
@@ -54,3 +60,23 @@ def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\(([^)#]+)\)", text)
     assert links and not [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert len(text.splitlines()) <= 80
+
+
+def test_the_curves_of_the_concepts_are_those_of_simulated_members():
+    """Both figures of the text, and the curves behind the pictures, against draws."""
+    spec = importlib.util.spec_from_file_location("concept_pictures", ROOT / "scripts" / "concept_pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    draw = np.random.default_rng(1)
+    truth = draw.standard_normal(40_000)
+    members = pictures.BIAS + pictures.DISPERSION * draw.standard_normal((5, 40_000))
+    raw = scoringrules.crps_ensemble(truth, members.T).mean()
+    mean = members.mean(0) - pictures.BIAS
+    calibrated = scoringrules.crps_normal(truth, mean, np.sqrt(1 + pictures.DISPERSION**2 / 5)).mean()
+    few = np.array([5])
+    assert raw == pytest.approx(pictures.raw_crps(few, pictures.BIAS, pictures.DISPERSION)[0], rel=0.01)
+    assert calibrated == pytest.approx(pictures.calibrated_crps(few, pictures.DISPERSION)[0], rel=0.01)
+    spread = members.std(0, ddof=1) / pictures.DISPERSION
+    told = pictures.spread_of(few)
+    drawn = [np.quantile(spread, 0.05), spread.mean(), np.quantile(spread, 0.95)]
+    assert drawn == pytest.approx([told["low"][0], told["mean"][0], told["high"][0]], rel=0.02)
