@@ -25,9 +25,11 @@ import numpy as np
 from data_prep.grib_io import Stamp
 from data_prep.grib_keys import Scan
 from data_prep.records import RECORD, Origin
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.folders import user_cache, write_whole
 from ensemble_ml.store.locks import NoLocks, claimed_once
+from ensemble_ml.store.remote import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class FileIndex:
         """Return the file of the index that belongs to a file of an archive, or None if nothing is kept."""
         if self.folder is None:
             return None
-        absolute = os.path.abspath(path)
+        absolute = _absolute(path)
         # Files of the same name in different folders need different entries.
         digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
@@ -100,8 +102,8 @@ class FileIndex:
             return False
         try:
             with place.open("rb") as file:
-                return _belongs(json.loads(file.readline()), path, Stamp.of(path))
-        except (OSError, ValueError, KeyError, TypeError):
+                return _belongs(json.loads(file.readline()), path, Stamp.of_archive(path))
+        except (OSError, ValueError, KeyError, TypeError, UserError):
             return False
 
     @contextlib.contextmanager
@@ -194,7 +196,12 @@ class FileIndex:
 
 def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
     """Return the path, size and modification time to which an entry belongs."""
-    return {"path": os.path.abspath(path), **asdict(stamp)}
+    return {"path": _absolute(path), **asdict(stamp)}
+
+
+def _absolute(path: str) -> str:
+    """Return an absolute path; a URL stays as it is."""
+    return path if is_remote(path) else os.path.abspath(path)
 
 
 def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:

@@ -21,7 +21,7 @@ from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 from ensemble_ml.store.folder import is_building
-from ensemble_ml.store.remote import is_remote, url_of
+from ensemble_ml.store.remote import is_grib, is_remote, url_of
 from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Re
     if is_dataset(path):
         return XarrayFile.of_dataset(path, overrides)
     if is_remote(path):
-        return XarrayFile(path, overrides)
+        return GribFile(path, index) if is_grib(path) else XarrayFile(path, overrides)
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")

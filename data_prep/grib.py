@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
 
 from data_prep.file_index import FileIndex, Table
-from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
+from data_prep.grib_io import OpenFile, Scratch, Stamp, Windows, descriptors
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
+from data_prep.grib_remote import RemoteGrib, RemoteHeaders, remote_grib
 from data_prep.grib_sections import Header, frames, headers, single_field, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import IS_STATIC, IS_SURFACE, NO_MESSAGE, RECORD, Origin, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
+from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.packing import grib_factors
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
@@ -37,7 +40,7 @@ class GribFile:
     """A GRIB file as a reader (see `data_prep.records.Reader`). Its table is taken from `index` if that has one.
 
     Args:
-        path: the file.
+        path: the file, or its URL.
         index: keeps the tables of files; None keeps none.
 
     Raises:
@@ -85,14 +88,16 @@ class GribFile:
             UserError: a message is damaged, the file changed since it was indexed, or ecCodes cannot decode it.
         """
         places = self._places()
-        with descriptors.opened(self.path) as descriptor:
-            self.stamp.check(self.path, Stamp.of(descriptor))
+        with _opened(self.path, self.stamp) as file:
+            self.stamp.check(self.path, file.stamp)
+            if isinstance(file, RemoteGrib):
+                file.ahead(records["offset"], records["length"])
             for number, record in enumerate(records):
                 place = places[record["place"]]
-                message = _Message(self.path, descriptor, record, place, rows or slice(0, place.grid.shape[0]))
+                message = _Message(self.path, file, record, place, rows or slice(0, place.grid.shape[0]))
                 field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
                 # The check after each read excludes values that were written while they were read.
-                self.stamp.check(self.path, Stamp.of(descriptor))
+                self.stamp.check(self.path, file.stamp)
                 yield field
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
@@ -110,8 +115,8 @@ class GribFile:
 class _Message:
     """A message of an open file, with the band of rows to read from it."""
 
-    def __init__(self, path: str, descriptor: int, record: np.void, place: Place, rows: slice):
-        self.path, self.descriptor, self.record, self.place, self.rows = path, descriptor, record, place, rows
+    def __init__(self, path: str, file: OpenFile | RemoteGrib, record: np.void, place: Place, rows: slice):
+        self.path, self.file, self.record, self.place, self.rows = path, file, record, place, rows
         self.points = place.grid.shape[0] * place.grid.shape[1]
         self.bits = int(record["bits"])
 
@@ -136,7 +141,7 @@ class _Message:
         """Return the wanted rows of 16-bit integers as a view of the bytes read, in the file's byte order, uncopied."""
         octets = np.empty(2 * shape[0] * shape[1], np.uint8)
         start = int(self.record["offset"]) + int(self.record["data"]) + packed_size(self.rows.start * shape[1], 16)
-        read_into(self.descriptor, self.path, octets, start)
+        self.file.read_into(octets, start)
         return octets.view(">u2").reshape(shape)
 
     def _integers(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -226,12 +231,17 @@ class _Message:
     def _read(self, start: int, size: int) -> np.ndarray:
         """Read bytes of the message, counted from its beginning, into the thread's scratch buffer."""
         buffer = _scratch.take(size)
-        read_into(self.descriptor, self.path, buffer, int(self.record["offset"]) + start)
+        self.file.read_into(buffer, int(self.record["offset"]) + start)
         return buffer
 
     def _where(self) -> str:
         """Return the file, the position and the variable of the message for error messages."""
         return f"{self.path}: message at byte {self.record['offset']}, {field_of(self.record).name}"
+
+
+def _opened(path: str, stamp: Stamp) -> AbstractContextManager[OpenFile | RemoteGrib]:
+    """Open a file, or the file behind a URL, for the duration of a `with` block."""
+    return remote_grib(path, stamp) if is_remote(path) else descriptors.opened(path)
 
 
 def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
@@ -258,9 +268,9 @@ class _Indexer:
             UserError: the file is damaged, or changed during the scan.
         """
         rows, end = [], 0
-        with descriptors.opened(self.path) as descriptor:
-            self.stamp.check(self.path, Stamp.of(descriptor))
-            content = Windows(descriptor, self.path)
+        with _opened(self.path, self.stamp) as file:
+            self.stamp.check(self.path, file.stamp)
+            content = file.content()
             try:
                 for number, (offset, length) in enumerate(frames(self.path, content), 1):
                     self._note_gap(end, offset)
@@ -276,7 +286,7 @@ class _Indexer:
                     self._note_gap(end, len(content))
             # A file that is being written looks damaged. Then the error must say that it changed.
             finally:
-                self.stamp.check(self.path, Stamp.of(descriptor))
+                self.stamp.check(self.path, file.stamp)
         try:
             records = _records(rows, self.scans, self.origins)
             return Table(records, tuple(self.scans), self.skipped, self.methods, tuple(self.origins))
@@ -290,7 +300,7 @@ class _Indexer:
         if start - end > _HEADING:
             self.skipped[f"{start - end} bytes from byte {end} on {NO_MESSAGE}"] = 1
 
-    def _row(self, content: Windows, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
+    def _row(self, content: Windows | RemoteHeaders, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
         """Return the kind and the header of one message, or None if it is no field that is read.
 
         ecCodes is asked only for the first message with a header key, unless it reads the header in another way than

@@ -75,11 +75,11 @@ class Descriptors:
         self._users: dict[int, int] = {}
 
     @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[int]:
+    def opened(self, path: str) -> Iterator[OpenFile]:
         """Open a file for the duration of a `with` block, or use its open descriptor.
 
         Yields:
-            A descriptor for reading.
+            The file.
 
         Raises:
             UserError: the file cannot be opened.
@@ -92,7 +92,7 @@ class Descriptors:
             self._users[descriptor] = self._users.get(descriptor, 0) + 1
             self._close_oldest()
         try:
-            yield descriptor
+            yield OpenFile(descriptor, path)
         finally:
             with self._lock:
                 self._users[descriptor] -= 1
@@ -132,27 +132,46 @@ def open_to_read(path: str) -> int:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
 
 
-def read_into(descriptor: int, path: str, buffer: np.ndarray, start: int) -> None:
-    """Fill a buffer with bytes of a file.
+class OpenFile:
+    """A file of this machine that is open.
 
     Args:
-        descriptor: the open file.
+        descriptor: its descriptor.
         path: its path, for error messages.
-        buffer: (N,) uint8.
-        start: offset of the first byte.
-
-    Raises:
-        UserError: the file ends before N bytes, or cannot be read.
     """
-    filled = 0
-    while filled < len(buffer):
-        try:
-            count = os.preadv(descriptor, [buffer[filled:].data], start + filled)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read at byte {start + filled} ({error.strerror})") from error
-        if not count:
-            raise UserError(f"{path}: was cut short at byte {start + filled} since it was indexed; fetch it again")
-        filled += count
+
+    def __init__(self, descriptor: int, path: str):
+        self._descriptor, self._path = descriptor, path
+
+    @property
+    def stamp(self) -> Stamp:
+        """Return the file's stamp now."""
+        return Stamp.of(self._descriptor)
+
+    def read_into(self, buffer: np.ndarray, start: int) -> None:
+        """Fill a buffer with bytes of the file.
+
+        Args:
+            buffer: (N,) uint8.
+            start: offset of the first byte.
+
+        Raises:
+            UserError: the file ends before N bytes, or cannot be read.
+        """
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._descriptor, [buffer[filled:].data], start + filled)
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot be read at byte {start + filled} ({error.strerror})") from error
+            if not count:
+                text = f"{self._path}: was cut short at byte {start + filled} since it was indexed; fetch it again"
+                raise UserError(text)
+            filled += count
+
+    def content(self) -> Windows:
+        """Return the file as a sequence of bytes."""
+        return Windows(self)
 
 
 class Scratch(threading.local):
@@ -175,9 +194,8 @@ class Windows:
     header that belongs to this end lies in the one before.
     """
 
-    def __init__(self, descriptor: int, path: str):
-        self._descriptor, self._path = descriptor, path
-        self._size = os.fstat(descriptor).st_size
+    def __init__(self, file: OpenFile):
+        self._file, self._size = file, file.stamp.size
         self._now, self._last = (0, b""), (0, b"")
 
     def __len__(self) -> int:
@@ -198,7 +216,7 @@ class Windows:
             return b""
         size = min(max(stop - start, _WINDOW), self._size - start)
         buffer = np.empty(size, np.uint8)
-        read_into(self._descriptor, self._path, buffer, start)
+        self._file.read_into(buffer, start)
         self._last, self._now = self._now, (start, buffer.tobytes())
         return self._now[1][: stop - start]
 

@@ -17,9 +17,10 @@ from functools import lru_cache
 import numpy as np
 
 from data_prep.grib_io import Windows
+from data_prep.grib_remote import RemoteHeaders
 from ensemble_ml.errors import UserError
 
-Content = bytes | Windows
+Content = bytes | Windows | RemoteHeaders
 
 
 @dataclass(frozen=True)

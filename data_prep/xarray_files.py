@@ -74,7 +74,7 @@ from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
-from ensemble_ml.store.remote import is_remote, persistently, reason
+from ensemble_ml.store.remote import fetch, is_file, is_remote, reason, reopen
 from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
@@ -148,6 +148,8 @@ class XarrayFile:
         self._lock = self._own_lock()
         self._listed = 0  # number of fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
+        if is_remote(path):
+            reopen(path)
         self.stamp = Stamp.of_archive(path)
         try:
             with self._lock:
@@ -185,9 +187,9 @@ class XarrayFile:
         """Raise a UserError if the file has changed.
 
         A Zarr store may consist of millions of files, so this would take too long at each read. Builds check it at
-        their end.
+        their end. Of a URL, requests notice it.
         """
-        if not _is_zarr(self.path):
+        if not _is_zarr(self.path) and not is_remote(self.path):
             self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
@@ -196,8 +198,11 @@ class XarrayFile:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
-                    opened = open_zarr if _is_zarr(self.path) else open_netcdf
-                    self._data = with_start(opened(self.path))
+                    if _is_zarr(self.path):
+                        opened = open_zarr(self.path)
+                    else:
+                        opened = open_netcdf(fetch(self.path) if is_remote(self.path) else self.path)
+                    self._data = with_start(opened)
             except UserError:
                 raise
             except Exception as error:  # each back end has its own errors, which mean the same to the user
@@ -559,8 +564,9 @@ class XarrayFile:
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.
             try:
-                values = np.asarray(persistently(self.path, lambda: array.values))
-                values = values.transpose([array.dims.index(dim) for dim in order])
+                values = array.values.transpose([array.dims.index(dim) for dim in order])
+            except UserError as error:
+                raise UserError(f"{self.path}: {error}") from error
             except Exception as error:
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason(error)})") from error
             finally:
@@ -589,7 +595,7 @@ class XarrayFile:
 
 def _is_zarr(path: str) -> bool:
     """Return whether a path is that of a Zarr store: a folder or a URL."""
-    return os.path.isdir(path) or is_remote(path)
+    return os.path.isdir(path) or (is_remote(path) and not is_file(path))
 
 
 def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:

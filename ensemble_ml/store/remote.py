@@ -1,18 +1,25 @@
-"""Zarr stores that are read where they lie: by https, or from the object stores of Amazon and Google, without account.
+"""Objects that are read where they lie: by https, or from the object stores of Amazon and Google, without account.
 
-Requests go through `obstore` (pip install 'ensemble-ml[remote]'), which repeats those that fail on the way. Nothing is
-copied: metadata are fetched when a store is opened, and chunks when fields of them are read.
+Requests go through `obstore` (pip install 'ensemble-ml[remote]'), which repeats those that fail on the way. Metadata of
+Zarr stores and headers of GRIB files are fetched when an archive is opened, and values when fields are read. The ETag
+of an object is remembered, so that one that changes while it is read is noticed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
-from collections.abc import Callable
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import google_crc32c
 
@@ -20,14 +27,17 @@ from ensemble_ml.errors import UserError
 
 _SCHEMES = ("https://", "http://", "s3://", "gs://")
 _WB2 = "gs://weatherbench2/datasets"
-NAMES = {  # short names of archives that anybody can read; their licences are those of who made them
+NAMES = {  # short names of stores that anybody can read; their licences are those of who made them
     "wb2:ifs_ens/64x32": f"{_WB2}/ifs_ens/2018-2022-64x32_equiangular_conservative.zarr",
     "wb2:ifs_ens/240x121": f"{_WB2}/ifs_ens/2018-2022-240x121_equiangular_with_poles_conservative.zarr",
     "wb2:ifs_ens/1440x721": f"{_WB2}/ifs_ens/2018-2022-1440x721.zarr",
     "wb2:era5/64x32": f"{_WB2}/era5/1959-2023_01_10-6h-64x32_equiangular_conservative.zarr",
     "arco:era5": "gs://gcp-public-data-arco-era5/ar/full_37-1h-0p25deg-chunk-1.zarr-v3",
 }
+GROUP = "#"  # stands between the URL of a Zarr store and a group in it
 _MARKS = ("zarr.json", ".zmetadata", ".zgroup")
+_HEAD = 512  # bytes by which GRIB and NetCDF are recognised
+_PART, _PARTS_AHEAD = 8 << 20, 8  # bytes of a file that are fetched at once, and such requests under way
 _RETRIES = 5
 _SECONDS = 60  # that all tries of a request may take
 _CONCURRENT = 64  # requests; chunks are small, and an answer takes long
@@ -35,6 +45,7 @@ _AT_ONCE = "async.concurrency"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an answer that broke off is asked for again
 
 T = TypeVar("T")
+Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suffix": bytes from the end}, or all
 
 
 def is_remote(path: Any) -> bool:
@@ -43,8 +54,71 @@ def is_remote(path: Any) -> bool:
 
 
 def url_of(path: str) -> str:
-    """Return the URL of a remote store, without a slash at its end."""
+    """Return the URL of a remote store or file, without a slash at its end."""
     return NAMES.get(path, path).rstrip("/")
+
+
+def _head(url: str) -> bytes:
+    """Return the first bytes of the file behind a URL; nothing if a Zarr store is there, or nothing at all."""
+    if GROUP in url or "zarr" in url.rsplit("/", 1)[-1]:
+        return b""
+    try:
+        return _asked_head(url)
+    except UserError:  # opening the store will say what is wrong
+        return b""
+
+
+@lru_cache(4096)
+def _asked_head(url: str) -> bytes:
+    """Return the first bytes of the file behind a URL; nothing if it is not there."""
+    try:
+        return RemoteFile.open(url).head
+    except FileNotFoundError:
+        return b""
+
+
+def is_grib(path: str) -> bool:
+    """Return whether a URL is that of a GRIB file."""
+    return b"GRIB" in _head(url_of(path))
+
+
+def is_file(path: str) -> bool:
+    """Return whether a URL is that of one file, GRIB or NetCDF, and not of a Zarr store."""
+    return is_grib(path) or _head(url_of(path)).startswith((b"CDF", b"\x89HDF"))
+
+
+@lru_cache(1)
+def _kept() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of files that were fetched whole, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="ensemble-ml-")
+
+
+def fetch(path: str) -> str:
+    """Fetch a file whole, and return where it lies on this machine until the process ends.
+
+    NetCDF libraries read files, not URLs. A file that did not change is fetched once.
+
+    Args:
+        path: its URL.
+
+    Raises:
+        UserError: it cannot be read, or changes meanwhile.
+    """
+    try:
+        file = RemoteFile.open(url_of(path))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: is not there any more (404)") from error
+    name = f"{google_crc32c.value(file.url.encode()):08x}-{file.tag:08x}-{os.path.basename(file.url)}"
+    place = Path(_kept().name, name)
+    if not place.exists():
+        with place.with_name(f"{name}.{threading.get_ident()}").open("wb") as out:
+            parts = [(first, min(first + _PART, file.size)) for first in range(0, file.size, _PART)]
+            asked = deque(file.ask(*part) for part in parts[:_PARTS_AHEAD])
+            for number in range(len(parts)):
+                out.write(file.answer(asked.popleft()))
+                asked.extend(file.ask(*part) for part in parts[number + _PARTS_AHEAD :][:1])
+        os.replace(out.name, place)
+    return str(place)
 
 
 def open_remote(path: str) -> Any:
@@ -56,15 +130,31 @@ def open_remote(path: str) -> Any:
     Raises:
         UserError: obstore is not installed, there is no Zarr store, or it cannot be reached.
     """
-    _fetched(url_of(path))
-    return _store(url_of(path))
+    store = _store(_root(path))
+    _document(store, _root(path))
+    return store
+
+
+def reopen(path: str) -> None:
+    """Forget what is known of a store, because it is opened anew and may have changed since."""
+    _opened.pop(_root(path), None)
 
 
 def remote_stamp(path: str) -> tuple[int, int] | None:
-    """Return the size of a store's metadata, and their checksum in place of a time; None if it cannot be reached."""
+    """Return the size of a file or of a store's metadata, and a checksum in place of a time.
+
+    That of a file is the checksum of its ETag, and that of a store the checksum of its metadata. None if the object
+    cannot be reached.
+    """
+    url = url_of(path)
     try:
-        content = _fetched(url_of(path))
-    except UserError:
+        if is_file(path):
+            file = RemoteFile.open(url)
+            return file.size, file.tag
+        store = _store(_root(path))
+        store.forget_documents()
+        content = _document(store, _root(path))
+    except (UserError, FileNotFoundError):
         return None
     return len(content), google_crc32c.value(content)
 
@@ -79,7 +169,7 @@ def open_zarr_array(path: str, name: str) -> Any:
     import zarr
 
     if is_remote(path):
-        return zarr.open_array(_store(url_of(path)), path=name, mode="r")
+        return zarr.open_array(_store(_root(path)), path=_in_store(path, name), mode="r")
     return zarr.open_array(os.path.join(path, name), mode="r")
 
 
@@ -95,44 +185,172 @@ def read_part(path: str, key: str, first: int, length: int) -> bytes:
     Raises:
         UserError: they cannot be read.
     """
-    obstore, store = _obstore(), _store(url_of(path)).store
-    try:
-        if first < 0:
-            first += obstore.head(store, key)["size"]
-        return bytes(obstore.get_range(store, key, start=first, length=length))
-    except (obstore.exceptions.BaseError, FileNotFoundError) as error:
-        raise UserError(f"{path}/{key}: {reason(error)}") from error
+    wanted: Range = {"suffix": -first} if first < 0 else (first, first + length)
+    content = _waited(f"{path}/{key}", _store(_root(path)).content(_in_store(path, key), wanted))
+    if content is None:
+        raise UserError(f"{path}/{key}: is not there any more (404)")
+    return content[:length]
 
 
 def has_object(path: str, key: str) -> bool:
     """Return whether a remote store has an object, such as a chunk."""
-    obstore = _obstore()
-    try:
-        obstore.head(_store(url_of(path)).store, key)
-    except FileNotFoundError:
-        return False
-    except obstore.exceptions.BaseError as error:
-        raise UserError(f"{path}/{key}: {reason(error)}") from error
-    return True
+    return _waited(f"{path}/{key}", _store(_root(path)).exists(_in_store(path, key)))
 
 
-def persistently(path: str, read: Callable[[], T]) -> T:
-    """Return the result of a function that reads from a store, which is called again if an answer breaks off.
+def _root(path: str) -> str:
+    """Return the URL of a Zarr store, without that of a group in it."""
+    return url_of(path).partition(GROUP)[0]
 
-    obstore repeats requests that fail at once, but not those whose answer ends too early.
+
+def _in_store(path: str, key: str) -> str:
+    """Return the key in the whole store of an object of the group that a path names."""
+    group = url_of(path).partition(GROUP)[2]
+    return f"{group}/{key}" if group else key
+
+
+class RemoteFile:
+    """A file behind a URL that is read by ranges of bytes.
 
     Args:
-        path: the store; of files, nothing is read again.
-        read: the function.
+        url: the URL.
+        size: its size in bytes.
+        tag: checksum of its ETag, or of its time of change if the server gives none.
+        head: its first bytes, up to 512.
     """
-    for wait in _WAITS if is_remote(path) else ():
+
+    def __init__(self, url: str, size: int, tag: int, head: bytes = b""):
+        self.url, self.size, self.tag, self.head = url, size, tag, head
+        self._client, self._key = _client_and_key(url)
+
+    @classmethod
+    def open(cls, url: str) -> RemoteFile:
+        """Ask for the beginning of a file.
+
+        Args:
+            url: its URL.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            UserError: it cannot be reached, or nobody may read it.
+        """
+        head, meta = _waited(url, fetched(*_client_and_key(url), (0, _HEAD)))
+        return cls(url, int(meta["size"]), _tag(meta), head)
+
+    def ask(self, first: int, end: int) -> Future[bytes]:
+        """Begin to read bytes; `answer` waits for them.
+
+        Args:
+            first: position of the first byte.
+            end: position after the last.
+        """
+        return asyncio.run_coroutine_threadsafe(self._part(first, end), _loop())
+
+    def answer(self, asked: Future[bytes]) -> bytes:
+        """Return the bytes that were asked for.
+
+        Raises:
+            UserError: they cannot be read, or the file has changed.
+        """
+        return _result(self.url, asked)
+
+    async def _part(self, first: int, end: int) -> bytes:
+        """Read bytes, and refuse them if the file is not the one that was opened."""
+        if first >= end:
+            return b""
+        content, meta = await fetched(self._client, self._key, (first, end))
+        if (int(meta["size"]), _tag(meta)) != (self.size, self.tag):
+            raise UserError(f"{self.url}: changed while it was read; wait until it is complete, and run again")
+        return content
+
+
+def _client_and_key(url: str) -> tuple[Any, str]:
+    """Return obstore's store of the host or bucket of a URL, and the object's key in it."""
+    parts = urlsplit(url)
+    return _client(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
+
+
+def fetch_text(url: str) -> str | None:
+    """Return a small text such as an index; None if it is not there.
+
+    Args:
+        url: its URL.
+
+    Raises:
+        UserError: it cannot be reached.
+    """
+    try:
+        return _waited(url, fetched(*_client_and_key(url)))[0].decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except UserError as error:
+        if "(403)" in str(error):  # object stores answer so for objects that are not there, too
+            return None
+        raise
+
+
+async def fetched(client: Any, key: str, wanted: Range = None) -> tuple[bytes, Any]:
+    """Return the bytes of an object, and what the server says of it.
+
+    obstore repeats requests that fail at once, but not those whose answer ends too early. Those are asked again here.
+
+    Args:
+        client: obstore's store.
+        key: the object.
+        wanted: the bytes to read; None reads all.
+    """
+    obstore = _obstore()
+    for wait in (*_WAITS, None):
         try:
-            return read()
-        except Exception as error:
-            if type(error).__name__ != "GenericError":
+            found = await obstore.get_async(client, key, options=None if wanted is None else {"range": wanted})
+            content = bytes(await found.bytes_async())
+            first, end = found.range
+            if len(content) != end - first:
+                raise obstore.exceptions.GenericError(f"{len(content)} of {end - first} bytes came")
+            return content, found.meta
+        except obstore.exceptions.GenericError:
+            if wait is None:
                 raise
-            time.sleep(wait)
-    return read()
+        await asyncio.sleep(wait)
+    raise AssertionError
+
+
+def _tag(meta: Any) -> int:
+    """Return the checksum of an object's ETag, or of its time of change."""
+    return google_crc32c.value(str(meta["e_tag"] or meta["last_modified"]).encode())
+
+
+@lru_cache(1)
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all requests of this process, which runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=lambda: (_loop.cache_clear(), _client.cache_clear(), _opened.clear()))
+
+
+def _waited(path: str, request: Coroutine[Any, Any, T]) -> T:
+    """Return the answer to a request, or raise a UserError that names the path."""
+    return _result(path, asyncio.run_coroutine_threadsafe(request, _loop()))
+
+
+def _result(path: str, asked: Future[T]) -> T:
+    """Wait for the answer to a request.
+
+    Raises:
+        FileNotFoundError: the object is not there.
+        UserError: it cannot be read.
+    """
+    exceptions = _obstore().exceptions
+    try:
+        return asked.result()
+    except FileNotFoundError:
+        raise
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise UserError(f"{path}: {reason(error)}") from error
+    except exceptions.BaseError as error:
+        raise UserError(f"{path}: cannot be reached ({reason(error)}); check the URL and the network") from error
 
 
 def reason(error: BaseException) -> str:
@@ -161,12 +379,9 @@ def _obstore() -> Any:
     return obstore
 
 
-@lru_cache(32)
-def _store(url: str) -> Any:
-    """Return the zarr store of a URL; it makes no request yet."""
-    import zarr
-    from zarr.storage import ObjectStore
-
+@lru_cache(64)
+def _client(url: str) -> Any:
+    """Return obstore's store of all objects below a URL; it makes no request yet."""
     how: dict[str, Any] = {
         "client_options": {"timeout": timedelta(seconds=_SECONDS), "allow_http": url.startswith("http://")},
         "retry_config": {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_SECONDS)},
@@ -175,27 +390,41 @@ def _store(url: str) -> Any:
         how["skip_signature"] = True
     if url.startswith("s3://"):
         how["region"] = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
-    if zarr.config.get(_AT_ONCE) < _CONCURRENT:
-        zarr.config.set({_AT_ONCE: _CONCURRENT})
-    return ObjectStore(_obstore().store.from_url(url, **how), read_only=True)
+    return _obstore().store.from_url(url, **how)
 
 
-def _fetched(url: str) -> bytes:
+_opened: dict[str, Any] = {}  # Zarr stores of this process by their URLs
+
+
+def _store(url: str) -> Any:
+    """Return the zarr store of a URL; it makes no request yet."""
+    if url not in _opened:
+        client = _client(url)  # says first if obstore is not installed
+        import zarr
+
+        from ensemble_ml.store.remote_zarr import RemoteStore
+
+        if zarr.config.get(_AT_ONCE) < _CONCURRENT:
+            zarr.config.set({_AT_ONCE: _CONCURRENT})
+        _opened.setdefault(url, RemoteStore(client, read_only=True))
+    return _opened[url]
+
+
+def _document(store: Any, url: str) -> bytes:
     """Return the metadata of a remote Zarr store, as far as one document has them.
 
     Raises:
         UserError: there is none, or no answer.
     """
-    obstore, refused = _obstore(), None
+    refused: UserError | None = None
     for mark in _MARKS:
         try:
-            return bytes(obstore.get(_store(url).store, mark).bytes())
-        except FileNotFoundError:
-            continue
-        except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError) as error:
+            content: bytes | None = _waited(url, store.content(mark))
+        except UserError as error:
+            if "(403)" not in str(error):
+                raise
             refused = error  # object stores answer so for objects that are not there, too
-        except obstore.exceptions.BaseError as error:
-            raise UserError(f"{url}: cannot be reached ({reason(error)}); check the URL and the network") from error
-    if refused is not None:
-        raise UserError(f"{url}: {reason(refused)}") from refused
-    raise UserError(f"{url}: no Zarr store is there (404); only Zarr is read by URL, fetch GRIB and NetCDF first")
+            continue
+        if content is not None:
+            return content
+    raise refused or UserError(f"{url}: neither a Zarr store nor a file of GRIB or NetCDF is there (404)")

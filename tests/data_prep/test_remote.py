@@ -1,15 +1,12 @@
 """Zarr stores by URL, from a server on this machine: read as the files are, or refused in one line."""
 
-import functools
-import http.server
 import json
-import threading
-from typing import ClassVar
 
 import numpy as np
 import public_archives
 import pytest
 
+from benchmarks.remote.server import TRUNCATED, Plan, serving
 from data_prep import open_archive, prepare
 from ensemble_ml import cli
 from ensemble_ml.config import PrepareConfig
@@ -17,70 +14,20 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.remote import NAMES, is_remote, url_of
 
-HALF = 200
 pytest.importorskip("obstore", reason="URLs need the extra `remote`")
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder, with ranges of bytes.
-
-    `answers` says what is answered in their place for a part of a path: a code always, or those of a list once each.
-    """
-
-    answers: ClassVar[dict[str, int | list[int]]] = {}
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self):
-        self.asked.append(self.path)
-        for part, codes in self.answers.items():
-            if part in self.path and codes != []:
-                self.refuse(codes.pop(0) if isinstance(codes, list) else codes)
-                return
-        path = self.translate_path(self.path)
-        try:
-            with open(path, "rb") as file:
-                content = file.read()
-        except OSError:
-            self.refuse(404)
-            return
-        whole, code = len(content), 200
-        if wanted := self.headers.get("Range", ""):
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start = int(first) if first else whole - int(last)
-            end = min(int(last) + 1, whole) if first and last else whole
-            content, code = content[start:end], 206
-        self.send_response(code)
-        if code == 206:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{whole}")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def refuse(self, code):
-        """Answer with a code, or with half of what is announced."""
-        self.send_response(code)
-        self.send_header("Content-Length", "1000" if code == HALF else "0")
-        self.end_headers()
-        if code == HALF:
-            self.wfile.write(b"half")
-            self.close_connection = True
-
-    def log_message(self, *args):
-        pass
+@pytest.fixture
+def plan():
+    """Return what the server does beside serving files."""
+    return Plan()
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
-    """Return the URL of `tmp_path`, which a thread serves, and its server."""
-    monkeypatch.setattr(Server, "answers", {})
-    monkeypatch.setattr(Server, "asked", [])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=str(tmp_path)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def served(tmp_path, plan):
+    """Return the URL of `tmp_path`, which a thread serves."""
+    with serving(tmp_path, plan) as url:
+        yield url
 
 
 def assert_same(one, other):
@@ -106,10 +53,10 @@ def test_shards_of_version_3(tmp_path, served):
     assert_same(open_archive(f"{served}/{path.name}/"), open_archive(path))
 
 
-def test_only_what_is_asked_for_is_fetched(tmp_path, served):
+def test_only_what_is_asked_for_is_fetched(tmp_path, served, plan):
     path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
     open_archive(f"{served}/{path.name}")
-    assert not [one for one in Server.asked if "/temperature_2m/c/" in one]
+    assert not [one for one in plan.asked if "/temperature_2m/c/" in one]
 
 
 def test_inspect_and_prepare(tmp_path, served, capfd):
@@ -123,20 +70,20 @@ def test_inspect_and_prepare(tmp_path, served, capfd):
     assert store.layout.names == ("t2m", "tp") and store.lead_bounds == {"tp": [None, [0, 3]]}
 
 
-def test_a_failure_on_the_way_is_tried_again(tmp_path, served):
+def test_a_failure_on_the_way_is_tried_again(tmp_path, served, plan):
     path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
-    Server.answers = {"2m_temperature/0": [503, HALF, 500]}
+    plan.answers = {"2m_temperature/0": [503, TRUNCATED, 500]}
     found = open_archive(f"{served}/{path.name}", variables=["t2m"]).read(Part.FORECAST, 0).surface
     np.testing.assert_array_equal(found, open_archive(path, variables=["t2m"]).read(Part.FORECAST, 0).surface)
 
 
 @pytest.mark.parametrize(
     ("answers", "text"),
-    [({"": 404}, r"no Zarr store is there \(404\); only Zarr is read by URL"),
+    [({"": 404}, r"neither a Zarr store nor a file of GRIB or NetCDF is there \(404\)"),
      ({"": 403}, r"access is refused \(403\); only what anybody may read is read")],
 )  # fmt: skip
-def test_what_is_not_there_or_not_for_all(served, answers, text):
-    Server.answers = answers
+def test_what_is_not_there_or_not_for_all(served, plan, answers, text):
+    plan.answers = answers
     with pytest.raises(UserError, match=rf"^{served}/a.zarr: {text}") as raised:
         open_archive(f"{served}/a.zarr")
     assert "\n" not in str(raised.value)

@@ -1,0 +1,214 @@
+"""GRIB files behind a URL: headers and values are read by ranges of bytes, many at a time.
+
+An index beside a file says where its messages begin: ECMWF's `.index` (a line of JSON a message, with `_offset`) or
+NOAA's `.idx` (wgrib2's inventory: number, offset, date, and so on, parted by colons). So all headers are asked for at
+once. Nothing else is taken from an index: the headers themselves say what the messages hold, as in files of this
+machine, and without an index, or with a wrong one, they are read one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import pairwise
+
+import numpy as np
+
+from data_prep.grib_io import Stamp
+from ensemble_ml.store.remote import RemoteFile, fetch_text, url_of
+
+_WINDOW = 1024  # bytes that hold most headers
+_BEFORE = 4  # bytes before a header: the end of the message before it
+_WHOLE = 1 << 16  # a file of at most so many bytes is read at once
+_HEADERS_AHEAD = 64  # requests for headers under way
+_VALUES_AHEAD = 32  # requests for values under way
+_BYTES_AHEAD = 64 << 20  # that these may hold together
+_SUFFIX = re.compile(r"\.(grib2?|grb2?)$")
+
+
+class RemoteGrib:
+    """A GRIB file behind a URL (it can do what `data_prep.grib_io.OpenFile` can).
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: RemoteFile):
+        self._file = file
+        self._ahead = _Ahead(file, _VALUES_AHEAD)
+
+    @property
+    def stamp(self) -> Stamp:
+        """Return the file's stamp. Each read refuses a file that has changed, so it is that of the opening."""
+        return Stamp(self._file.size, self._file.tag)
+
+    def ahead(self, offsets: np.ndarray, lengths: np.ndarray) -> None:
+        """Announce the messages that will be read, in their order, so that they are asked for in time.
+
+        Args:
+            offsets: (N,) where they begin.
+            lengths: (N,) their lengths.
+        """
+        spans = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
+        self._ahead.announce(dict.fromkeys(spans))  # a message may hold several fields
+
+    def read_into(self, buffer: np.ndarray, start: int) -> None:
+        """Fill a buffer (N,) uint8 with bytes of the file from `start` on.
+
+        Raises:
+            UserError: they cannot be read, or the file has changed.
+        """
+        end = start + len(buffer)
+        first, content = self._ahead.find(start, end)
+        buffer[:] = np.frombuffer(content, np.uint8)[start - first : end - first]
+
+    def content(self) -> RemoteHeaders:
+        """Return the file as a sequence of bytes."""
+        return RemoteHeaders(self._file)
+
+    def close(self) -> None:
+        """Give up what was asked for and is not needed any more."""
+        self._ahead.close()
+
+
+@contextmanager
+def remote_grib(path: str, stamp: Stamp) -> Iterator[RemoteGrib]:
+    """Provide the file behind a URL.
+
+    Args:
+        path: the URL.
+        stamp: what was seen of it at first.
+    """
+    grib = RemoteGrib(RemoteFile(url_of(path), stamp.size, stamp.mtime_ns))
+    try:
+        yield grib
+    finally:
+        grib.close()
+
+
+class _Ahead:
+    """Ranges of bytes of a file that are asked for before they are needed."""
+
+    def __init__(self, file: RemoteFile, most: int):
+        self._file, self._most = file, most
+        self._coming: Iterator[tuple[int, int]] = iter(())
+        self._asked: deque[tuple[int, int, Future[bytes]]] = deque()
+        self._last = self._now = 0, b""
+
+    def announce(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Set the ranges (first, end) that will be needed, in this order."""
+        self.close()
+        self._coming = iter(spans)
+
+    def find(self, start: int, end: int, least: int = 0) -> tuple[int, bytes]:
+        """Return a stretch of the file that holds the bytes from `start` to `end`, and where it begins.
+
+        Args:
+            start: position of the first byte.
+            end: position after the last.
+            least: bytes to read from `start` on where the range was not announced.
+        """
+        for first, content in (self._now, self._last):
+            if first <= start and end <= first + len(content):
+                return first, content
+        self._last = self._now
+        self._fill()
+        while self._asked and self._asked[0][1] <= start:
+            self._asked.popleft()[2].cancel()
+            self._fill()
+        if self._asked and self._asked[0][0] <= start and end <= self._asked[0][1]:
+            first, _, asked = self._asked.popleft()
+        else:
+            first, asked = start, self._file.ask(start, min(max(end, start + least), self._file.size))
+        self._fill()
+        self._now = first, self._file.answer(asked)
+        return self._now
+
+    def _fill(self) -> None:
+        """Ask for the next ranges, as many as may be under way."""
+        while len(self._asked) < self._most and sum(end - first for first, end, _ in self._asked) < _BYTES_AHEAD:
+            span = next(self._coming, None)
+            if span is None:
+                return
+            self._asked.append((*span, self._file.ask(*span)))
+
+    def close(self) -> None:
+        """Give up all ranges that were asked for."""
+        for *_, asked in self._asked:
+            asked.cancel()
+        self._asked.clear()
+        self._coming = iter(())
+
+
+class RemoteHeaders:
+    """A file behind a URL as a sequence of bytes, of which the headers of messages are asked for in time.
+
+    Like `data_prep.grib_io.Windows`, it holds the two stretches that were read last.
+
+    Args:
+        file: the file.
+    """
+
+    def __init__(self, file: RemoteFile):
+        self._file = file
+        self._ahead = _Ahead(file, _HEADERS_AHEAD)
+        small = file.size <= _WHOLE
+        self._ahead.announce([(0, file.size)] if small else _around(_offsets(file.url), file.size))
+
+    def __len__(self) -> int:
+        """Return the size of the file in bytes."""
+        return self._file.size
+
+    def __getitem__(self, key: slice) -> bytes:
+        """Return the bytes of a slice."""
+        start, stop = key.start or 0, self._file.size if key.stop is None else key.stop
+        stop = min(stop, self._file.size)
+        return self._bytes(start, stop) if stop > start else b""
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """Return some bytes of the file, and read on where they were not announced."""
+        first, content = self._ahead.find(start, stop, least=_WINDOW)
+        return content[start - first : stop - first]
+
+    def find(self, needle: bytes, start: int) -> int:
+        """Return the position of `needle` from `start` on, -1 if it is not there."""
+        while start < self._file.size:
+            found = self._bytes(start, min(start + _WHOLE, self._file.size)).find(needle)
+            if found >= 0:
+                return start + found
+            start += _WHOLE - len(needle) + 1
+        return -1
+
+
+def _around(offsets: list[int], size: int) -> list[tuple[int, int]]:
+    """Return the stretches of a file around the beginnings of messages, without those that lie in another."""
+    spans = [(max(0, offset - _BEFORE), min(offset + _WINDOW, size)) for offset in (*offsets, size)]
+    return [span for before, span in pairwise([(0, 0), *spans]) if span[1] > before[1]]
+
+
+def _offsets(url: str) -> list[int]:
+    """Return where the messages of a file begin, by the index beside it; nothing if there is none, or a damaged one."""
+    places = [_SUFFIX.sub(".index", url)] if _SUFFIX.search(url) else []
+    for place in (*places, f"{url}.idx"):
+        text = fetch_text(place)
+        if text is not None:
+            try:
+                read = _of_json if place.endswith(".index") else _of_inventory
+                return sorted({read(line) for line in text.splitlines() if line.strip()})
+            except (ValueError, KeyError, TypeError, IndexError):
+                return []
+    return []
+
+
+def _of_json(line: str) -> int:
+    """Return the offset that a line of ECMWF's index states."""
+    return int(json.loads(line)["_offset"])
+
+
+def _of_inventory(line: str) -> int:
+    """Return the offset that a line of wgrib2's inventory states."""
+    return int(line.split(":")[1])
