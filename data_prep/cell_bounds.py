@@ -262,7 +262,7 @@ def widths(
         if name not in data:
             absent = absent or name
             continue
-        bounds = data[name].values
+        bounds = _as_decoded(data[name].values, axis)
         if bounds.shape != (*axis.shape, 2):
             raise UserError(f"{axis.name}: its bounds {name} are not two for each of its values; shape {bounds.shape}")
         # A value is stored at the lead at which its interval ends, so the coordinate has to be that end.
@@ -291,6 +291,17 @@ def widths(
     if named or gust:
         return np.int32(named or gust) + along
     return _since_previous_step(data, array, places)
+
+
+def _as_decoded(bounds: np.ndarray, axis: xr.DataArray) -> np.ndarray:
+    """Return the bounds of a coordinate in its type.
+
+    xarray makes times of a lead's numbers by its units. Bounds have no units of their own and stay numbers.
+    """
+    if not np.issubdtype(axis.dtype, np.timedelta64) or np.issubdtype(bounds.dtype, np.timedelta64):
+        return bounds
+    units = xr.DataArray(0, name=axis.name, attrs={"units": axis.encoding.get("units", "")})
+    return np.rint(to_hours(bounds, units) * 3600).astype("timedelta64[s]")
 
 
 def _periods(array: xr.DataArray) -> dict[int, int]:

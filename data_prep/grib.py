@@ -15,17 +15,17 @@ from dataclasses import replace
 import numpy as np
 
 from data_prep.file_index import FileIndex, Table
-from data_prep.grib_io import OpenFile, Scratch, Stamp, Windows, descriptors
+from data_prep.grib_io import OpenFile, Scratch, Stamp, descriptors
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
-from data_prep.grib_remote import RemoteGrib, RemoteHeaders, remote_grib
-from data_prep.grib_sections import Header, frames, headers, single_field, without_values
+from data_prep.grib_remote import RemoteGrib, remote_grib
+from data_prep.grib_sections import Content, Header, frames, headers, single_field, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import IS_STATIC, IS_SURFACE, NO_MESSAGE, RECORD, Origin, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.packing import grib_factors
+from ensemble_ml.store.remote import is_remote
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
@@ -300,7 +300,7 @@ class _Indexer:
         if start - end > _HEADING:
             self.skipped[f"{start - end} bytes from byte {end} on {NO_MESSAGE}"] = 1
 
-    def _row(self, content: Windows | RemoteHeaders, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
+    def _row(self, content: Content, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
         """Return the kind and the header of one message, or None if it is no field that is read.
 
         ecCodes is asked only for the first message with a header key, unless it reads the header in another way than

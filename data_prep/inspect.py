@@ -16,7 +16,7 @@ from data_prep.file_index import user_index
 from data_prep.files import is_zarr
 from data_prep.gaps import find_gaps
 from data_prep.records import CONTROL, IS_ACCUMULATED
-from ensemble_ml.config import as_list
+from ensemble_ml.config import as_list, is_dataset, shown_input
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.store.source import Part
 
@@ -31,7 +31,7 @@ def describe_archive(paths: Any) -> dict[str, Any]:
     """Return what `prepare` would take of an archive with its usual settings, as plain values that JSON can hold.
 
     Args:
-        paths: a file, a folder, a glob, or a list of them: GRIB, NetCDF or Zarr.
+        paths: a file, a folder, a glob, a URL or an open Dataset, or a list of them: GRIB, NetCDF or Zarr.
 
     Raises:
         UserError: nothing is there, a file is damaged, or the archive holds no forecast.
@@ -42,7 +42,7 @@ def describe_archive(paths: Any) -> dict[str, Any]:
     years, counts = np.unique(times.astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
     gaps = [gap for part in (Part.FORECAST, Part.CONTROL) for gap in find_gaps(source, part)]
     return {
-        "archive": [str(path) for path in as_list(paths)],
+        "archive": [shown_input(path) for path in as_list(paths)],
         "dates": {
             "count": len(times),
             "first": str(times[0]),
@@ -105,7 +105,8 @@ def _files(source: ArchiveSource, used: np.ndarray) -> list[dict[str, Any]]:
 def _other_files(paths: Any, files: list[str]) -> list[str]:
     """List what lies in the folders that were given and is no file of the archive; a Zarr store counts as one."""
     taken, others = {os.path.realpath(path) for path in files}, []
-    for folder in (path for path in as_list(paths) if os.path.isdir(path) and not is_zarr(path)):
+    named = [path for path in as_list(paths) if not is_dataset(path)]
+    for folder in (path for path in named if os.path.isdir(path) and not is_zarr(path)):
         for root, folders, names in os.walk(folder):
             stores = [name for name in folders if is_zarr(os.path.join(root, name))]
             # The walk must not descend into Zarr stores, whose files are chunks of one store.

@@ -6,6 +6,7 @@ the analyses that belong to it.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -230,20 +231,26 @@ def _gefs_field(key: tuple[str, int], start: np.datetime64, grid: Any, member: i
     return values * scale.get(key[0], 1.0)
 
 
+def _write_inventory(path: Path, messages: Sequence[bytes], about: Sequence[str]) -> None:
+    """Write the index of a file as wgrib2 does."""
+    begin = np.cumsum([0, *map(len, messages)]).tolist()
+    lines = (f"{number}:{at}:{text}" for number, (at, text) in enumerate(zip(begin, about, strict=False), 1))
+    path.with_name(f"{path.name}.idx").write_text("\n".join(lines) + "\n")
+
+
 def _write_with_index(
     path: Path, start: np.datetime64, lead: int, grid: Any, product: dict[str, int] | None,
     fields: dict[tuple[str, int], np.ndarray], member: int | None,
 ) -> None:  # fmt: skip
-    messages, lines, offset = [], [], 0
-    for number, (key, values) in enumerate(fields.items(), 1):
+    messages, lines = [], []
+    for key, values in fields.items():
         about, called = _GEFS.get(key, ({"shortName": "tp"}, "APCP:surface"))
         over = (lead - 6, lead) if key[0] == "tp" else None
         messages.append(_noaa(values, grid, start, lead, about, product, member, over))
         until = f"{over[0]}-{over[1]} hour acc fcst" if over else f"{lead} hour fcst" if lead else "anl"
-        lines.append(f"{number}:{offset}:d={_compact(start)}00:{called}:{until}:ENS={member}")
-        offset += len(messages[-1])
+        lines.append(f"d={_compact(start)}00:{called}:{until}:ENS={member}")
     write(path, messages)
-    path.with_name(f"{path.name}.idx").write_text("\n".join(lines) + "\n")
+    _write_inventory(path, messages, lines)
 
 
 def _noaa(
@@ -497,12 +504,17 @@ MOGREPS = {  # name of the file -> name of the variable, weather in it, level, u
 
 
 def mogreps(folder: Path, *, degrees: float = 30, names: Sequence[str] = tuple(MOGREPS)) -> Path:
-    """Write MOGREPS-G as the Met Office has it: a NetCDF file for each diagnostic and lead, all of its members."""
+    """Write MOGREPS-G as the Met Office has it: a NetCDF file for each diagnostic and lead, all of its members.
+
+    What is left out in any case, rates and directions, is written for the first lead alone, to keep the archive small.
+    """
     step = degrees / 2
     grid = np.arange(-90 + step, 90, degrees), np.arange(-180 + step, 180, degrees)
     start, numbers = days(1, "2026-09-16")[0], np.arange(3, dtype=np.int32)
     for lead in (3, 6):
         for stem in names:
+            if lead > 3 and stem in ("precipitation_rate", "wind_direction_at_10m"):
+                continue
             path = folder / "T0000Z" / f"{str(start + hours(lead)[0])[:13]}00Z-PT{lead:04d}H00M-{stem}.nc"
             path.parent.mkdir(parents=True, exist_ok=True)
             _mogreps(MOGREPS[stem], start, lead, grid, numbers).to_netcdf(path)
@@ -675,7 +687,7 @@ def gefs_reforecast(folder: Path, *, finest: float = 15) -> Path:
                     made.append(_noaa(values, grid, start, lead, about, product, member, over))
             path = folder / "2000010500" / name / "Days:1-10" / f"{stem}_2000010500_{name}.grib2"
             write(path, made)
-            path.with_name(f"{path.name}.idx").write_text("1:0:d=2000010500\n")
+            _write_inventory(path, made, [f"d=2000010500:{stem}"] * len(made))
     return folder
 
 
@@ -694,9 +706,16 @@ def ecmwf_open_data(folder: Path, *, degrees: float = 30, since_50r1: bool = Fal
             stream = name.partition("-")[0]
             stem = f"{_compact(start)}000000-{lead}h-{name}"
             path = folder / _compact(start) / "00z" / "ifs" / "0p25" / stream / f"{stem}.grib2"
-            write(path, [_open_data(key, start, lead, globe(degrees), *member) for member in members for key in _OPEN
-                         if lead or key[0] != "tp"])  # fmt: skip
-            path.with_suffix(".index").write_text('{"type": "pf", "_offset": 0, "_length": 100}\n')
+            keys = [(member, key) for member in members for key in _OPEN if lead or key[0] != "tp"]
+            made = [_open_data(key, start, lead, globe(degrees), *member) for member, key in keys]
+            write(path, made)
+            begin = np.cumsum([0, *map(len, made)]).tolist()
+            lines = [
+                {"type": member[1], "stream": stream, "step": str(lead), "param": key[0], "_offset": at,
+                 "_length": len(message)}
+                for (member, key), at, message in zip(keys, begin, made, strict=False)
+            ]  # fmt: skip
+            path.with_suffix(".index").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
 
 

@@ -104,7 +104,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _send(
-        self, code: int, content: bytes, told: dict[str, str] | None = None, length: int | None = None, cut: bool = False
+        self,
+        code: int,
+        content: bytes,
+        told: dict[str, str] | None = None,
+        length: int | None = None,
+        cut: bool = False,
     ) -> None:
         """Send an answer; half of what is announced if it is to be `cut`."""
         self.send_response(code)
@@ -147,7 +152,9 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(folder: str | os.PathLike, plan: Plan | None = None, address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[str]:
+def serving(
+    folder: str | os.PathLike, plan: Plan | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[str]:
     """Serve a folder from a thread of this process for the duration of a `with` block.
 
     Args:

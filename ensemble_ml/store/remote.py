@@ -44,6 +44,7 @@ _CONCURRENT = 64  # requests; chunks are small, and an answer takes long
 _AT_ONCE = "async.concurrency"
 _WAITS = (0.1, 0.5, 2.0)  # seconds before an answer that broke off is asked for again
 
+_opened: dict[str, Any] = {}  # Zarr stores of this process by their URLs
 T = TypeVar("T")
 Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suffix": bytes from the end}, or all
 
@@ -251,7 +252,10 @@ class RemoteFile:
         Raises:
             UserError: they cannot be read, or the file has changed.
         """
-        return _result(self.url, asked)
+        try:
+            return _result(self.url, asked)
+        except FileNotFoundError as error:
+            raise UserError(f"{self.url}: is not there any more (404)") from error
 
     async def _part(self, first: int, end: int) -> bytes:
         """Read bytes, and refuse them if the file is not the one that was opened."""
@@ -327,7 +331,14 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-os.register_at_fork(after_in_child=lambda: (_loop.cache_clear(), _client.cache_clear(), _opened.clear()))
+def _forget() -> None:
+    """Forget connections and the thread of requests, which a forked process does not have."""
+    _loop.cache_clear()
+    _client.cache_clear()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _waited(path: str, request: Coroutine[Any, Any, T]) -> T:
@@ -391,9 +402,6 @@ def _client(url: str) -> Any:
     if url.startswith("s3://"):
         how["region"] = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
     return _obstore().store.from_url(url, **how)
-
-
-_opened: dict[str, Any] = {}  # Zarr stores of this process by their URLs
 
 
 def _store(url: str) -> Any:

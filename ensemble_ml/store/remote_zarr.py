@@ -29,9 +29,7 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         """Fetch metadata anew when they are next asked for."""
         self._documents.clear()
 
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """Return an object or a part of it as zarr's buffer; None if it is not there."""
         content = await self.content(key, _as_range(byte_range))
         return None if content is None else prototype.buffer.from_bytes(content)

@@ -1,4 +1,4 @@
-"""Zarr stores by URL, from a server on this machine: read as the files are, or refused in one line."""
+"""Archives by URL, from a server on this machine: read as the files are, or refused in one line."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import public_archives
 import pytest
 
-from benchmarks.remote.server import TRUNCATED, Plan, serving
-from data_prep import open_archive, prepare
+from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
+from data_prep import grib_remote, open_archive, prepare
 from ensemble_ml import cli
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
@@ -103,3 +103,64 @@ def test_a_chunk_that_is_cut_short(tmp_path, served):
     with pytest.raises(UserError, match=rf"^{served}/{path.name}: 2m_temperature cannot be read \(") as raised:
         source.read(Part.FORECAST, 0)
     assert "\n" not in str(raised.value)
+
+
+class TestGrib:
+    """Files of ECMWF's open data, of which one alone would be read at once if they were not made to look large."""
+
+    @pytest.fixture
+    def names(self, tmp_path, monkeypatch):
+        """Return the names of GRIB files below `tmp_path`."""
+        monkeypatch.setattr(grib_remote, "_WHOLE", 0)
+        path = public_archives.ecmwf_open_data(tmp_path / "a")
+        return [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.grib2"))]
+
+    def urls(self, served, names):
+        return [f"{served}/{name}" for name in names]
+
+    def test_ecmwfs_index(self, tmp_path, served, plan, names):
+        """Each message is asked for once for its header, and once for its values."""
+        source = open_archive(self.urls(served, names))
+        messages = len(source.catalogue.records)
+        assert len(plan.asked) <= messages + 3 * len(names) + 3
+        plan.asked.clear()
+        assert_same(source, open_archive([tmp_path / name for name in names]))
+        assert len(plan.asked) <= messages
+
+    def test_noaas_inventory(self, tmp_path, served, plan, monkeypatch):
+        monkeypatch.setattr(grib_remote, "_WHOLE", 0)
+        path, _ = public_archives.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+        names = [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.f024"))]
+        assert_same(open_archive(self.urls(served, names)), open_archive([tmp_path / name for name in names]))
+        assert any(one.endswith(".idx") for one in plan.asked)
+
+    @pytest.mark.parametrize("content", [None, "no index", '{"_offset": 7}\n{"_offset": 99}', "{}"])
+    def test_what_is_read_does_not_depend_on_the_index(self, tmp_path, served, names, content):
+        for name in names:
+            index = (tmp_path / name).with_suffix(".index")
+            index.unlink() if content is None else index.write_text(content)
+        assert_same(open_archive(self.urls(served, names)), open_archive([tmp_path / name for name in names]))
+
+    def test_prepare(self, tmp_path, served, names):
+        how = {"output": str(tmp_path / "a.zarr"), "workers": 1}
+        far = open_store(prepare(PrepareConfig(input=self.urls(served, names), **how)))
+        how["output"] = str(tmp_path / "b.zarr")
+        near = open_store(prepare(PrepareConfig(input=[str(tmp_path / name) for name in names], **how)))
+        assert far.fingerprint() == near.fingerprint()
+
+    @pytest.mark.parametrize("fault", [RESET, TRUNCATED, 429, 500])
+    def test_a_failure_on_the_way_is_tried_again(self, tmp_path, served, plan, names, fault):
+        source = open_archive(self.urls(served, names))
+        plan.answers = {names[0]: [fault]}
+        assert_same(source, open_archive([tmp_path / name for name in names]))
+
+    @pytest.mark.parametrize(
+        ("fault", "text"),
+        [(CHANGED, "changed while it was read"), (404, "is not there any more"), (403, "access is refused")],
+    )
+    def test_a_file_that_changes_or_goes(self, served, plan, names, fault, text):
+        source = open_archive(self.urls(served, names))
+        plan.answers = {names[0]: fault}
+        with pytest.raises(UserError, match=text) as raised:
+            source.read(Part.FORECAST, 0)
+        assert "\n" not in str(raised.value)
