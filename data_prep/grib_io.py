@@ -141,7 +141,7 @@ class OpenFile:
     """
 
     def __init__(self, descriptor: int, path: str):
-        self._descriptor, self._path = descriptor, path
+        self._descriptor, self.path = descriptor, path
 
     @property
     def stamp(self) -> Stamp:
@@ -163,9 +163,9 @@ class OpenFile:
             try:
                 count = os.preadv(self._descriptor, [buffer[filled:].data], start + filled)
             except OSError as error:
-                raise UserError(f"{self._path}: cannot be read at byte {start + filled} ({error.strerror})") from error
+                raise UserError(f"{self.path}: cannot be read at byte {start + filled} ({error.strerror})") from error
             if not count:
-                text = f"{self._path}: was cut short at byte {start + filled} since it was indexed; fetch it again"
+                text = f"{self.path}: was cut short at byte {start + filled} since it was indexed; fetch it again"
                 raise UserError(text)
             filled += count
 

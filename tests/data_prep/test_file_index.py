@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gribfiles import dataset, ensemble, message, write
 
-from data_prep import files, grib, open_archive, prepare
+from data_prep import files, grib, grib_io, open_archive, prepare
 from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
 from data_prep.grib_io import Stamp, Windows
@@ -26,11 +26,11 @@ def scanned(monkeypatch):
     seen = []
 
     class Counted(Windows):
-        def __init__(self, descriptor, path):
-            seen.append(os.path.basename(path))
-            super().__init__(descriptor, path)
+        def __init__(self, file):
+            seen.append(os.path.basename(file.path))
+            super().__init__(file)
 
-    monkeypatch.setattr(grib, "Windows", Counted)
+    monkeypatch.setattr(grib_io, "Windows", Counted)
     return seen
 
 

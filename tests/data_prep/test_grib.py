@@ -1,6 +1,5 @@
 """GRIB messages: found, understood and decoded as ecCodes does, bit for bit; damaged ones refused in one line."""
 
-import os
 import struct
 import threading
 
@@ -33,11 +32,11 @@ def test_a_descriptor_is_not_closed_while_it_is_used(tmp_path):
     paths = [str(write(tmp_path / f"{number}.grib", [message("t")])) for number in range(3)]
     files = Descriptors(most=1)
     with files.opened(paths[0]) as first, files.opened(paths[1]) as second:
-        assert os.pread(first, 4, 0) == os.pread(second, 4, 0) == b"GRIB"
+        assert first.content()[:4] == second.content()[:4] == b"GRIB"
     with files.opened(paths[2]):
         pass
     with pytest.raises(OSError):
-        os.fstat(first)
+        _ = first.stamp
 
 
 def test_a_reader_that_was_given_up_is_finalised_by_who_holds_the_lock(tmp_path, monkeypatch):
