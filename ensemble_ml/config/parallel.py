@@ -36,6 +36,7 @@ class ParallelConfig:
     data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat and lon leave")
     lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
     lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
+    shard: int = opt(1, "ranks that share the weights, gradients and momenta of the U-Net in training (FSDP2); a factor of the number of ranks")
     overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training, and is false for predict")
     backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
@@ -43,7 +44,7 @@ class ParallelConfig:
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "trainer", group="parallel.")
+        at_least(self, 1, "trainer", "shard", group="parallel.")
         for key in ("data", "lat", "lon"):
             value = getattr(self, key)
             good = value == "auto" or (type(value) is int and value >= 1)

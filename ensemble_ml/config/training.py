@@ -9,7 +9,7 @@ from typing import Any
 from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
 from ensemble_ml.config.loading import LoadingConfig
 from ensemble_ml.config.model import ModelConfig
-from ensemble_ml.config.optim import OptimConfig
+from ensemble_ml.config.optim import ExchangeName, OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
 
 
@@ -86,6 +86,9 @@ class TrainConfig:
         at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
         at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed", "until")
         require("optim.quorum", self.optim.quorum, self.optim.waits or not self.parallel.planned, "the planner lets ranks share a sample, and these wait for each other; give numbers for parallel.lat and parallel.lon")
+        whole = self.parallel.shard == 1
+        require("parallel.shard", self.parallel.shard, whole or self.optim.exchange is ExchangeName.allreduce, f"optim.exchange={self.optim.exchange.value} needs all weights on each rank (in a vote each rank has a momentum of its own); use exchange=allreduce, or leave shard out")
+        require("parallel.shard", self.parallel.shard, whole or self.model.name == "unet3d", f"model.name={self.model.name} trains on one rank; leave it out")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")

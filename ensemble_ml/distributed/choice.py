@@ -73,11 +73,11 @@ def make_exchange(
                 " every step; use quorum=all, or one rank a sample"
             )
         if (ballots := quorum_of(config.quorum, ranks)) < ranks:
-            return quorum_vote(config, _groups(topology, 1, connect)[0], ballots)
+            return quorum_vote(config, consecutive_groups(topology, 1, connect)[0], ballots)
     if config.votes:
-        outer, inner = _groups(topology, _inner_size(config, topology, local_size), connect)
+        outer, inner = consecutive_groups(topology, _inner_size(config, topology, local_size), connect)
         return exchange_between(config, outer, inner, reduction)
-    return exchange_between(config, _groups(topology, 1, connect)[0], NullCommunicator(), reduction)
+    return exchange_between(config, consecutive_groups(topology, 1, connect)[0], NullCommunicator(), reduction)
 
 
 def quorum_vote(config: OptimConfig, group: Communicator, ballots: int, join: Join | None = None) -> QuorumVote:
@@ -149,7 +149,7 @@ def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int
     return local_size
 
 
-def _groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Communicator, Communicator]:
+def consecutive_groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Communicator, Communicator]:
     """Return the communicators (outer, inner) of this rank. All ranks of the job call this.
 
     Inner groups are `inner_size` consecutive ranks. An outer group holds the ranks at the same place of each of them.

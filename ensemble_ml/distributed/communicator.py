@@ -128,7 +128,7 @@ class TorchCommunicator:
     """A process group of torch.distributed, by gloo or NCCL."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._home = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
@@ -136,14 +136,14 @@ class TorchCommunicator:
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
         """Replace `x` by its sum, maximum or minimum over the ranks, and count the bytes of a ring."""
         self.bytes_sent += 2 * bytes_of(x) * (self.size - 1) // self.size
-        return self._run(lambda t: dist.all_reduce(t, _OPS[op], self._group, async_op=True), x, x, async_op)
+        return self._run(lambda t: dist.all_reduce(t, _OPS[op], self.group, async_op=True), x, x, async_op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
         """Fill `out` (n,) with this rank's shard of the sum of `x` (P n,) over the ranks."""
         self.bytes_sent += bytes_of(x) * (self.size - 1) // self.size
 
         def call(to: Tensor, given: Tensor) -> Any:
-            return _REDUCE_SCATTER(to, given, group=self._group, async_op=True)
+            return _REDUCE_SCATTER(to, given, group=self.group, async_op=True)
 
         return self._run(call, out, x, async_op)
 
@@ -152,7 +152,7 @@ class TorchCommunicator:
         self.bytes_sent += bytes_of(x) * (self.size - 1)
 
         def call(to: Tensor, given: Tensor) -> Any:
-            return _ALL_GATHER(to, given, self._group, async_op=True)
+            return _ALL_GATHER(to, given, self.group, async_op=True)
 
         return self._run(call, out, x, async_op)
 
@@ -163,25 +163,25 @@ class TorchCommunicator:
         self.bytes_sent += (sum(sent) - sent[self.rank]) * x.element_size()
 
         def call(to: Tensor, given: Tensor) -> Any:
-            return dist.all_to_all_single(to, given, list(received), list(sent), self._group, async_op=True)
+            return dist.all_to_all_single(to, given, list(received), list(sent), self.group, async_op=True)
 
         return self._run(call, out, x, async_op)
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
         """Replace `x` by the `x` of rank `source` of the group, and count bytes at the source alone."""
         self.bytes_sent += bytes_of(x) * (self.size > 1 and self.rank == source)
-        first = dist.get_global_rank(self._group, source)
-        return self._run(lambda t: dist.broadcast(t, first, self._group, async_op=True), x, x, async_op)
+        first = dist.get_global_rank(self.group, source)
+        return self._run(lambda t: dist.broadcast(t, first, self.group, async_op=True), x, x, async_op)
 
     def barrier(self) -> None:
         """Return once every rank has called, and count the time until then as waiting."""
         start = time.perf_counter()
-        dist.barrier(self._group)
+        dist.barrier(self.group)
         self.seconds_waited += time.perf_counter() - start
 
     def close(self) -> None:
         """Destroy the process group. No rank may be in one of its collectives any more."""
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self.group)
 
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
         """Call a collective on `x`, staging tensors through the memory that the backend needs.

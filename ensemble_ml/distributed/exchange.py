@@ -26,6 +26,7 @@ from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
 from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.fingerprint import check_same_model
 from ensemble_ml.distributed.shard import own_part
+from ensemble_ml.distributed.sharding import local, place_among_shards, shards_of
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
 
@@ -62,6 +63,7 @@ class BucketExchange(Exchange):
     ):
         super().__init__(clip)
         self.group, self.reduction, self.overlap = group, reduction, overlap
+        self.sharded: list[Tensor] = []
         self._limit = bucket_mb * 1e6 / 4 if overlap else float("inf")
         self.buckets: tuple[Bucket, ...] = ()
         self.step = 0
@@ -187,7 +189,7 @@ class BucketExchange(Exchange):
         """Exchange one bucket from beginning to end, to find out what it sends and how long it takes."""
         self._exchange(number)
         self._drain()
-        if self.apart and number == len(self.buckets) - 1:
+        if (self.apart or self.sharded) and number == len(self.buckets) - 1:
             self._conclude()
 
     def _set_apart(self) -> None:
@@ -226,6 +228,9 @@ class GradientAverage(BucketExchange):
     If all ranks share one sample, the terms of a grid point's own stay with the rank that holds the point. Summing them
     with the other ranks' zeros would be most of the traffic.
 
+    The gradients of sharded weights (`sharding`) are sums over the ranks when the backward pass ends. Only their norm
+    is found here.
+
     Args:
         group: the ranks that exchange.
         dtype: the type in which gradients are summed.
@@ -241,8 +246,9 @@ class GradientAverage(BucketExchange):
             shard = own_part(p)
             return shard is not None and shard.topology.spatial == self.group.size
 
+        self.sharded = [p for p in self.params if shards_of(p) is not None]
         self.apart += [p for p in self.params if alone(p)]
-        self.params = [p for p in self.params if not alone(p)]
+        self.params = [p for p in self.params if not alone(p) and shards_of(p) is None]
 
     @torch.no_grad()
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
@@ -327,12 +333,14 @@ class GradientAverage(BucketExchange):
         """Clip the gradients, and return their norm and the ranks whose gradients were not finite."""
         health = self._health()
         norm = total_norm(self.params)
-        if self.apart:
+        if self.apart or self.sharded:
             norm, sick = self._with_apart(norm)
             health = health + sick
         culprits = tuple(torch.nonzero(health).flatten().tolist())
         if self.clip and not culprits:
             torch.nn.utils.clip_grads_with_norm_([*self.params, *self.apart], self.clip, norm)
+            for p in self.sharded:
+                local(p.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))  # as torch does
         value = float(norm)
         # Every rank's gradient is finite, but the sum left the range of its type. All ranks see this alike.
         if not culprits and not torch.isfinite(norm):
@@ -341,19 +349,22 @@ class GradientAverage(BucketExchange):
 
     @torch.no_grad()
     def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Include the gradients that stay with each rank in the norm.
+        """Include the gradients that stay with each rank, and those that are sharded, in the norm.
 
         Returns:
             The norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are not
             finite.
         """
         if self.reduction is Reduction.mean:
-            for p in self.apart:
+            for p in (*self.apart, *self.sharded):
                 if p.grad is not None:
                     p.grad /= self.group.size
         words = norm.new_zeros(1 + self.group.size)
         square = total_norm(self.apart).to(norm.dtype) ** 2
         words[1 + self.group.rank] = (~torch.isfinite(square)).to(words.dtype)
         words[0] = square
+        # A gradient that is not finite is that of all ranks here, so it spoils the norm and names none of them.
+        for p in self.sharded:
+            words[0] += local(p.grad).square().sum(dtype=words.dtype) / place_among_shards(p)[3]
         self.group.all_reduce(words)
         return torch.sqrt(norm**2 + words[0]), words[1:]

@@ -73,6 +73,7 @@ class Session:
         mesh: the communicators.
         step: number of the step that the rank is at, which failure reports name.
         device: the GPU of this rank, or the CPU.
+        apart: whether each rank has a GPU of its own.
     """
 
     def __init__(self, world: World, topology: Topology, config: ParallelConfig):
@@ -80,6 +81,7 @@ class Session:
         self.mesh = Mesh(topology)
         self.step = 0
         self.device = _device(world)
+        self.apart = False
         self._watch: Watch | None = None
         self._level: int | None = None  # the log level to restore at the end
         self._store: Any = None
@@ -185,6 +187,7 @@ class Session:
             # The launcher did not give the number of ranks on this node, so all ranks were assumed to be on it.
             if not self.world.counted:
                 self.world = replace(self.world, local_size=kinds["hosts"][socket.gethostname()])
+            self.apart = kinds["apart"]
             backend = _backend(self.config.backend, self.world, kinds["apart"], kinds["shared"])
             if self.device.type == "cuda":
                 # NCCL stages tensors of host memory through the current device, which must be this rank's.

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torch import Tensor
-from torch.nn import Module
 
 from ensemble_ml.distributed.topology import Topology, bands
 from ensemble_ml.errors import UserError
 
 Bounds = tuple[tuple[int, int], ...]
-M = TypeVar("M", bound=Module)
 
 
 @dataclass(frozen=True)
@@ -96,15 +92,3 @@ def mark_own(p: Tensor, shard: Shard) -> None:
 def own_part(p: Tensor) -> Shard | None:
     """Return the shard by which `mark_own` marked a parameter, or None."""
     return getattr(p, "own_part", None)
-
-
-def copied(model: M) -> M:
-    """Return a deep copy of a model whose parameters carry the same marks.
-
-    Exchanges of the copy then send the same messages as those of the model.
-    """
-    found = copy.deepcopy(model)
-    for p, q in zip(model.parameters(), found.parameters(), strict=True):
-        if (shard := own_part(p)) is not None:
-            mark_own(q, shard)
-    return found

@@ -134,6 +134,8 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
         )
     if topology.trainer > 1:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
+    if given.shard > 1:
+        raise UserError(f"parallel.shard={given.shard}: a forecast takes all weights on each rank; leave it out")
     if topology.spatial > 1 and spec.config.name != "unet3d":
         raise UserError(f"model.name={spec.config.name}: cannot be shared out; use parallel.lat=1 parallel.lon=1")
     # Parts of the grid are whole blocks of the U-Net's poolings, so the depth decides where they may begin.

@@ -32,6 +32,7 @@ _FREE = (
     "checkpoint_every",
     "checkpoint_minutes",
     "data.store",
+    "model.recompute",
     "optim.nonfinite",
     "optim.replay",
 )
@@ -114,7 +115,7 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         checkpoint: the checkpoint that `init_from` names.
     """
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
-    harmless = ["config.precision", "config.min_members"]
+    harmless = ["config.precision", "config.min_members", "config.recompute"]
     # Equal shapes mean that both models have these networks, or that neither has.
     if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):
         harmless += ["config.surroundings", "config.residuals"]

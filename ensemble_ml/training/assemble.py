@@ -15,9 +15,11 @@ import torch
 
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
+from ensemble_ml.distributed.choice import consecutive_groups, process_group
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model, shard_of
 from ensemble_ml.distributed.shard import Shard
+from ensemble_ml.distributed.sharding import shard_weights, split_groups
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch, spare_members
@@ -153,6 +155,7 @@ def assemble(
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     train, validation = whole_dates(config, reader, train, validation)
     _refuse_idle_voters(config, session, len(train))
+    setup.refuse_shards(config.parallel.shard, session)
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
@@ -164,6 +167,8 @@ def assemble(
     # The baselines train on one rank and are never partitioned.
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh, overlap)
+        if config.parallel.shard > 1:
+            _share_weights(config, state, session)
     facts = {
         "config": agreement.plain_config(config),
         "spec": reader.spec.to_json(),
@@ -387,6 +392,17 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
     optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
     average = Average(model, config.average) if config.average else None
     return State(model, optimizer, schedule, steps, spread_error, average, exchange)
+
+
+def _share_weights(config: TrainConfig, state: State, session: Session) -> None:
+    """Shard the weights of the U-Net over ranks, and make the optimizer of what each rank holds then."""
+    model, shards = state.model, config.parallel.shard
+    assert isinstance(model, EnsembleModel)
+    shard_weights(model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
+    groups = split_groups(model.param_groups())
+    state.optimizer, state.schedule = build(config.optim, groups, state.steps, state.exchange)
+    state.average = Average(model, config.average) if config.average else None
+    log.info("weights: each of %d ranks holds its part of the U-Net, and gathers a block to compute it", shards)
 
 
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:

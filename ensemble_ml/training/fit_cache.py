@@ -47,7 +47,9 @@ _SUFFIX, _DIGEST = ".fit", 32  # a sha256 has 32 bytes
 _KEPT = 8  # how many files are kept; the oldest are removed
 _DAY = 86400  # seconds
 _CODE = hash_of_code("training", "models", "loading", "store")
-_OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
+_OF_THE_NETWORK = (
+    "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision", "recompute",
+)  # fmt: skip
 
 
 def kept_fit(

@@ -359,6 +359,27 @@ def refuse_trainers(count: int) -> None:
         raise UserError(f"parallel.trainer={count}: one job trains one model; start a job for each")
 
 
+def refuse_shards(shards: int, session: Session) -> None:
+    """Refuse to share the weights among ranks that cannot do so.
+
+    Args:
+        shards: the setting `parallel.shard`.
+        session: the ranks of the job.
+
+    Raises:
+        UserError: there is one rank, the number does not divide that of the ranks, or several ranks use one GPU.
+    """
+    ranks = session.topology.data * session.topology.spatial
+    if shards == 1:
+        return
+    if ranks == 1:
+        raise UserError(f"parallel.shard={shards}: one rank has nobody to share weights with; start {shards} ranks")
+    if ranks % shards:
+        raise UserError(f"parallel.shard={shards}: does not divide {ranks} ranks; give a factor of {ranks}")
+    if session.device.type == "cuda" and not session.apart:
+        raise UserError(f"parallel.shard={shards}: ranks that share a GPU cannot share weights; start one rank a GPU")
+
+
 def forget(folder: Path, *, there: bool) -> None:
     """Remove the files of a run that has no checkpoint, so that it can be started again.
 

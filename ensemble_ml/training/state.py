@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ensemble_ml.distributed.choice import restore_state
+from ensemble_ml.distributed.choice import OwnState, restore_state
+from ensemble_ml.distributed.sharding import first_row, like, local, place_among_shards, shards_of, whole
 from ensemble_ml.models import AnyModel
 from ensemble_ml.optim import Exchange
 from ensemble_ml.optim.schedule import Schedule
@@ -42,7 +43,7 @@ class Average:
 
     def __init__(self, model: AnyModel, decay: float):
         self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in learned(model)}
+        self.weights = {name: local(p).clone() for name, p in learned(model)}
 
     @torch.no_grad()
     def update(self, model: AnyModel, step: int) -> None:
@@ -54,7 +55,7 @@ class Average:
         """
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, p in learned(model):
-            self.weights[name].lerp_(p.detach(), 1 - decay)
+            self.weights[name].lerp_(local(p), 1 - decay)
 
     @contextmanager
     def in_place(self, model: AnyModel) -> Iterator[None]:
@@ -66,9 +67,15 @@ class Average:
             self._exchange(model)
 
     def _exchange(self, model: AnyModel) -> None:
-        """Swap the weights of the model with the averaged ones, without a copy."""
+        """Swap the weights of the model with the averaged ones, without a copy where they are whole."""
         for name, p in learned(model):
-            p.data, self.weights[name] = self.weights[name], p.data
+            if shards_of(p) is None:
+                p.data, self.weights[name] = self.weights[name], p.data
+            else:  # FSDP2 gathers from the memory that it knows, and would not notice another one
+                own = local(p)
+                before = own.clone()
+                own.copy_(self.weights[name])
+                self.weights[name].copy_(before)
 
 
 @dataclass(eq=False)
@@ -149,21 +156,49 @@ class State:
                 held.append(self.average.weights[names[id(p)]])
             self.exchange.complete(p, held)
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the state_dict that predicts, and the other tensors that a resumed run needs, as copies on the CPU."""
-        training = {_SPREAD_ERROR: self.spread_error}
-        for index, values in self.optimizer.state_dict()["state"].items():
-            training |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(v) for name, v in values.items()}
+    def tensors(self, *, keep: bool = True) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnState | None]:
+        """Return copies on the CPU of what a checkpoint holds. All ranks call this.
+
+        Args:
+            keep: whether this rank writes the common tensors; otherwise it only helps to gather sharded weights.
+
+        Returns:
+            The state_dict that predicts, with whole weights; the other tensors that a resumed run needs, but for those
+            that are sharded; and this rank's parts of these, or None if no weight is sharded.
+        """
+        training: dict[str, Tensor] = {_SPREAD_ERROR: self.spread_error}
+        parts: dict[str, Tensor] = {}
+        sharded = {name for name, p in learned(self.model) if shards_of(p) is not None}
+        for index, (name, p) in enumerate(self._stepped()):
+            for key, value in self.optimizer.state.get(p, {}).items():
+                held = parts if name in sharded and shards_of(value) is not None else training
+                held[f"{_OPTIMIZER}{index}.{key}"] = local(torch.as_tensor(value))
         if self.average is not None:
-            training |= {f"{_RAW}{name}": p for name, p in learned(self.model)}
-        training = copies(training)
+            for name, p in learned(self.model):
+                (parts if name in sharded else training)[f"{_RAW}{name}"] = local(p)
+        training = copies(training) if keep else {}
         with self.predicting() as model:
-            return copies(model.state_dict()), training
+            # One tensor at a time is whole on the device of each rank.
+            gathered = ((name, whole(value)) for name, value in model.state_dict().items() if keep or name in sharded)
+            state_dict = {name: copies({name: value})[name] for name, value in gathered if keep}
+        which, of, copy, _ = self.shards
+        return state_dict, training, OwnState(which, of, parts, copy == 0) if sharded else None
+
+    def _stepped(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters with their names, in the order by which checkpoints number them."""
+        names = {id(p): name for name, p in learned(self.model)}
+        return [(names[id(p)], p) for group in self.model.param_groups() for p in group["params"]]
 
     def meta(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint holds beside the tensors."""
         latest = {"scores": self.scores, "widths": self.widths, "validated_step": self.validated}
-        return {"steps": self.steps, "best": self.best, **latest, "widths_by_size": self.by_size}
+        found = {"steps": self.steps, "best": self.best, **latest, "widths_by_size": self.by_size}
+        return found | ({"shards": self.shards[1]} if self.shards[1] > 1 else {})
+
+    @property
+    def shards(self) -> tuple[int, int, int, int]:
+        """Return which part of how many this rank holds of the weights (see `place_among_shards`)."""
+        return max((place_among_shards(p) for p in self.model.parameters()), key=lambda place: place[1])
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer, the average and the counters from a checkpoint whose weights the model already has.
@@ -171,29 +206,54 @@ class State:
         Args:
             checkpoint: the checkpoint, with the tensors for training.
         """
-        self._restore_optimizer(checkpoint.training)
-        restore_state(self.exchange, checkpoint.ranks, checkpoint.of_rank)
+        shards = checkpoint.meta.get("shards", 1)
+        kept = self._restored(checkpoint, shards if shards > 1 else 0)
+        self._restore_optimizer(kept)
+        if shards == 1:
+            restore_state(self.exchange, checkpoint.ranks, checkpoint.of_rank)
         if self.average is not None:
             # The checkpoint's model holds the averaged weights, because these predict. They go into the average, and
             # the weights of the last step into the model.
-            self.average.weights = {name: p.detach().clone() for name, p in learned(self.model)}
+            self.average.weights = {name: local(p).clone() for name, p in learned(self.model)}
             for name, p in learned(self.model):
-                p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
+                local(p).copy_(kept[f"{_RAW}{name}"])
         self.step = checkpoint.meta["step"]
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
         self.widths, self.validated = checkpoint.meta.get("widths"), checkpoint.meta.get("validated_step")
         self.by_size = checkpoint.meta.get("widths_by_size", {})
 
-    def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
-        """Restore the moments of the optimizer."""
-        plain = self.optimizer.state_dict()
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        plain["state"] = {}
-        for key, value in training.items():
-            if key.startswith(_OPTIMIZER):
-                index, name = key.removeprefix(_OPTIMIZER).split(".", 1)
-                like = params[int(index)]
+    def _restored(self, checkpoint: Checkpoint, ranks: int) -> dict[str, Tensor]:
+        """Return this rank's part of the tensors of a checkpoint, whatever number of ranks shared them.
+
+        Args:
+            checkpoint: the checkpoint, with the tensors for training.
+            ranks: number of files that hold parts of tensors.
+        """
+        by_name = dict(learned(self.model))
+        by_name |= {f"{_RAW}{name}": p for name, p in by_name.items()}
+        stepped = self._stepped()
+        kept: dict[str, Tensor] = {}
+        begins: dict[str, int] = {}
+        for part in (checkpoint.training, *map(checkpoint.of_rank, range(ranks))):
+            for key, value in part.items():
+                p = stepped[int(key.split(".")[1])][1] if key.startswith(_OPTIMIZER) else by_name.get(key)
+                # Numbers, such as how many steps AdamW has done, have no rows.
+                if p is None or not value.ndim or value.ndim != p.ndim:
+                    kept[key] = value
+                    continue
+                own, start, begin = local(p), first_row(p), begins.get(key, 0)
+                begins[key] = begin + len(value)
                 # A moment takes the order of axes in memory of its weight, as in the run that wrote it.
-                kept = torch.empty_like(like).copy_(value) if value.shape == like.shape else value
-                plain["state"].setdefault(int(index), {})[name] = kept
-        self.optimizer.load_state_dict(plain)
+                into = kept.setdefault(key, torch.empty_like(own, dtype=value.dtype))
+                low, high = max(start, begin), min(start + len(own), begin + len(value))
+                if low < high:
+                    into[low - start : high - start].copy_(value[low - begin : high - begin])
+        return kept
+
+    def _restore_optimizer(self, kept: dict[str, Tensor]) -> None:
+        """Restore the moments of the optimizer."""
+        for index, (_, p) in enumerate(self._stepped()):
+            prefix = f"{_OPTIMIZER}{index}."
+            own = {key.removeprefix(prefix): value for key, value in kept.items() if key.startswith(prefix)}
+            if own:
+                self.optimizer.state[p] = {k: like(p, v) if v.ndim == p.ndim else v for k, v in own.items()}

@@ -27,10 +27,12 @@ from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.quorum import QuorumVote
-from ensemble_ml.distributed.shard import copied
+from ensemble_ml.distributed.sharding import idle_pass, local, split_groups
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, batches_by_size, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
+from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models.running import Running
 from ensemble_ml.optim import build
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.signals import StopRequest
@@ -238,9 +240,9 @@ class Trainer:
     def plan_steps(self, seconds: float) -> None:
         """Reduce the number of steps to what fits into a time limit.
 
-        The time of a validation and of a step is measured, with a copy of the model, so that the run itself is not
-        changed. If steps take longer later, the run ends with the step after which no other would fit. If the fits have
-        left almost no time, the run has one step, and nothing is measured.
+        The time of a validation and of a step is measured, without a change of the run itself. If steps take longer
+        later, the run ends with the step after which no other would fit. If the fits have left almost no time, the run
+        has one step, and nothing is measured.
 
         Args:
             seconds: the time that is left, including the last validation.
@@ -271,12 +273,15 @@ class Trainer:
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
 
     def _seconds_a_step(self) -> float:
-        """Return the median time from one step to the next, measured with a copy of the model."""
-        model = copied(self.state.model)
+        """Return the median time from one step to the next, measured by steps of no length.
+
+        These leave all weights as they are. Sharded weights could not be copied.
+        """
+        model, running = self.state.model, Running(self.state.model)
         made: list[Communicator] = []
         exchange = run_exchange(self.config, self.session, made)
-        optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
-        state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
+        optimizer, _ = build(self.config.optim, split_groups(model.param_groups()), self.config.steps, exchange)
+        state = State(model, optimizer, lambda _: 0.0, self.config.steps, self.state.spread_error, exchange=exchange)
         trial = Trainer(replace(self.setup, state=state), self.folder)
         # The first steps on a GPU load its kernels and record a pass, so they are not typical.
         warm = 1 if self.session.device.type == "cpu" else 4
@@ -291,6 +296,8 @@ class Trainer:
             start = end
         exchange.close()
         dissolve(made, self.session.mesh.world)
+        optimizer.zero_grad(set_to_none=True)
+        running.put_back()
         return beside(float(np.median(times[warm:])), float(np.median(reads[warm:])), self.config.loading)
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
@@ -377,7 +384,7 @@ class Trainer:
 
         All ranks call this.
         """
-        bad = sum(float(not p.isfinite().all()) for p in self.state.model.parameters())
+        bad = sum(float(not local(p).isfinite().all()) for p in self.state.model.parameters())
         total = torch.tensor(bad, dtype=torch.float64, device=self.session.device)
         self.session.mesh.model.all_reduce(total)
         # A checkpoint with weights that are not finite would only replace a useful one.
@@ -464,20 +471,32 @@ class Trainer:
         self.state.by_size, self._sized = found or self.state.by_size, self.state.step
 
     def _validation_batches(self) -> Iterator[Batch]:
-        """Return the batches of the validation dates, from the loader if it is open."""
+        """Yield the batches of the validation dates, from the loader if it is open."""
         run = self.setup
         if self.loader is not None:
-            return map(self._moved, self.loader.validation(self.state.step))
-        members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-        size = validation_size(self.config, run.share[1])
-        batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
-        return map(self._moved, batches)
+            yield from map(self._moved, self.loader.validation(self.state.step))
+        else:
+            members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
+            size = validation_size(self.config, run.share[1])
+            batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
+            yield from map(self._moved, batches)
+        self._help_others(len(run.validation_dates))
 
     def _batches_by_size(self, dates: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[int, Batch]]:
         """Yield batches of some dates, for each of several numbers of members."""
         run = self.setup
         size = validation_size(self.config, run.share[1])
-        return batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
+        yield from batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
+        for _ in sizes:
+            self._help_others(len(dates))
+
+    def _help_others(self, dates: int) -> None:
+        """Gather sharded weights once more if other ranks have another batch of `dates` and this one has none."""
+        which, parts = self.setup.share
+        batches = -(-dates // validation_size(self.config, parts))
+        model = self.state.model
+        if isinstance(model, EnsembleModel) and self.state.shards[1] > 1 and which >= batches % parts > 0:
+            idle_pass(model)
 
     def _moved(self, batch: Batch) -> Batch:
         """Move a batch to the device and the precision of the run."""
@@ -492,12 +511,9 @@ class Trainer:
         self.keeper.finish()
         self.state.complete()
         own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks take part in this
-        if self.session.first:
-            state_dict, training = self.state.tensors()
-            meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten}
-            self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, own, best))
-        else:
-            self.keeper.begin(Snapshot(self.state.step, own=own))
+        state_dict, training, parts = self.state.tensors(keep=self.session.first)  # and in this
+        meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten} if self.session.first else {}
+        self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, parts or own, best))
         self._kept = self.state.step
         tracker.checkpoint(self.state.step, time.perf_counter() - start)
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from small_models import awake
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.grid import Grid
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
-from ensemble_ml.models.blocks.unet3d import Convolution, UNet3d
+from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
 from ensemble_ml.models.padding import Padder, geometries
 
 
@@ -30,6 +31,26 @@ def test_every_form_runs_and_trains(vertical, pole, planes):
     out.square().mean().backward()
     assert out.shape == x.shape and not torch.equal(out, x)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("vertical", list(Vertical))
+def test_what_is_computed_again_changes_no_bit(vertical):
+    """And the backward pass keeps less: of a block its input, in the place of seven fields of its size or so."""
+    net, x = unet(9, 16, vertical=vertical), torch.randn(2, 4, 9, 16, 3)
+    found = {}
+    for recompute in (False, True):
+        for module in net.modules():
+            if isinstance(module, ResidualBlock):
+                module.recompute = recompute
+        kept: list[int] = []
+        with saved_tensors_hooks(lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t):
+            out = net(x.requires_grad_())
+        net.zero_grad()
+        x.grad = None
+        out.square().mean().backward()
+        found[recompute] = [out, x.grad, *(p.grad for p in net.parameters())], sum(kept)
+    assert all(torch.equal(a, b) for a, b in zip(found[False][0], found[True][0], strict=True))
+    assert found[True][1] < 0.3 * found[False][1]
 
 
 @pytest.mark.parametrize("rows", [33, 361, 6, 7, 1])

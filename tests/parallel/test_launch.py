@@ -72,7 +72,7 @@ def test_what_all_ranks_would_say_one_says():
 
 def test_exchanges_are_as_patient_as_the_settings_say():
     def patience(session):
-        backend = session.mesh.world._group._get_backend(torch.device("cpu"))
+        backend = session.mesh.world.group._get_backend(torch.device("cpu"))
         return backend.options._timeout.total_seconds()
 
     assert run_ranks(patience, 2, timeout=123) == [123, 123]

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.config import Vertical
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
@@ -123,10 +124,12 @@ class ResidualBlock(nn.Module):
         planes: Z.
         vertical: how weights act across planes.
         geometry: rows, columns and edges of this level of the U-Net.
+        recompute: keep only the input for the backward pass, and compute the rest again there.
     """
 
-    def __init__(self, channels: int, planes: int, vertical: Vertical, geometry: Geometry):
+    def __init__(self, channels: int, planes: int, vertical: Vertical, geometry: Geometry, *, recompute: bool = False):
         super().__init__()
+        self.recompute = recompute
         pad = Padder(geometry)
         self.scale1 = ScaleShift(channels)
         # No bias: the shift of `scale2` follows and does the same.
@@ -137,6 +140,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         """Apply the block to (B, C, Y, X, Z)."""
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing in a block is random, so the state of the generators need not be kept.
+            return checkpoint(self._sum, x_BCYXZ, use_reentrant=False, preserve_rng_state=False)
+        return self._sum(x_BCYXZ)
+
+    def _sum(self, x_BCYXZ: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.scale1(x_BCYXZ)))
         return x_BCYXZ + self.conv2(F.silu(self.scale2(h)))
 
@@ -150,17 +159,19 @@ class UNet3d(nn.Module):
         widths: channels of each level.
         blocks: residual blocks of each level, in the encoder and again in the decoder.
         vertical: how weights act across planes.
+        recompute: keep only the input of each block for the backward pass, and compute the rest again there.
     """
 
     def __init__(
-        self, geometries: Sequence[Geometry], planes: int, widths: Sequence[int], blocks: int, vertical: Vertical
-    ):
+        self, geometries: Sequence[Geometry], planes: int, widths: Sequence[int], blocks: int, vertical: Vertical,
+        *, recompute: bool = False,
+    ):  # fmt: skip
         super().__init__()
 
         def stage(level: int) -> nn.Sequential:
             """Build the residual blocks of one level."""
-            made = [ResidualBlock(widths[level], planes, vertical, geometries[level]) for _ in range(blocks)]
-            return nn.Sequential(*made)
+            given = widths[level], planes, vertical, geometries[level]
+            return nn.Sequential(*(ResidualBlock(*given, recompute=recompute) for _ in range(blocks)))
 
         depth = len(geometries) - 1
         self.encoder = nn.ModuleList(stage(level) for level in range(depth + 1))
