@@ -51,6 +51,7 @@ from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
+from ensemble_ml.config.tournament import TournamentConfig, TournamentData, TournamentKeep
 from ensemble_ml.config.training import DataConfig, TrackingConfig, TrainConfig
 
 __all__ = [
@@ -80,6 +81,9 @@ __all__ = [
     "RaceConfig",
     "SpatialConfig",
     "StragglersConfig",
+    "TournamentConfig",
+    "TournamentData",
+    "TournamentKeep",
     "EvaluateConfig",
     "ExportConfig",
     "PredictConfig",

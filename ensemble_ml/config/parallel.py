@@ -32,8 +32,8 @@ class Launcher(Enum):
 class ParallelConfig:
     """How the ranks of a job share its work; the product of the four degrees is the number of ranks."""
 
-    trainer: int = opt(1, "the mesh's axis of independent models: 1, for one job trains one; start a job for each")
-    data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat and lon leave")
+    trainer: int = opt(1, "models that the job trains, which compete (tournament.every)")
+    data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat, lon and trainer leave")
     lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
     lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
     shard: int = opt(1, "ranks that share the weights, gradients and momenta of the U-Net in training (FSDP2); a factor of the number of ranks")

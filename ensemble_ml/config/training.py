@@ -11,6 +11,7 @@ from ensemble_ml.config.loading import LoadingConfig
 from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.config.optim import ExchangeName, OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
+from ensemble_ml.config.tournament import TournamentConfig
 
 
 @dataclass
@@ -81,6 +82,7 @@ class TrainConfig:
     loading: LoadingConfig = part(LoadingConfig, "batches")
     tracking: TrackingConfig = part(TrackingConfig, "logs")
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
+    tournament: TournamentConfig = part(TournamentConfig, "competing models")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
@@ -89,6 +91,7 @@ class TrainConfig:
         whole = self.parallel.shard == 1
         require("parallel.shard", self.parallel.shard, whole or self.optim.exchange is ExchangeName.allreduce, f"optim.exchange={self.optim.exchange.value} needs all weights on each rank (in a vote each rank has a momentum of its own); use exchange=allreduce, or leave shard out")
         require("parallel.shard", self.parallel.shard, whole or self.model.name == "unet3d", f"model.name={self.model.name} trains on one rank; leave it out")
+        require("parallel.shard", self.parallel.shard, whole or self.parallel.trainer == 1, "trainers that compete hand whole weights to each other; give one of parallel.shard and parallel.trainer")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")
@@ -96,3 +99,24 @@ class TrainConfig:
         both = self.resume is True and self.init_from
         require("resume", self.resume, not both, "resume and init_from exclude each other; resume=auto goes with it")
         require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"(?!\.+$)[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed, and not dots alone")
+        self._check_trainers()
+
+    def _check_trainers(self) -> None:
+        """Raise a UserError if settings do not go with the number of models that the job trains."""
+        trainers, every, near = self.parallel.trainer, self.tournament.every, self.validate_every
+        if trainers == 1:
+            require("tournament.every", every, not every, "one trainer has nobody to compete with; give parallel.trainer=2 or more")
+            require("tournament.vary", self.tournament.vary, not self.tournament.vary, "one trainer has one value; give parallel.trainer=2 or more")
+            return
+        require("parallel.trainer", trainers, every > 0, f"trainers compete in tournaments; give tournament.every, such as {5 * near} steps, or start a job for each model")
+        nearest = max(near, round(every / near) * near)
+        require("tournament.every", every, every % near == 0, f"trainers compete by their scores, so it must be a multiple of validate_every={near}; the nearest is {nearest}")
+        require("data.validation", self.data.validation, bool(self.data.validation), "trainers compete by their scores on these init times; give some")
+        alone = {"patience": self.patience, "until": self.until, "max_minutes": self.max_minutes}
+        for key, value in alone.items():
+            require(key, value, not value, f"parallel.trainer={trainers} models take the same number of steps; give steps, and leave it out")
+        require("tracking.mllog", self.tracking.mllog, not self.tracking.mllog, "a log of MLPerf is of one model; give parallel.trainer=1")
+        require("optim.quorum", self.optim.quorum, self.optim.waits, "one hub counts the votes of a job, which train one model; use quorum=all or parallel.trainer=1")
+        require("parallel.trainer", trainers, not self.parallel.planned, "the planner plans one model; give numbers for parallel.lat and parallel.lon")
+        for key, values in self.tournament.vary.items():
+            require(f"tournament.vary.{key}", values, len(values) == trainers, f"give {trainers} values, one for each trainer (parallel.trainer)")

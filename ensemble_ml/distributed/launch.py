@@ -40,6 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
 # Shortest and longest interval between polls of the store, in seconds. Rank 0 serves it to all, so polls slow down.
 _LOOK, _RARELY = 0.02, 0.5
+_LEFT = "left"  # the store's key under which a trainer that stops leaves a word
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -85,7 +86,7 @@ class Session:
         self._watch: Watch | None = None
         self._level: int | None = None  # the log level to restore at the end
         self._store: Any = None
-        self._once = 0
+        self._once = self._own = 0
 
     def share_out(self, topology: Topology) -> None:
         """Replace the mesh by another one over the same ranks and destroy the old communicators.
@@ -102,6 +103,19 @@ class Session:
         """Return True on the rank that writes files and logs messages, which is rank 0."""
         return self.topology.rank == 0
 
+    @property
+    def first_of_model(self) -> bool:
+        """Return True on the first of the ranks that train one set of weights, which writes their checkpoints."""
+        return self.topology.place[1:] == (0, 0, 0)
+
+    def _key(self, model: bool) -> str:
+        """Return the next key of the store for the ranks of the job, or for those of this rank's model."""
+        if model:
+            self._own += 1
+            return f"model/{self.topology.place.trainer}/{self._own}"
+        self._once += 1
+        return f"once/{self._once}"
+
     def once(self, compute: Callable[[], T]) -> T:
         """Call `compute` on rank 0 and return its result on every rank. It may take any time.
 
@@ -109,8 +123,7 @@ class Session:
         """
         if self.world.size == 1:
             return compute()
-        self._once += 1
-        key = f"once/{self._once}"
+        key = self._key(model=False)
         payload = b""
         if self.first:
             payload = pickle.dumps(compute())
@@ -125,28 +138,30 @@ class Session:
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
-    def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same") -> None:
+    def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same", *, model: bool = False) -> None:
         """Check that all ranks hold the same values. Every rank calls this.
 
         Args:
             what: values by name, compared as strings.
             remedy: what the error message advises.
+            model: compare only the ranks of the same model.
 
         Raises:
-            UserError: a value of this rank differs from rank 0's. The message names the first such value.
+            UserError: a value of this rank differs from the first rank's. The message names the first such value.
         """
         if self.world.size == 1:
             return
-        self._once += 1
-        key, mine = f"once/{self._once}", {name: str(value) for name, value in what.items()}
-        if self.first:
+        key, mine = self._key(model), {name: str(value) for name, value in what.items()}
+        first = self.topology.group("data", "lat", "lon")[0] if model else 0
+        if self.topology.rank == first:
             self._store.set(key, json.dumps(mine))
         _until(lambda: self._store.check([key]))
         theirs = json.loads(self._store.get(key))
         for name in sorted({*mine, *theirs}):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
-                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; {remedy}"
+                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank {first} {name}={theirs.get(name)};"
+                    f" {remedy}"
                 )
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
@@ -156,12 +171,50 @@ class Session:
 
     def meet(self) -> None:
         """Return when all ranks have called this. Like `once`, it may take any time."""
-        if self.world.size == 1:
+        self._meet(self.world.size)
+
+    def meet_model(self) -> None:
+        """Return when all ranks of this rank's model have called this. It may take any time."""
+        self._meet(self.mesh.model.size, model=True)
+
+    def _meet(self, size: int, *, model: bool = False) -> None:
+        """Return when `size` ranks have called this."""
+        if size == 1:
             return
-        self._once += 1
-        key = f"once/{self._once}"
+        key = self._key(model)
         self._store.add(key, 1)
-        _until(lambda: self._store.add(key, 0) == self.world.size)
+        _until(lambda: self._store.add(key, 0) == size)
+
+    def hear_trainers(self, what: str, text: str) -> list[str] | None:
+        """Give the other trainers a text, and return those of all trainers, in order. It may take any time.
+
+        All ranks call this; the text of the first rank of each model counts.
+
+        Args:
+            what: name of the texts, which no earlier call has used.
+            text: the text.
+
+        Returns:
+            The texts; None on all ranks that wait for a trainer that has left.
+        """
+        keys = [f"{what}/{trainer}" for trainer in range(self.topology.trainer)]
+        if self.first_of_model:
+            self._store.set(keys[self.topology.place.trainer], text)
+        # A trainer that leaves gives no further text. So if it has given this one before it left, all texts are there,
+        # and every rank comes to the same result.
+        _until(lambda: self._store.check(keys) or self._store.check([_LEFT]))
+        return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
+
+    def leave(self, votes: float) -> None:
+        """Tell the other trainers that this one stops, with the votes that asked for it."""
+        if self.topology.trainer > 1 and self.first_of_model:
+            self._store.set(_LEFT, str(votes))
+
+    def left(self) -> float:
+        """Return the votes with which another trainer has stopped, or zero."""
+        if self.topology.trainer == 1 or not self._store.check([_LEFT]):
+            return 0.0
+        return float(self._store.get(_LEFT))
 
     def __enter__(self) -> Self:
         if self.world.size == 1:

@@ -18,7 +18,9 @@ from ensemble_ml.distributed.topology import AXES, Topology
 
 # Every set of axes that some part of a job communicates over. Made eagerly and in this order on every rank, because
 # ranks that make communicators in different orders wait for each other for ever.
-ROLES: tuple[tuple[str, ...], ...] = (AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"))
+ROLES: tuple[tuple[str, ...], ...] = (
+    AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"), ("trainer",),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Mesh:
     def model(self) -> Communicator:
         """Return the communicator of the ranks that train one set of weights."""
         return self.along("data", "lat", "lon")
+
+    @property
+    def trainers(self) -> Communicator:
+        """Return the communicator of the ranks at the same place of each model."""
+        return self.along("trainer")
 
     @property
     def bytes_sent(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
+from ensemble_ml.training.tournament import lineage, tree
 
 _LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
 
@@ -33,7 +34,7 @@ def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, An
         _data(spec, meta),
         _split(meta, scores),
     ]
-    parts += [_scores(scores), _limits(spec, meta, scores), _use(meta)]
+    parts += [*_tournaments(meta), _scores(scores), _limits(spec, meta, scores), _use(meta)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,6 +173,20 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
         tested = sum(str(date)[:13] in seen for date in scores["dates"]["test"])
         apart = f"{tested} test dates had a part in training" if tested else "test dates had no part in training"
     return f"## Split\n\n{_table(('', 'init times', 'from', 'to'), rows)}\n\n{chosen}{apart}."
+
+
+def _tournaments(meta: Mapping[str, Any]) -> list[str]:
+    """Return the section on the trainers that competed; none if the run had one trainer, or no tournament yet."""
+    rounds = meta.get("tournaments") or []
+    if not rounds:
+        return []
+    trainers = len(rounds[0]["from"])
+    heads = "after step", *(f"trainer {trainer}" for trainer in range(trainers))
+    whose = "the mean of the last weights of all trainers"
+    if "soup" not in meta:
+        whose = f"trained by trainer {meta['trainer']} last ({lineage(rounds, meta['trainer'])})"
+    told = f"{trainers} trainers competed by their scores on the validation dates; these weights are {whose}."
+    return [f"## Tournaments\n\n{told} `<-` says whose weights a trainer took.\n\n{_table(heads, tree(rounds))}"]
 
 
 def _span(dates: list[str]) -> tuple[str, str, str]:

@@ -28,6 +28,8 @@ class Stream(IntEnum):
 
     DATES = 1
     MEMBERS = 2
+    TRAINERS = 3
+    PAIRS = 4
 
 
 def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.ndarray:

@@ -67,8 +67,18 @@ def build(
         optimizer = AdamW(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
         if exchange is not None:
             exchange.attach(optimizer)
+    return optimizer, schedule_of(config, steps)
+
+
+def schedule_of(config: OptimConfig, steps: int) -> Schedule:
+    """Return the learning rate of each step.
+
+    Args:
+        config: the optimizer's settings.
+        steps: number of steps in the run.
+    """
 
     def schedule(step: int) -> float:
         return warmup_cosine(step, steps=steps, peak=config.lr, warmup=config.warmup, final=config.final_lr)
 
-    return optimizer, schedule
+    return schedule

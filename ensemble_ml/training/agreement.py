@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.config import MomentumKept, TrainConfig
+from ensemble_ml.config import MomentumKept, TournamentConfig, TrainConfig
 from ensemble_ml.config.optim import OF_VOTES, ExchangeName
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import iso
@@ -39,8 +39,8 @@ _FREE = (
 _OWN = ("threads", "data.store", *(f"loading.{key}" for key in ("ram", "disk", "folder", "threads", "host", "node")))
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 # These settings of the groups must not differ: which rank computes a sample decides the vote of each rank, and the
-# order of a sum.
-_FIXED = ("loading.assign",)
+# order of a sum. Each trainer has a state of its own.
+_FIXED = ("loading.assign", "parallel.trainer")
 
 
 def common_settings(config: TrainConfig) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     """
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
     # Older runs do not have these settings.
-    for key, value in {"model.departures": False, "optim.quorum": "all", "optim.bound": 10}.items():
+    later = {"model.departures": False, "optim.quorum": "all", "optim.bound": 10, "parallel.trainer": 1}
+    for key, value in (later | flat(plain_config(TournamentConfig()), "tournament.")).items():
         theirs.setdefault(key, value)
     # `auto` became a number when the run began.
     if ours["model.depth"] == "auto":

@@ -29,6 +29,7 @@ from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Spee
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates, device_name, has_bfloat16, settle
 from ensemble_ml.optim import Exchange, build
+from ensemble_ml.optim.schedule import schedule_of
 from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, load_weights
@@ -58,6 +59,19 @@ class Run:
     loss: Loss
     facts: dict[str, Any]
     session: Session = field(default_factory=solo)
+    base: TrainConfig = field(init=False)  # the settings that all trainers of the job have in common
+
+    def __post_init__(self) -> None:
+        self.base = self.config
+        if self.session.topology.trainer > 1:
+            self.take_settings(self.state.varied)
+
+    def take_settings(self, varied: int) -> None:
+        """Take the values of `tournament.vary` of one of several trainers."""
+        self.state.varied = varied
+        self.config = setup.own_settings(self.base, self.session.topology.place.trainer, varied)
+        self.state.schedule = schedule_of(self.config.optim, self.state.steps)
+        self.loss.spread_weight = self.config.spread_weight
 
     @property
     def device(self) -> torch.device:
@@ -154,12 +168,20 @@ def assemble(
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     train, validation = whole_dates(config, reader, train, validation)
-    _refuse_idle_voters(config, session, len(train))
+    topology = session.topology
+    if topology.trainer > 1 and not len(validation):
+        raise UserError(
+            f"data.validation={config.data.validation}: no init time has the members that are needed, and trainers"
+            " compete by their scores on these; give others"
+        )
+    own_train = setup.own_dates(config, train, topology.place.trainer)
+    _refuse_idle_voters(config, session, len(own_train))
     setup.refuse_shards(config.parallel.shard, session)
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
         state, found = _begin(config, reader, own, train, validation, session, progress)
+        state.varied = topology.place.trainer
     else:
         agreement.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
@@ -181,12 +203,13 @@ def assemble(
         "threads": threads,
         "device": device_name(session.device),
         "seeds": {"seed": config.seed},
+        "trainer": topology.place.trainer,
         **found,
     }
     # Where ranks may be steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
     sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
     loss = _loss(config, reader.spec, state, shard, sharing)
-    run = Run(config, own, train, validation, state, loss, facts, session)
+    run = Run(config, own, own_train, validation, state, loss, facts, session)
     # Without a partition there is no halo exchange, and nothing to overlap.
     if config.parallel.overlap == "auto" and shard is not None:
         _settle_overlap(run, overlap, checkpoint)
@@ -194,6 +217,7 @@ def assemble(
         # Which terms a rank keeps to itself is known only after the model is partitioned. After `restore`, an exchange
         # may wait for gradients, so all timing has to come before.
         state.restore(checkpoint)
+        run.take_settings(state.varied)
     return run
 
 
@@ -230,7 +254,6 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     """Return this rank's part of the grid; None if it holds the whole grid."""
     topology = session.topology
-    setup.refuse_trainers(topology.trainer)
     # Only our network can be partitioned.
     if topology.size > 1 and spec.config.name != "unet3d":
         raise UserError(

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 FORMAT = 5  # raised whenever a reader of the previous format would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
+BEFORE = "b"  # ends the name of a checkpoint before the tournament that follows its step
+TRAINER = "trainer_"  # the folders of the trainers of one run
 _NAMED = 8  # entries of a folder that a message lists at most
 
 
@@ -368,7 +370,7 @@ def refuse_unread(folder: Path) -> None:
 
 def _is_step(entry: Path) -> bool:
     """Return True for the folder of a step; False for a copy that somebody keeps, such as step_00000400_good."""
-    return re.fullmatch(rf"{STEP}\d+", entry.name) is not None
+    return re.fullmatch(rf"{STEP}\d+{BEFORE}?", entry.name) is not None
 
 
 def _steps(folder: Path) -> list[Path]:

@@ -34,6 +34,7 @@ from ensemble_ml.distributed.choice import OwnState
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.checkpoint import (
+    BEFORE,
     FORMAT,
     META,
     MODEL,
@@ -63,6 +64,8 @@ class Snapshot:
         meta: contents of checkpoint.json, with `spec` (`ModelSpec.to_json`); format, step and hashes are added.
         own: tensors of this rank alone; None, on all ranks, if they have none.
         best: the link `best` shall lead here.
+        before: the tournament that follows the step is still to come. Such a checkpoint has a folder of its own, beside
+            which that of the state after the tournament can be written.
     """
 
     step: int
@@ -71,6 +74,12 @@ class Snapshot:
     meta: Mapping[str, Any] = field(default_factory=dict)
     own: OwnState | None = None
     best: bool = False
+    before: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of the checkpoint's folder."""
+        return f"{STEP}{self.step:08d}{BEFORE if self.before else ''}"
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
@@ -83,7 +92,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     Returns:
         The folder of the checkpoint.
     """
-    partial = _partial(folder, snapshot.step)
+    partial = _partial(folder, snapshot)
     shutil.rmtree(partial, ignore_errors=True)
     return _finish(folder, snapshot, _write_common(partial, snapshot))
 
@@ -147,7 +156,7 @@ class Keeper:
             OSError: this checkpoint or the previous one cannot be written, for example because the disk is full.
         """
         self.finish()
-        partial = _partial(self.folder, snapshot.step)
+        partial = _partial(self.folder, snapshot)
         if self._first:
             shutil.rmtree(partial, ignore_errors=True)  # left by an earlier attempt at the same step
             partial.mkdir(parents=True)
@@ -226,9 +235,9 @@ def _copied(own: OwnState) -> OwnState:
     return replace(own, tensors=copies(own.tensors) if own.keep else {})
 
 
-def _partial(folder: Path, step: int) -> Path:
-    """Return the temporary folder for the checkpoint of a step."""
-    return folder / f"{PARTIAL}{STEP}{step:08d}"
+def _partial(folder: Path, snapshot: Snapshot) -> Path:
+    """Return the temporary folder for a checkpoint."""
+    return folder / f"{PARTIAL}{snapshot.name}"
 
 
 def _write_part(partial: Path, snapshot: Snapshot, first: bool) -> dict[str, str]:
@@ -282,8 +291,8 @@ def _other(final: Path, files: Mapping[str, str]) -> bool:
 
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
     """Write the JSON, rename the folder, and change the links."""
-    final = folder / f"{STEP}{snapshot.step:08d}"
-    partial = _partial(folder, snapshot.step)
+    final = folder / snapshot.name
+    partial = _partial(folder, snapshot)
     for rank in range(own.ranks if own is not None else 0):
         note = partial / f"{rank_file(rank)}{_HASH}"
         files[rank_file(rank)] = note.read_text()

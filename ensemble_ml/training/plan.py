@@ -135,7 +135,8 @@ class Planner:
             UserError: none fits the grid, the batch or the memory.
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
-        setup.refuse_trainers(self.config.parallel.trainer)
+        if (trainers := self.config.parallel.trainer) > 1:
+            raise UserError(f"parallel.trainer={trainers}: one trainer is planned; give parallel.trainer=1")
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
         check_any(found, self.ranks, self.fits)

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, LoaderName, TrainConfig
+from ensemble_ml.config import DataConfig, LoaderName, TournamentData, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.folders import check_writable
+from ensemble_ml.loading.order import Stream, words
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
@@ -29,7 +30,17 @@ from ensemble_ml.store.las import check_window
 from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, hour_of_day, select_dates
 from ensemble_ml.training.agreement import refuse_other_settings
-from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point, refuse_unread
+from ensemble_ml.training.checkpoint import (
+    META,
+    TRAINER,
+    Checkpoint,
+    clean,
+    load_checkpoint,
+    load_meta,
+    mend_links,
+    point,
+    refuse_unread,
+)
 
 log = logging.getLogger(__name__)
 
@@ -296,12 +307,15 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoint | None]:
+def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tuple[Path, Checkpoint | None]:
     """Return the run folder, and the checkpoint to resume from; None for a new run.
+
+    If the run has several trainers, these are the folder and the checkpoint of one of them.
 
     Args:
         config: settings of the run.
-        tidy: repair and clear what a killed run, or a copy without links, has left. Only one rank of a job may do so.
+        tidy: repair and clear what a killed run, or a copy without links, has left. Only one rank of a model may do so.
+        trainer: number of the trainer.
 
     Returns:
         The folder and the checkpoint.
@@ -320,7 +334,12 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files, such as a plan, are no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
-        return run, None
+        return trainer_folder(run, trainer) if config.parallel.trainer > 1 else run, None
+    if config.parallel.trainer > 1:
+        whole = _refuse_mixed(config, run)
+        run = trainer_folder(run, trainer)
+        if not whole and tidy:
+            shutil.rmtree(run, ignore_errors=True)
     checkpoints = run / "checkpoints"
     # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
@@ -346,17 +365,72 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     return run, checkpoint
 
 
-def refuse_trainers(count: int) -> None:
-    """Refuse settings that ask one job to train several models.
+def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
+    """Return whether all trainers of a run have a checkpoint; refuse to go on with another number of them.
 
-    Args:
-        count: the setting `parallel.trainer`.
+    If only some have one, the run was killed at its beginning, because no trainer takes a step before all have one.
 
     Raises:
-        UserError: it is more than one.
+        UserError: the run has another number of trainers, or one has lost its checkpoints.
     """
-    if count > 1:
-        raise UserError(f"parallel.trainer={count}: one job trains one model; start a job for each")
+    trainers, top = config.parallel.trainer, run / "checkpoints" / "last"
+    folders = [trainer_folder(run, trainer) / "checkpoints" / "last" for trainer in range(trainers)]
+    if (top / META).is_file() and (was := load_meta(top)["config"]["parallel"].get("trainer", 1)) != trainers:
+        raise UserError(f"resume: parallel.trainer={trainers} (was {was} in {run}); give the same, or use init_from")
+    lacking = [str(folder) for folder in folders if not (folder / META).is_file()]
+    if lacking and any(load_meta(f)["step"] > 0 for f in folders if (f / META).is_file()):
+        raise UserError(f"resume: {lacking[0]} is not there, while other trainers have theirs; put it back")
+    return not lacking
+
+
+def trainer_folder(run: Path, trainer: int) -> Path:
+    """Return the folder of one of several trainers.
+
+    Args:
+        run: the run folder.
+        trainer: number of the trainer.
+    """
+    return run / f"{TRAINER}{trainer:02d}"
+
+
+def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
+    """Return the settings of one of several trainers: an order of init times and members of its own, and what varies.
+
+    Args:
+        config: settings of the run. One with a single trainer is returned as it is, and so is the order of the first.
+        trainer: number of the trainer.
+        varied: the trainer whose values of `tournament.vary` it has.
+    """
+    if config.parallel.trainer == 1:
+        return config
+    seed = int(words(config.seed, Stream.TRAINERS, 0, trainer, 1)[0]) >> 1 if trainer else config.seed
+    values = {key: numbers[varied] for key, numbers in config.tournament.vary.items()}
+    optim = {key.removeprefix("optim."): value for key, value in values.items() if key.startswith("optim.")}
+    own = {key: value for key, value in values.items() if "." not in key}
+    return replace(config, seed=seed, optim=replace(config.optim, **optim), **own)
+
+
+def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarray:
+    """Return the init times that a trainer takes its samples from.
+
+    Args:
+        config: settings of the run.
+        dates: all training dates.
+        trainer: number of the trainer.
+
+    Raises:
+        UserError: they are too few to give each trainer a batch.
+    """
+    trainers = config.parallel.trainer
+    if trainers == 1 or config.tournament.data is TournamentData.shared:
+        return dates
+    if len(dates) < trainers * config.batch_size:
+        raise UserError(
+            f"tournament.data=parted: {len(dates)} training dates do not give {trainers} trainers a batch of"
+            f" {config.batch_size} each; give tournament.data=shared, or a smaller batch_size"
+        )
+    # Every K-th date: each part has dates of all seasons and years.
+    return dates[trainer::trainers]
 
 
 def refuse_shards(shards: int, session: Session) -> None:
@@ -387,7 +461,8 @@ def forget(folder: Path, *, there: bool) -> None:
         folder: the run folder.
         there: the folder existed before the run; then only the run's own files are removed.
     """
-    for path in [folder / name for name in _TRACES] if there else [folder]:
+    traces = [*(folder / name for name in _TRACES), *folder.glob(f"{TRAINER}*")]
+    for path in traces if there else [folder]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ensemble_ml.distributed.choice import OwnState, restore_state
+from ensemble_ml.distributed.choice import OwnState, own_state, restore_state
 from ensemble_ml.distributed.sharding import first_row, like, local, place_among_shards, shards_of, whole
 from ensemble_ml.models import AnyModel
 from ensemble_ml.optim import Exchange
@@ -24,6 +24,7 @@ from ensemble_ml.optim.schedule import Schedule
 from ensemble_ml.training.checkpoint import Checkpoint, copies
 
 _OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
+_AVERAGE, _APART = "average.", "apart."
 
 
 def learned(model: AnyModel) -> Iterator[tuple[str, Tensor]]:
@@ -96,6 +97,8 @@ class State:
         widths: calibration factors (T, F) of the latest validation.
         validated: the step of the latest validation.
         by_size: additional factors for other numbers of members (`widths.widths_for`).
+        varied: the trainer whose varied settings this one has (`tournament.vary`).
+        rounds: the tournaments so far, as `tournament.compete` returns them.
     """
 
     model: AnyModel
@@ -111,6 +114,8 @@ class State:
     widths: list[list[float]] | None = None
     validated: int | None = None
     by_size: dict[str, list[list[float]]] = field(default_factory=dict)
+    varied: int = 0
+    rounds: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def best_step(self) -> int:
@@ -193,12 +198,44 @@ class State:
         """Return the numbers that a checkpoint holds beside the tensors."""
         latest = {"scores": self.scores, "widths": self.widths, "validated_step": self.validated}
         found = {"steps": self.steps, "best": self.best, **latest, "widths_by_size": self.by_size}
-        return found | ({"shards": self.shards[1]} if self.shards[1] > 1 else {})
+        found |= {"shards": self.shards[1]} if self.shards[1] > 1 else {}
+        # A run of one trainer has neither.
+        return found | ({"varied": self.varied, "tournaments": self.rounds} if self.varied or self.rounds else {})
 
     @property
     def shards(self) -> tuple[int, int, int, int]:
         """Return which part of how many this rank holds of the weights (see `place_among_shards`)."""
         return max((place_among_shards(p) for p in self.model.parameters()), key=lambda place: place[1])
+
+    def changing(self) -> dict[str, Tensor]:
+        """Return all tensors that steps change, as this rank holds them: weights, moments, average, and own momenta."""
+        found = {f"{_RAW}{name}": p for name, p in learned(self.model)} | self._moments()
+        if self.average is not None:
+            found |= {f"{_AVERAGE}{name}": values for name, values in self.average.weights.items()}
+        own = own_state(self.exchange)
+        return copies(found | {f"{_APART}{name}": values for name, values in (own.tensors if own else {}).items()})
+
+    @torch.no_grad()
+    def take_over(self, tensors: dict[str, Tensor]) -> None:
+        """Take the tensors of another trainer's `changing`."""
+        for name, p in learned(self.model):
+            p.copy_(tensors[f"{_RAW}{name}"])
+        stepped = [p for _, p in self._stepped()]
+        moments = {key: value for key, value in tensors.items() if key.startswith(_OPTIMIZER)}
+        for key, value in moments.items():
+            p = stepped[int(key.split(".")[1])]
+            if value.shape == p.shape:  # with the order of axes in memory of its weight
+                moments[key] = torch.empty_like(p, dtype=value.dtype).copy_(value)
+        self._restore_optimizer(moments)
+        for name, values in self.average.weights.items() if self.average is not None else ():
+            values.copy_(tensors[f"{_AVERAGE}{name}"])
+        own = {name.removeprefix(_APART): values for name, values in tensors.items() if name.startswith(_APART)}
+        self.exchange.load_local_state(own)
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Return the state of the optimizer, with the number of the parameter in the names."""
+        held = [self.optimizer.state.get(p, {}) for _, p in self._stepped()]
+        return {f"{_OPTIMIZER}{i}.{key}": torch.as_tensor(v) for i, values in enumerate(held) for key, v in values.items()}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer, the average and the counters from a checkpoint whose weights the model already has.
@@ -221,6 +258,7 @@ class State:
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
         self.widths, self.validated = checkpoint.meta.get("widths"), checkpoint.meta.get("validated_step")
         self.by_size = checkpoint.meta.get("widths_by_size", {})
+        self.varied, self.rounds = checkpoint.meta.get("varied", 0), checkpoint.meta.get("tournaments", [])
 
     def _restored(self, checkpoint: Checkpoint, ranks: int) -> dict[str, Tensor]:
         """Return this rank's part of the tensors of a checkpoint, whatever number of ranks shared them.

@@ -178,6 +178,8 @@ class Stepper:
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
         """Log that a step is not finite and is left out, or end the run. The decision is the same on every rank.
 
+        One of several trainers leaves out any number of steps, because the next tournament replaces its weights.
+
         Raises:
             NotFinite: `optim.nonfinite` is stop, or too many steps in a row were left out.
         """
@@ -191,6 +193,11 @@ class Stepper:
             [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
             dates = f"on init times among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
         where = f"step {self.state.step + 1}: {what}, {dates}"
+        if self.session.topology.trainer > 1:
+            if self.skipped == 1:
+                trainer = self.session.topology.place.trainer
+                log.warning("trainer %d: %s; such steps are left out until the next tournament", trainer, where)
+            return
         if self.config.optim.nonfinite is Nonfinite.stop or self.skipped > _MOST_SKIPPED:
             raise NotFinite(where)
         log.warning("%s; the step is left out", where)

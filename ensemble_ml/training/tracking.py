@@ -41,6 +41,8 @@ class Tracker:
       are not from slow storage) and MB/s of each tier;
     - `validation` with its scores;
     - `momentum_sync`;
+    - `tournament`: the scores of all trainers, `from` (the trainer whose state each has now) and the seconds that
+      this one `waited` for the others and `swapped` states;
     - `checkpoint`.
 
     A resumed run removes the lines that a killed one wrote beyond its last checkpoint. It continues with what the
@@ -55,6 +57,7 @@ class Tracker:
         tensorboard: also write to TensorBoard.
         unwritten: what the checkpoint holds of the next line.
         mllog: also write this log.
+        shown: show a progress bar or lines; false where another trainer of the job shows them.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Tracker:
         tensorboard: bool,
         unwritten: Mapping[str, Any] | None = None,
         mllog: RunLog | None = None,
+        shown: bool = True,
     ):
         self._run, self._steps, self._every = run, steps, every
         # A resumed run goes on from its last checkpoint and takes later steps again, so their lines are removed.
@@ -80,9 +84,9 @@ class Tracker:
         self._mllog = mllog
         if mllog is not None:
             mllog.open(run / FILE)
-        terminal = sys.stderr.isatty()
+        terminal = shown and sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
-        self._plain = not terminal
+        self._plain, self._shown = not terminal, shown
         known = unwritten or {}
         # The steps since the last line were taken before the checkpoint, so their sums come from there.
         self._sums: dict[str, float] = dict(known.get("sums", {}))
@@ -168,7 +172,7 @@ class Tracker:
             tiers = ", ".join(f"{tier} {loading[tier]:.3g}" for tier in TIERS if loading.get(tier))
             short += f", wait {values['wait']:.1%}, hits {loading['hits']:.0%}" + (f", MB/s {tiers}" if tiers else "")
         self._bar.set_postfix_str(short)
-        if self._plain:
+        if self._plain and self._shown:
             log.info("step %d/%d: %s", step, self._steps, short)
         self._sums, self._count, self._sent, self._skipped = {}, 0, 0, 0
         self.restart_clock()
@@ -227,6 +231,18 @@ class Tracker:
         self._scalars(step, {f"momentum_variance/{k}": v for k, v in (momentum.get("variance") or {}).items()})
         self.say(f"step {step}: momentum of {len(momentum['layers'])} layers averaged, {momentum['bytes']} bytes sent")
 
+    def tournament(self, held: dict[str, Any], text: str, seconds: dict[str, float]) -> None:
+        """Log a tournament.
+
+        Args:
+            held: the tournament.
+            text: the same in words.
+            seconds: how long this trainer waited for the others (`waited`), and sent or took over a state (`swapped`).
+        """
+        plain = {"scores": held["scores"], "from": held["from"]}
+        self._write({"step": held["step"], "tournament": plain | {k: _digits(v, 3) for k, v in seconds.items()}})
+        self.say(f"step {held['step']}: tournament: {text}")
+
     def checkpoint(self, step: int, held: float) -> None:
         """Log that a checkpoint is being written.
 
@@ -242,6 +258,8 @@ class Tracker:
         Args:
             text: the line.
         """
+        if not self._shown:
+            return
         if self._plain:
             log.info("%s", text)
         else:
@@ -297,6 +315,9 @@ class Silent:
         """Do nothing."""
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def tournament(self, held: dict[str, Any], text: str, seconds: dict[str, float]) -> None:
         """Do nothing."""
 
     def training(self, step: int) -> None:

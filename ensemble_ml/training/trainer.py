@@ -2,12 +2,16 @@
 
     runs/NAME/config.yaml, log.jsonl, tensorboard/, checkpoints/{step_..., last, best}
 
+Several trainers of one job write runs/NAME/trainer_00/log.jsonl, .../checkpoints and so on, and the links in
+runs/NAME/checkpoints lead to the best of them.
+
 The folder appears with its first checkpoint, at step 0. By then the data, the climate and the model have been checked,
 so a mistake in the settings leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -15,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -37,18 +42,18 @@ from ensemble_ml.optim import build
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
-from ensemble_ml.training import agreement, setup
+from ensemble_ml.training import agreement, setup, tournament
 from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
-from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.keeper import Keeper, Snapshot, save_checkpoint
 from ensemble_ml.training.mllog import RunLog
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import Scoring, Validation, validate
+from ensemble_ml.training.validation import NotFiniteForecast, Scoring, Validation, validate
 from ensemble_ml.training.votes import VoteLog, first_line, read_votes
 from ensemble_ml.training.widths import widths_by_size
 
@@ -58,6 +63,7 @@ _TIMED_STEPS = 3
 _LEAST_LEFT = 0.15  # of `max_minutes`: if less is left after the fits, there is no time to time a step ...
 _ENOUGH = 60.0  # ... unless so many seconds are left
 _BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step beside the loss and its parts
+_HEAR = 1.0  # seconds between two questions whether another trainer has stopped
 _MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
 
 
@@ -84,18 +90,21 @@ def train(config: TrainConfig) -> Path:
 def _train(config: TrainConfig, session: Session) -> Path:
     """Open the run and its data, fit the climate or load the checkpoint, and run the steps on this rank."""
     began = time.perf_counter()
-    there = (Path(config.output) / config.run).exists()
+    whole = Path(config.output) / config.run
+    there = whole.exists()
     # The first rank opens the run before the others look at it, because it repairs what a killed run left behind.
-    if session.first:
-        folder, checkpoint = setup.open_run(config)
+    trainer = session.topology.place.trainer
+    if session.first_of_model:
+        folder, checkpoint = setup.open_run(config, trainer=trainer)
     # The others wait without a time limit here: reading a large checkpoint takes a while.
     session.meet()
-    if not session.first:
-        folder, checkpoint = setup.open_run(config, tidy=False)
+    if not session.first_of_model:
+        folder, checkpoint = setup.open_run(config, tidy=False, trainer=trainer)
     # Each rank looks for the checkpoint itself. A rank that sees another folder would begin anew while the others
     # resume, so all have to find the same checkpoint.
     found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
-    session.agree(found, f"let output={config.output} be one folder for all ranks")
+    session.agree(found, f"let output={config.output} be one folder for all ranks", model=True)
+    session.agree({"a checkpoint to go on from": checkpoint is not None})
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop, ExitStack() as stack:
         # The checkpoint holds the number of threads of rank 0.
         was = checkpoint.meta["threads"] if checkpoint and session.first else None
@@ -117,23 +126,24 @@ def _train(config: TrainConfig, session: Session) -> Path:
         progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
         if session.first:
             stack.enter_context(Pulse(progress.text))
-        trainer = Trainer(assemble(config, reader, checkpoint, threads, session, progress), folder, mllog)
-        if checkpoint is None and config.max_minutes and trainer.state.steps:
+        run = assemble(config, reader, checkpoint, threads, session, progress)
+        at_work = Trainer(run, folder, mllog)
+        if checkpoint is None and config.max_minutes and at_work.state.steps:
             progress.doing("validation and steps are timed, for max_minutes")
-            trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
+            at_work.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         elif checkpoint and session.first and config.max_minutes not in (0, checkpoint.meta["config"]["max_minutes"]):
             text = "max_minutes=%g: the steps were settled when the run began: %d, of which %d are done"
-            log.warning(text, config.max_minutes, trainer.state.steps, trainer.state.step)
-        state = trainer.state
+            log.warning(text, config.max_minutes, at_work.state.steps, at_work.state.step)
+        state = at_work.state
         progress.doing(lambda: f"at work: {state.step} of {state.steps} steps are done")
         try:
-            trainer.run(stop, resumed=checkpoint is not None)
+            at_work.run(stop, resumed=checkpoint is not None)
         finally:
             # A run that ended before its first checkpoint leaves no folder. A folder with checkpoints stays, even if
             # the link `last` leads nowhere at present.
-            if session.first and not trainer.kept and not (folder / "checkpoints" / "last").exists():
-                setup.forget(folder, there=there)
-    return folder
+            if session.first and not at_work.kept and not (folder / "checkpoints" / "last").exists():
+                setup.forget(whole, there=there)
+    return whole
 
 
 class Trainer:
@@ -147,19 +157,26 @@ class Trainer:
 
     def __init__(self, run: Run, folder: Path, mllog: RunLog | None = None):
         self.setup, self.folder, self.session = run, folder, run.session
-        self.config, self.state = run.config, run.state
+        self.state, self._several = run.state, run.session.topology.trainer > 1
         self.stepper, self.mllog = Stepper(run), mllog
         self._votes: VoteLog | None = None
         if isinstance(self.state.exchange, QuorumVote):
             self.state.exchange.milestone = self._milestone
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
-        self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
+        self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet_model)
         self.kept = False  # whether a checkpoint of the run is on disk, from this process or an earlier one
         self._kept: int | None = None  # the step of checkpoints/last
+        self._written = 0  # the step of the latest tournament that all trainers are known to have kept
+        self._heard = 0.0  # when this trainer last asked whether another has stopped
         self._sized: int | None = None  # the step at which factors were measured for other numbers of members
         self._until = math.inf  # time by which the last step has to be done, on the clock of `time.perf_counter`
         self.area = run.loss.area
         self.loader: RunLoader | None = None  # until it is opened, each batch is read when it is needed
+
+    @property
+    def config(self) -> TrainConfig:
+        """Return the settings, in which a tournament may change what varies between trainers."""
+        return self.setup.config
 
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
         """Train to the last step, or to the first step after a request to stop.
@@ -186,20 +203,29 @@ class Trainer:
                     tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
                 else:
                     if self.session.first:
-                        _write_config(self.config, self.folder)
-                    self._save(tracker, best=self._validated(tracker))
+                        _write_config(self.setup.base, self.run_folder)
+                    self._save(tracker, best=self._validated(tracker, stop))
                     self._end_where_solved(tracker)
                     self.keeper.finish()
                     self.kept = True
+                    # No trainer takes a step before all can be resumed.
+                    if self._several:
+                        self.session.meet()
+                        self._point()
                 stop.arm()
+                if resumed and self._several:
+                    self._hold_again(tracker, stop)
                 self._loop(tracker, stop)
                 self.keeper.finish()
+                if self._several:
+                    self._settle_best(tracker, stop)
             # The other ranks hear of the error now. Closing the loader and the keeper may wait for them, or for
             # storage.
             except BaseException as error:
                 self.session.report(error)
                 raise
-            self._say_end(tracker)
+            if not self._several:
+                self._say_end(tracker)
 
     def _milestone(self, step: int) -> bool:
         """Return whether all ranks have to meet after `step` steps, to validate or to write a checkpoint."""
@@ -225,7 +251,7 @@ class Trainer:
 
     def _tracker(self, resumed: bool) -> Tracker | Silent:
         """Return the log of the run; on all ranks but the first, one that stays silent."""
-        if not self.session.first:
+        if not self.session.first_of_model:
             return Silent()
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted, state = self.config.tracking, self.state
@@ -235,6 +261,7 @@ class Trainer:
         return Tracker(
             self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
             tensorboard=wanted.tensorboard, unwritten=self.setup.facts.get("unwritten"), mllog=self.mllog,
+            shown=self.session.first,
         )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
@@ -342,19 +369,38 @@ class Trainer:
                 self._end_here(tracker, text % (self.config.max_minutes, state.step, state.steps))
             if self.stepper.noted:
                 tracker.note(state.step, self.stepper.noted)
-            self._keep(tracker, due=bool(due))
+            self._keep(tracker, stop, due=bool(due))
             # A single rank need not wait for the flag that steps exchange: it reads its own request.
             if self.session.topology.size == 1:
                 stopped = stop.vote
             if stopped and state.step < state.steps:
-                # Momenta that were not due to be averaged stay as they are on each rank, so that the resumed run equals
-                # one that was not stopped.
-                if self._kept != state.step or self.config.optim.momentum_kept is MomentumKept.mean:
-                    self._save(tracker, best=False, kept=MomentumKept.ranks)
-                self.keeper.finish()
-                who = stop.requested or "another rank"
-                tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
-                raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
+                self._stop(tracker, stop, stopped)
+
+    def _stop(self, tracker: Tracker | Silent, stop: StopRequest, votes: float, *, before: bool = False) -> NoReturn:
+        """Keep the state and end the run after the current step. All ranks of the model call this.
+
+        Args:
+            tracker: the log.
+            stop: the request to stop.
+            votes: the sum of the votes for it.
+            before: the tournament after the step could not be held.
+
+        Raises:
+            Stopped: always.
+        """
+        state = self.state
+        self.session.leave(votes)
+        # Momenta that were not due to be averaged stay as they are on each rank, so that the resumed run equals one
+        # that was not stopped.
+        if self._kept != state.step or self.config.optim.momentum_kept is MomentumKept.mean:
+            self._save(tracker, best=False, kept=MomentumKept.ranks, before=before)
+        self.keeper.finish()
+        who = stop.requested or f"another {'trainer' if self._several else 'rank'}"
+        tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
+        # Other trainers may still write, and need the store that the first rank serves.
+        if self._several:
+            self.session.meet()
+        raise Stopped(requeue=stop.requeue(votes), first=self.session.first)
 
     def _end_here(self, tracker: Tracker | Silent, why: str) -> None:
         """Make the current step the last one of the run, and log the reason. All ranks call this."""
@@ -372,12 +418,19 @@ class Trainer:
 
         def says() -> dict[str, float]:
             written, due = float(self.keeper.done), float(self.keeper.due)
-            own = {"stop": stop.vote if stop else 0.0, "written": written, "due": due}
+            own = {"stop": (stop.vote or self._left()) if stop else 0.0, "written": written, "due": due}
             if self._until == math.inf:
                 return own
             return own | {"late": float(self.session.first and time.perf_counter() > self._until)}
 
         return self.stepper(batch, says)
+
+    def _left(self) -> float:
+        """Return the votes with which another trainer has stopped, asked for once a second, or zero."""
+        if not self._several or not self.session.first_of_model or time.monotonic() - self._heard < _HEAR:
+            return 0.0
+        self._heard = time.monotonic()
+        return self.session.left()
 
     def _given_up(self, tracker: Tracker | Silent, where: str) -> UserError:
         """Save the state before a step that is not finite, and return an error that says how to continue.
@@ -403,16 +456,17 @@ class Trainer:
         how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
         return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {OTHERWISE}")
 
-    def _keep(self, tracker: Tracker | Silent, *, due: bool) -> None:
+    def _keep(self, tracker: Tracker | Silent, stop: StopRequest, *, due: bool) -> None:
         """Validate, and write a checkpoint, if the step or the clock asks for it."""
         step, last = self.state.step, self.state.step == self.state.steps
-        better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
+        better = self._validated(tracker, stop) if last or step % self.config.validate_every == 0 else False
         if not last and self.state.stalled(self.config.patience, self.config.validate_every):
             text = f"patience={self.config.patience}: no validation was better than that of step"
             self._end_here(tracker, f"{text} {self.state.best_step}, so step {step} of {self.state.steps} is the last")
             last = True
         last = self._end_where_solved(tracker) or last
-        planned = better or last or step % self.config.checkpoint_every == 0
+        competed = tournament.due(self.setup.base, step, self.state.steps)
+        planned = better or last or competed or step % self.config.checkpoint_every == 0
         if planned or due:
             # Averaging momenta changes the steps that follow. A clock may not do this, or runs would not be
             # reproducible.
@@ -427,24 +481,115 @@ class Trainer:
             self._end_here(tracker, f"until={until:g}: reached, so step {state.step} of {state.steps} is the last")
         return reached
 
-    def _validated(self, tracker: Tracker | Silent) -> bool:
+    def _validated(self, tracker: Tracker | Silent, stop: StopRequest) -> bool:
         """Score the validation dates. Return whether the score is better than all before."""
         tracker.validating(self.state.step)
-        state, found = self.state, self._scores()
-        scores = found.scores
+        try:
+            found = self._scores()
+        except NotFiniteForecast:
+            if not self._several:
+                raise
+            found = Validation({"score": math.nan})  # it loses the next tournament, and the others go on
+        state, scores = self.state, found.scores
+        if not scores and self._several:
+            raise UserError("data.validation: holds nothing to score, by which trainers compete; give other init times")
         if not scores:
             return False
         # A score that is not finite must not become the best: no later score would be below it.
         finite = all(map(math.isfinite, scores.values()))
-        better = finite and (state.best is None or scores["score"] < state.best["score"])
         state.scores, state.widths = (scores, _told(found.widths, state.widths)) if finite else ({}, None)
         state.validated = state.step if finite else None
+        return self._judged(tracker, stop, scores)
+
+    def _judged(self, tracker: Tracker | Silent, stop: StopRequest, scores: dict[str, float]) -> bool:
+        """Hold the tournament that is due. Return whether the score after it is better than all before."""
+        state = self.state
+        if tournament.due(self.setup.base, state.step, state.steps):
+            self._compete(tracker, stop, scores["score"])
+        better = bool(state.scores) and (state.best is None or state.scores["score"] < state.best["score"])
         if better:
-            state.best = {"step": state.step, **scores}
+            state.best = {"step": state.step, **state.scores}
             self._measure_widths_by_size()
         tracker.validation(state.step, scores, best=better)
         tracker.restart_clock()
         return better
+
+    def _compete(self, tracker: Tracker | Silent, stop: StopRequest, score: float) -> None:
+        """Hold a tournament, or stop because another trainer has. All ranks of the job call this."""
+        state, start = self.state, time.perf_counter()
+        texts = self.session.hear_trainers(f"tournament/{state.step}", repr(score))
+        if texts is None:
+            self._stop(tracker, stop, self.session.left(), before=True)
+        heard = time.perf_counter()
+        held = tournament.compete(self.setup, [float(text) for text in texts])
+        seconds = {"waited": heard - start, "swapped": time.perf_counter() - heard}
+        if not (state.rounds and state.rounds[-1]["step"] == state.step):
+            state.rounds.append(held)
+            tracker.tournament(held, tournament.in_words(held), seconds)
+
+    def _hold_again(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
+        """Hold the tournament that a job was killed in, or stopped before, between the trainers that resume."""
+        needed, had = tournament.pending(self.setup)
+        if needed and had:
+            score = self.state.rounds[-1]["scores"][self.session.topology.place.trainer]
+            self._compete(tracker, stop, math.nan if score is None else score)
+        elif needed:
+            self._save(tracker, best=self._judged(tracker, stop, self.state.scores or {"score": math.nan}))
+
+    def _settle_best(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
+        """Take the best trainer, or the mean of all if that is better. All ranks of the job call this at the end."""
+        state = self.state
+        own, best = state.scores.get("score", math.nan), state.best or {"score": math.nan, "step": 0}
+        texts = self.session.hear_trainers("end", repr([own, best["score"], best["step"]]).replace("nan", "NaN"))
+        if texts is None:
+            self._stop(tracker, stop, self.session.left())
+        last, least, steps = zip(*map(json.loads, texts), strict=True)
+        self._point()
+        for step, *cells in tournament.tree(state.rounds):
+            tracker.say(f"tournament after step {step}: {', '.join(cells)}")
+        soup = self.config.tournament.soup and sum(map(math.isfinite, last)) > 1
+        if soup and self._try_soup(tracker, last, min(filter(math.isfinite, least))):
+            tracker.say(f"done: the mean of the trainers is the best: {self.run_folder}/checkpoints/best")
+        else:
+            trainer = min(range(len(least)), key=lambda k: least[k] if math.isfinite(least[k]) else math.inf)
+            rounds = [held for held in state.rounds if held["step"] <= steps[trainer]]
+            text = f"done: trainer {trainer} is the best, at step {steps[trainer]}, score {least[trainer]:.4f}"
+            tracker.say(f"{text}, {tournament.lineage(rounds, trainer)}: {self.run_folder}/checkpoints/best")
+        self.session.meet()
+
+    def _try_soup(self, tracker: Tracker | Silent, scores: Sequence[float], best: float) -> bool:
+        """Score the mean of the trainers' weights. If it is better than `best`, keep it as the run's best checkpoint.
+
+        Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
+        """
+        state, self.loader = self.state, None  # which has planned no further validation
+        tournament.mean_weights(self.setup, scores)
+        found = self._scores()
+        state.scores, state.widths, state.validated = found.scores, found.widths, state.step
+        score = found.scores["score"]
+        tracker.say(f"mean of {sum(map(math.isfinite, scores))} trainers: score {score:.4f}, best trainer {best:.4f}")
+        if score >= best:
+            return False
+        state.best, self._sized = {"step": state.step, **found.scores}, None
+        self._measure_widths_by_size()
+        if self.session.first:
+            state_dict, training = state.tensors()
+            own = [score if math.isfinite(score) else None for score in scores]
+            meta = {**self.setup.facts, **state.meta(), "soup": own}
+            save_checkpoint(
+                self.run_folder / "checkpoints", Snapshot(state.step, state_dict, training, meta, best=True)
+            )
+        return True
+
+    @property
+    def run_folder(self) -> Path:
+        """Return the folder of the run, which holds those of its trainers if there are several."""
+        return self.folder.parent if self._several else self.folder
+
+    def _point(self) -> None:
+        """Let the links of the run lead to the best trainer."""
+        if self.session.first:
+            tournament.point_to_best(self.run_folder)
 
     def _scores(self) -> Validation:
         """Return the scores of the validation dates, as the model would predict them now."""
@@ -502,20 +647,33 @@ class Trainer:
         """Move a batch to the device and the precision of the run."""
         return batch.to(self.setup.device, self.setup.dtype)
 
-    def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
+    def _save(
+        self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None, before: bool = False
+    ) -> None:
         """Start to write a checkpoint of the current step. All ranks call this."""
         start = time.perf_counter()
         if self._votes is not None:
             self._votes.flush()
         # The previous checkpoint is completed first, so that no two lie in memory.
         self.keeper.finish()
+        self._await_others()
         self.state.complete()
         own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks take part in this
-        state_dict, training, parts = self.state.tensors(keep=self.session.first)  # and in this
-        meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten} if self.session.first else {}
-        self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, parts or own, best))
+        first = self.session.first_of_model
+        state_dict, training, parts = self.state.tensors(keep=first)  # and in this
+        meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten} if first else {}
+        self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, parts or own, best, before))
         self._kept = self.state.step
         tracker.checkpoint(self.state.step, time.perf_counter() - start)
+
+    def _await_others(self) -> None:
+        """Wait until all trainers have kept the latest tournament, before a checkpoint replaces this one's."""
+        rounds = self.state.rounds
+        step = rounds[-1]["step"] if rounds else 0
+        if self._written < step < self.state.step:
+            tournament.await_written(self.run_folder, self.session.topology.trainer, step)
+            self._point()
+            self._written = step
 
     def _say_end(self, tracker: Tracker | Silent) -> None:
         """Log where the model is, and why there is no best checkpoint if there is none."""

@@ -78,6 +78,10 @@ def c4(n: int) -> float:
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
 
 
+class NotFiniteForecast(UserError):
+    """An error for a model whose predictions are NaN or infinite."""
+
+
 @dataclass(frozen=True)
 class Validation:
     """The result of a validation.
@@ -107,7 +111,7 @@ def validate(
         Scores and calibration factors.
 
     Raises:
-        UserError: a prediction is NaN or infinite.
+        NotFiniteForecast: a prediction is NaN or infinite.
     """
     scoring = Scoring(model, full_size=full_size, area=area, mesh=mesh)
     for batch in batches:
@@ -164,7 +168,7 @@ class Scoring:
             The same result on all ranks.
 
         Raises:
-            UserError: a prediction is NaN or infinite.
+            NotFiniteForecast: a prediction is NaN or infinite.
         """
         bounded, least = self._bounded, self._least
         found = {"crps_ratio": self._crps.ratio(least), "spread_ratio": self._spread.ratio(least**2, 0.5)}
@@ -224,7 +228,8 @@ class _Sums:
             return None
         ours, raw, known = found
         if not bool(torch.isfinite(ours).all()):
-            raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
+            text = "validation: a prediction is not finite; try a lower optim.lr or model.precision=float32"
+            raise NotFiniteForecast(text)
         floor = least * known
         scored = raw > floor  # independent of our prediction, so that every validation scores the same fields
         logs = power * (torch.log(ours.maximum(floor)[scored]) - torch.log(raw[scored]))

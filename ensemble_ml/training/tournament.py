@@ -1,0 +1,241 @@
+"""Tournaments between the models that one job trains (LTFB: Jacobs et al. 2017, doi:10.1145/3146347.3146356).
+
+Every trainer validates on the same init times, so a tournament needs no forecasts of its own: the trainers' scores
+travel first, eight bytes each, and every rank computes from them who takes whose weights. Then only the winners send:
+each rank to its counterpart in the losing trainer, with its weights, the moments of the optimizer and the settings that
+vary. Nothing travels where nothing changes.
+
+A trainer wins by the smaller (score not finite, score, number of the trainer), so one that has diverged always loses.
+A tournament changes losers alone, and follows from the scores, the seed and its number. So it can be held again after a
+kill, between trainers some of which have its result already, and ends the same way bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from ensemble_ml.config import TournamentKeep, TrainConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.order import Stream, words
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import Run
+from ensemble_ml.training.checkpoint import BEFORE, META, STEP, load_meta, point
+from ensemble_ml.training.state import learned
+
+_TOLD = "told"  # the name of the bytes that travel beside the tensors
+_LOOK = 0.05  # seconds between two looks at the other trainers' checkpoints
+
+
+def partners(seed: int, number: int, trainers: int) -> list[tuple[int, int]]:
+    """Draw the pairs of a tournament, as a pure function of the seed and its number.
+
+    Args:
+        seed: seed of the run.
+        number: number of the tournament.
+        trainers: number of trainers; of an odd number, one is in no pair.
+    """
+    order = np.argsort(words(seed, Stream.PAIRS, number, 0, trainers), kind="stable").tolist()
+    return list(zip(order[::2], order[1::2], strict=False))
+
+
+def sources(keep: TournamentKeep, scores: Sequence[float], seed: int, number: int) -> list[int]:
+    """Return the trainer whose state each trainer has after a tournament; a winner keeps its own.
+
+    Args:
+        keep: pairs, or truncation: the worst quarter of the trainers take the state of the best quarter.
+        scores: the score of each trainer; lower is better.
+        seed: seed of the run, for pairs.
+        number: number of the tournament.
+    """
+
+    def key(trainer: int) -> tuple[bool, float, int]:
+        """Return what trainers are ordered by. NaN is left out, because it is neither below nor above a number."""
+        finite = math.isfinite(scores[trainer])
+        return not finite, scores[trainer] if finite else 0.0, trainer
+
+    found = list(range(len(scores)))
+    if keep is TournamentKeep.pairs:
+        matches = [sorted(pair, key=key) for pair in partners(seed, number, len(scores))]
+    else:
+        ranking = sorted(found, key=key)
+        matches = [[ranking[place], ranking[-1 - place]] for place in range(max(1, len(scores) // 4))]
+    for winner, loser in matches:
+        if key(winner)[:2] != key(loser)[:2]:
+            found[loser] = winner
+    return found
+
+
+def due(config: TrainConfig, step: int, steps: int) -> bool:
+    """Return whether a tournament follows a step. None follows the last one, after which the best trainer is taken."""
+    return config.parallel.trainer > 1 and 0 < step < steps and step % config.tournament.every == 0
+
+
+def pending(run: Run) -> tuple[bool, bool]:
+    """Return whether a run that goes on from a checkpoint begins with a tournament, and whether it had it before.
+
+    A killed job may leave some trainers behind the latest tournament, and the others directly after it. These have to
+    hold it again for the former. All ranks of the job call this.
+    """
+    step, group = run.state.step, run.session.mesh.trainers
+    held = run.state.rounds[-1]["step"] if run.state.rounds else 0
+    every = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(every, torch.tensor([held]))
+    if held == step:
+        return step > 0 and int(every.min()) < step, True
+    return due(run.config, step, run.state.steps), False
+
+
+def compete(run: Run, scores: Sequence[float]) -> dict[str, Any]:
+    """Hold a tournament, which changes the state of the losers. All ranks of the job call this.
+
+    Args:
+        run: the run.
+        scores: the score of each trainer.
+
+    Returns:
+        The tournament: `step`, `scores` (None where not finite), and `from`, the trainer whose state each now has.
+
+    Raises:
+        UserError: no score is finite.
+    """
+    state, own = run.state, run.session.topology.place.trainer
+    if not any(map(math.isfinite, scores)):
+        raise UserError(
+            f"step {state.step}: no trainer has a score that is finite; begin anew with lower values of optim.lr"
+        )
+    tournament = run.base.tournament
+    chosen = sources(tournament.keep, scores, run.base.seed, state.step // tournament.every)
+    if chosen != list(range(len(chosen))):
+        data = _swapped(run, chosen)
+        if chosen[own] != own:
+            _take_over(run, load(data.numpy().tobytes()))
+    told = [score if math.isfinite(score) else None for score in scores]
+    return {"step": state.step, "scores": told, "from": chosen}
+
+
+def in_words(held: dict[str, Any]) -> str:
+    """Return a tournament in words: each trainer's score, and whose weights it took."""
+    return ", ".join(f"trainer {trainer} {cell}" for trainer, cell in enumerate(tree([held])[0][1:]))
+
+
+def tree(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each tournament: the step, and for each trainer its score, and whose weights it took."""
+    rows = []
+    for held in rounds:
+        scores = ["not finite" if score is None else f"{score:.4f}" for score in held["scores"]]
+        took = ["" if source == trainer else f" <- {source}" for trainer, source in enumerate(held["from"])]
+        rows.append((str(held["step"]), *(score + source for score, source in zip(scores, took, strict=True))))
+    return rows
+
+
+def lineage(rounds: Sequence[dict[str, Any]], trainer: int) -> str:
+    """Return in words which trainers trained the weights that a trainer has after some tournaments."""
+    steps, at = [], trainer
+    for held in reversed(rounds):
+        before = held["from"][at]
+        if before != at:
+            steps.append(f"by trainer {at} from step {held['step']}")
+        at = before
+    return ", ".join([f"begun by trainer {at}", *reversed(steps)])
+
+
+def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
+    """Send this rank's state to its counterparts in the trainers that take it, and return what comes for this one."""
+    group, own = run.session.mesh.trainers, run.session.topology.place.trainer
+    takers = [trainer for trainer, source in enumerate(chosen) if source == own != trainer]
+    mine = _packed(run) if takers else torch.empty(0, dtype=torch.uint8)
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    group.all_gather(sizes, torch.tensor([len(mine)]))
+    sent = [len(mine) if trainer in takers else 0 for trainer in range(group.size)]
+    received = [int(sizes[trainer]) if trainer == chosen[own] != own else 0 for trainer in range(group.size)]
+    out = torch.empty(sum(received), dtype=torch.uint8)
+    group.all_to_all_single(out, torch.cat([mine] * len(takers)) if takers else mine, received, sent)
+    return out
+
+
+def _packed(run: Run) -> Tensor:
+    """Return what a loser takes from this trainer, as bytes."""
+    state = run.state
+    told = {"scores": state.scores, "widths": state.widths, "varied": state.varied}
+    tensors = {name: values.contiguous() for name, values in state.changing().items()}
+    tensors[_TOLD] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+
+
+def _take_over(run: Run, tensors: dict[str, Tensor]) -> None:
+    """Take the state of another trainer. Order of dates, init times and number of steps stay this trainer's own."""
+    state = run.state
+    told = json.loads(tensors.pop(_TOLD).numpy().tobytes())
+    state.take_over(tensors)
+    state.scores, state.widths = told["scores"], told["widths"]
+    state.validated = state.step
+    run.take_settings(told["varied"])
+
+
+def mean_weights(run: Run, scores: Sequence[float]) -> None:
+    """Give the model the mean of the predicting weights of all trainers whose score is finite.
+
+    All ranks of the job call this, after the last step.
+    """
+    state, group = run.state, run.session.mesh.trainers
+    there = [math.isfinite(score) for score in scores]
+    own = there[run.session.topology.place.trainer]
+    with state.predicting(), torch.no_grad():
+        total = torch.cat([p.flatten().double() for _, p in learned(state.model)])
+    # A weight that is NaN would spoil the sum even with the factor zero.
+    total = total / sum(there) if own else torch.zeros_like(total)
+    group.all_reduce(total)
+    state.average = None
+    with torch.no_grad():
+        for (_, p), values in zip(
+            learned(state.model), total.split([p.numel() for _, p in learned(state.model)]), strict=True
+        ):
+            p.copy_(values.view(p.shape))
+
+
+def await_written(run: Path, trainers: int, step: int) -> None:
+    """Return when every trainer has a checkpoint of a step, or of a later one, on disk.
+
+    No checkpoint may replace that of a tournament before this. Otherwise a killed job would leave a trainer behind the
+    tournament whose opponent has gone on, and has no longer the state that is needed to hold it again.
+
+    Args:
+        run: the folder of the run.
+        trainers: number of trainers.
+        step: the step.
+    """
+    for trainer in range(trainers):
+        last = setup.trainer_folder(run, trainer) / "checkpoints" / "last"
+        while os.readlink(last) < f"{STEP}{step:08d}" or os.readlink(last) == f"{STEP}{step:08d}{BEFORE}":
+            time.sleep(_LOOK)
+
+
+def point_to_best(run: Path) -> int:
+    """Let the links in the run's own folder of checkpoints lead to those of the trainer with the best checkpoint.
+
+    Returns:
+        The trainer.
+    """
+    folders = sorted(path.parent for path in run.glob("trainer_*/checkpoints"))
+    scores = []
+    for folder in folders:
+        path = folder / "checkpoints" / "best"
+        best = load_meta(path)["best"] if (path / META).is_file() else None
+        scores.append(best["score"] if best else math.inf)
+    best_trainer = scores.index(min(scores))
+    (run / "checkpoints").mkdir(exist_ok=True)
+    for link in ("last", "best"):
+        if (folders[best_trainer] / "checkpoints" / link).exists():
+            point(run / "checkpoints", link, f"../{folders[best_trainer].name}/checkpoints/{link}")
+    return best_trainer
