@@ -23,7 +23,10 @@ from ensemble_ml.machine import keep_freed_memory
 _FOUND = "results.json"
 
 
-def hand_out(hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *, seconds: float) -> Any:
+def hand_out(
+    hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *, seconds: float,
+    environment: dict[str, str] | None = None,
+) -> Any:  # fmt: skip
     """Let `module` run a job on all hosts, and return the result of rank 0.
 
     Args:
@@ -32,12 +35,13 @@ def hand_out(hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *,
         job: the settings of the job.
         folder: a folder for temporary files.
         seconds: time limit.
+        environment: further variables of the environment.
 
     Raises:
         UserError: a rank failed, or the job took longer than `seconds`.
     """
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        hosts.run(python("-m", module, json.dumps(job), out), seconds=seconds)
+        hosts.run(python("-m", module, json.dumps(job), out), seconds=seconds, environment=environment)
         return json.loads((Path(out) / _FOUND).read_text())
 
 

@@ -51,7 +51,7 @@ from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
-from ensemble_ml.config.tournament import TournamentConfig, TournamentData, TournamentKeep
+from ensemble_ml.config.tournament import ContestConfig, TournamentConfig, TournamentData, TournamentKeep
 from ensemble_ml.config.training import DataConfig, TrackingConfig, TrainConfig
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "RaceConfig",
     "SpatialConfig",
     "StragglersConfig",
+    "ContestConfig",
     "TournamentConfig",
     "TournamentData",
     "TournamentKeep",

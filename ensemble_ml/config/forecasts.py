@@ -16,6 +16,7 @@ from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
+from ensemble_ml.config.tournament import ContestConfig
 
 
 def _numbers(values: Any) -> bool:
@@ -128,7 +129,7 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "lion | loading | planner | prepare | quickstart | skill | spatial | stations | step | stragglers | verification")
+    benchmark: str = opt(MISSING, "lion | loading | planner | prepare | quickstart | skill | spatial | stations | step | stragglers | tournament | verification")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each competitor")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
@@ -143,6 +144,7 @@ class BenchmarkConfig:
     race: RaceConfig = part(RaceConfig, "for benchmark=loading")
     spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
     stragglers: StragglersConfig = part(StragglersConfig, "for benchmark=stragglers: hosts, delays, quality")
+    tournament: ContestConfig = part(ContestConfig, "for benchmark=tournament: hosts, quality, storage")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "repeats")

@@ -46,6 +46,28 @@ class TournamentConfig:
             require(name, values, numbers, "give a list of numbers, one a trainer")
 
 
+@dataclass
+class ContestConfig:
+    """Tournaments against their competitors (`benchmark=tournament`)."""
+
+    trainers: int = opt(4, "trainers; in the cost section each on a host of its own")
+    rate: str | None = opt("none", "cost, storage: rate of the links as tc writes it; none is unshaped, null uses the loopback")
+    store: str | None = opt(None, "tensor store with init times in 2001 and 2002; null leaves out all sections but simulation")
+    seeds: int = opt(3, "seeds of the quality, rates and nan sections")
+    steps: int = opt(150, "quality: steps of each training, a multiple of every")
+    every: int = opt(25, "quality: steps between tournaments, and between averages of local SGD")
+    apart: int = opt(100, "cost: steps between tournaments, of which there are three")
+    samples: int = opt(480, "storage: samples that each competitor reads in all")
+    mb_s: float = opt(20.0, "storage: bandwidth of the emulated slow storage, shared by all trainers")
+    step: float = opt(0.1, "storage: seconds that a step sleeps")
+    largest: int = opt(64, "simulation: trainers")
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "trainers", "largest", group="tournament.")
+        at_least(self, 1, "seeds", "steps", "every", "apart", "samples", group="tournament.")
+        require("tournament.steps", self.steps, self.steps % self.every == 0 and self.steps > 2 * self.every, f"must be a multiple of tournament.every={self.every}, and at least three times as many")
+
+
 def _is_number(value: Any) -> bool:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

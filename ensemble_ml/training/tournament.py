@@ -119,7 +119,7 @@ def compete(run: Run, scores: Sequence[float]) -> dict[str, Any]:
     if chosen != list(range(len(chosen))):
         data = _swapped(run, chosen)
         if chosen[own] != own:
-            _take_over(run, load(data.numpy().tobytes()))
+            take_over(run, data)
     told = [score if math.isfinite(score) else None for score in scores]
     return {"step": state.step, "scores": told, "from": chosen}
 
@@ -154,7 +154,7 @@ def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
     """Send this rank's state to its counterparts in the trainers that take it, and return what comes for this one."""
     group, own = run.session.mesh.trainers, run.session.topology.place.trainer
     takers = [trainer for trainer, source in enumerate(chosen) if source == own != trainer]
-    mine = _packed(run) if takers else torch.empty(0, dtype=torch.uint8)
+    mine = packed(run) if takers else torch.empty(0, dtype=torch.uint8)
     sizes = torch.empty(group.size, dtype=torch.int64)
     group.all_gather(sizes, torch.tensor([len(mine)]))
     sent = [len(mine) if trainer in takers else 0 for trainer in range(group.size)]
@@ -164,7 +164,7 @@ def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
     return out
 
 
-def _packed(run: Run) -> Tensor:
+def packed(run: Run) -> Tensor:
     """Return what a loser takes from this trainer, as bytes."""
     state = run.state
     told = {"scores": state.scores, "widths": state.widths, "varied": state.varied}
@@ -173,9 +173,9 @@ def _packed(run: Run) -> Tensor:
     return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
 
 
-def _take_over(run: Run, tensors: dict[str, Tensor]) -> None:
-    """Take the state of another trainer. Order of dates, init times and number of steps stay this trainer's own."""
-    state = run.state
+def take_over(run: Run, data: Tensor) -> None:
+    """Take what `packed` gave on another trainer. Order of dates, init times and number of steps stay the own ones."""
+    state, tensors = run.state, load(data.numpy().tobytes())
     told = json.loads(tensors.pop(_TOLD).numpy().tobytes())
     state.take_over(tensors)
     state.scores, state.widths = told["scores"], told["widths"]

@@ -166,6 +166,7 @@ class Trainer:
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet_model)
         self.kept = False  # whether a checkpoint of the run is on disk, from this process or an earlier one
         self._kept: int | None = None  # the step of checkpoints/last
+        self._request = StopRequest()
         self._written = 0  # the step of the latest tournament that all trainers are known to have kept
         self._heard = 0.0  # when this trainer last asked whether another has stopped
         self._sized: int | None = None  # the step at which factors were measured for other numbers of members
@@ -190,7 +191,7 @@ class Trainer:
             UserError: a loss or gradient is not finite, or memory does not suffice.
         """
         done = resumed and self.state.step >= self.state.steps
-        self.kept = resumed
+        self.kept, self._request = resumed, stop
         with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
             try:
                 if not done and (votes := self._open_votes()) is not None:
@@ -204,7 +205,7 @@ class Trainer:
                 else:
                     if self.session.first:
                         _write_config(self.setup.base, self.run_folder)
-                    self._save(tracker, best=self._validated(tracker, stop))
+                    self._save(tracker, best=self._validated(tracker))
                     self._end_where_solved(tracker)
                     self.keeper.finish()
                     self.kept = True
@@ -214,11 +215,11 @@ class Trainer:
                         self._point()
                 stop.arm()
                 if resumed and self._several:
-                    self._hold_again(tracker, stop)
+                    self._hold_again(tracker)
                 self._loop(tracker, stop)
                 self.keeper.finish()
                 if self._several:
-                    self._settle_best(tracker, stop)
+                    self._settle_best(tracker)
             # The other ranks hear of the error now. Closing the loader and the keeper may wait for them, or for
             # storage.
             except BaseException as error:
@@ -369,19 +370,18 @@ class Trainer:
                 self._end_here(tracker, text % (self.config.max_minutes, state.step, state.steps))
             if self.stepper.noted:
                 tracker.note(state.step, self.stepper.noted)
-            self._keep(tracker, stop, due=bool(due))
+            self._keep(tracker, due=bool(due))
             # A single rank need not wait for the flag that steps exchange: it reads its own request.
             if self.session.topology.size == 1:
                 stopped = stop.vote
             if stopped and state.step < state.steps:
-                self._stop(tracker, stop, stopped)
+                self._stop(tracker, stopped)
 
-    def _stop(self, tracker: Tracker | Silent, stop: StopRequest, votes: float, *, before: bool = False) -> NoReturn:
+    def _stop(self, tracker: Tracker | Silent, votes: float, *, before: bool = False) -> NoReturn:
         """Keep the state and end the run after the current step. All ranks of the model call this.
 
         Args:
             tracker: the log.
-            stop: the request to stop.
             votes: the sum of the votes for it.
             before: the tournament after the step could not be held.
 
@@ -395,12 +395,12 @@ class Trainer:
         if self._kept != state.step or self.config.optim.momentum_kept is MomentumKept.mean:
             self._save(tracker, best=False, kept=MomentumKept.ranks, before=before)
         self.keeper.finish()
-        who = stop.requested or f"another {'trainer' if self._several else 'rank'}"
+        who = self._request.requested or f"another {'trainer' if self._several else 'rank'}"
         tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
         # Other trainers may still write, and need the store that the first rank serves.
         if self._several:
             self.session.meet()
-        raise Stopped(requeue=stop.requeue(votes), first=self.session.first)
+        raise Stopped(requeue=StopRequest.requeue(votes), first=self.session.first)
 
     def _end_here(self, tracker: Tracker | Silent, why: str) -> None:
         """Make the current step the last one of the run, and log the reason. All ranks call this."""
@@ -456,10 +456,10 @@ class Trainer:
         how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
         return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {OTHERWISE}")
 
-    def _keep(self, tracker: Tracker | Silent, stop: StopRequest, *, due: bool) -> None:
+    def _keep(self, tracker: Tracker | Silent, *, due: bool) -> None:
         """Validate, and write a checkpoint, if the step or the clock asks for it."""
         step, last = self.state.step, self.state.step == self.state.steps
-        better = self._validated(tracker, stop) if last or step % self.config.validate_every == 0 else False
+        better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
         if not last and self.state.stalled(self.config.patience, self.config.validate_every):
             text = f"patience={self.config.patience}: no validation was better than that of step"
             self._end_here(tracker, f"{text} {self.state.best_step}, so step {step} of {self.state.steps} is the last")
@@ -481,7 +481,7 @@ class Trainer:
             self._end_here(tracker, f"until={until:g}: reached, so step {state.step} of {state.steps} is the last")
         return reached
 
-    def _validated(self, tracker: Tracker | Silent, stop: StopRequest) -> bool:
+    def _validated(self, tracker: Tracker | Silent) -> bool:
         """Score the validation dates. Return whether the score is better than all before."""
         tracker.validating(self.state.step)
         try:
@@ -499,13 +499,13 @@ class Trainer:
         finite = all(map(math.isfinite, scores.values()))
         state.scores, state.widths = (scores, _told(found.widths, state.widths)) if finite else ({}, None)
         state.validated = state.step if finite else None
-        return self._judged(tracker, stop, scores)
+        return self._judged(tracker, scores)
 
-    def _judged(self, tracker: Tracker | Silent, stop: StopRequest, scores: dict[str, float]) -> bool:
+    def _judged(self, tracker: Tracker | Silent, scores: dict[str, float]) -> bool:
         """Hold the tournament that is due. Return whether the score after it is better than all before."""
         state = self.state
         if tournament.due(self.setup.base, state.step, state.steps):
-            self._compete(tracker, stop, scores["score"])
+            self._compete(tracker, scores["score"])
         better = bool(state.scores) and (state.best is None or state.scores["score"] < state.best["score"])
         if better:
             state.best = {"step": state.step, **state.scores}
@@ -514,12 +514,12 @@ class Trainer:
         tracker.restart_clock()
         return better
 
-    def _compete(self, tracker: Tracker | Silent, stop: StopRequest, score: float) -> None:
+    def _compete(self, tracker: Tracker | Silent, score: float) -> None:
         """Hold a tournament, or stop because another trainer has. All ranks of the job call this."""
         state, start = self.state, time.perf_counter()
         texts = self.session.hear_trainers(f"tournament/{state.step}", repr(score))
         if texts is None:
-            self._stop(tracker, stop, self.session.left(), before=True)
+            self._stop(tracker, self.session.left(), before=True)
         heard = time.perf_counter()
         held = tournament.compete(self.setup, [float(text) for text in texts])
         seconds = {"waited": heard - start, "swapped": time.perf_counter() - heard}
@@ -527,22 +527,22 @@ class Trainer:
             state.rounds.append(held)
             tracker.tournament(held, tournament.in_words(held), seconds)
 
-    def _hold_again(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
+    def _hold_again(self, tracker: Tracker | Silent) -> None:
         """Hold the tournament that a job was killed in, or stopped before, between the trainers that resume."""
         needed, had = tournament.pending(self.setup)
         if needed and had:
             score = self.state.rounds[-1]["scores"][self.session.topology.place.trainer]
-            self._compete(tracker, stop, math.nan if score is None else score)
+            self._compete(tracker, math.nan if score is None else score)
         elif needed:
-            self._save(tracker, best=self._judged(tracker, stop, self.state.scores or {"score": math.nan}))
+            self._save(tracker, best=self._judged(tracker, self.state.scores or {"score": math.nan}))
 
-    def _settle_best(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
+    def _settle_best(self, tracker: Tracker | Silent) -> None:
         """Take the best trainer, or the mean of all if that is better. All ranks of the job call this at the end."""
         state = self.state
         own, best = state.scores.get("score", math.nan), state.best or {"score": math.nan, "step": 0}
         texts = self.session.hear_trainers("end", repr([own, best["score"], best["step"]]).replace("nan", "NaN"))
         if texts is None:
-            self._stop(tracker, stop, self.session.left())
+            self._stop(tracker, self.session.left())
         last, least, steps = zip(*map(json.loads, texts), strict=True)
         self._point()
         for step, *cells in tournament.tree(state.rounds):

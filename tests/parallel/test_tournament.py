@@ -180,9 +180,9 @@ class Killed:
 @pytest.mark.parametrize(
     ("where", "victim", "steps"),
     [
-        ("before_the_swap", 1, {3}),
         ("before_it_is_kept", 0, {6, 8}),
-        ("before_it_is_kept", 2, {6, 8}),
+        pytest.param("before_it_is_kept", 2, {6, 8}, marks=pytest.mark.slow),
+        pytest.param("before_the_swap", 1, {3}, marks=pytest.mark.slow),
         ("by_a_signal", 3, {7, 8}),
     ],
 )
@@ -222,11 +222,13 @@ def test_a_trainer_with_nan_is_gone_after_the_next_tournament(store, output):
         assert meta["step"] == 12 and all(value.isfinite().all() for value in found.values())
 
 
+@pytest.mark.slow
 def test_a_job_whose_trainers_all_have_nan_ends(store, output):
     ends = start(contest(store, output, run="all"), poisoned, {0, 1, 2, 3}, 1, statuses=True)
     assert all(code and "step 4: no trainer has a score that is finite" in text for code, _, text in ends)
 
 
+@pytest.mark.slow
 def test_settings_travel_with_the_winner(store, output):
     vary = {"optim.lr": [1e-7, 1e-7, 1e-7, 3e-3], "spread_weight": [0.1, 0.2, 0.3, 0.4]}
     config = contest(store, output, run="vary", tournament={"vary": vary, "keep": TournamentKeep.truncation})
@@ -242,6 +244,7 @@ def test_settings_travel_with_the_winner(store, output):
     assert load_meta(folders(run)[worst] / "checkpoints" / "last")["varied"] in (best, *range(3))
 
 
+@pytest.mark.slow
 def test_trainers_of_two_ranks_whose_momenta_differ(store, output):
     """Each rank takes the momentum of its counterpart; parts of the dates; killed and resumed."""
     settings = {"parallel": {"data": 2}, "batch_size": 2, "tournament": {"data": TournamentData.parted, "every": 8}}

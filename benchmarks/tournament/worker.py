@@ -1,0 +1,72 @@
+"""Read batches from slow storage as one of several trainers: `python -m benchmarks.tournament.worker JOB FOLDER`.
+
+JOB is a JSON object with its settings. A step sleeps, as a step on a GPU leaves the processor to the loader. Rank 0
+writes the result, for all trainers, to FOLDER/results.json.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.common.jobs import take_part
+from benchmarks.lion.trials import quickstart_config
+from ensemble_ml.config import Launcher, LoadingConfig, ParallelConfig, TournamentConfig, TournamentData
+from ensemble_ml.distributed import Session
+from ensemble_ml.loading import Reader
+from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader
+from ensemble_ml.loading.schedule import Schedule
+from ensemble_ml.loading.units import Units
+from ensemble_ml.store import open_store
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import batches_of
+
+_DATES = 24  # init times, so that twenty epochs do not take long
+_BESIDE = 4  # samples that pass through memory beside the cache, packed and decoded
+
+
+def work(session: Session, job: dict[str, Any]) -> dict[str, Any]:
+    """Read all batches of this trainer, and return samples a second of all trainers, and the bytes of all dates."""
+    trainers, own = session.topology.trainer, session.topology.place.trainer
+    config = quickstart_config(job["store"], seed=0, steps=1, optim={})
+    tournament = TournamentConfig(every=config.validate_every, data=TournamentData(job["data"]))
+    source = open_store(job["store"])
+    reader = Reader(source, setup.build_spec(config, source))
+    full = reader.full_size
+    data = replace(config.data, members=[full])
+    if trainers > 1:
+        config = replace(config, parallel=ParallelConfig(trainer=trainers), tournament=tournament)
+    config = replace(config, data=data, batch_size=1, steps=job["samples"] // trainers)
+    train, _ = setup.split_dates(config.data, source.layout.init_time)
+    dates = setup.own_dates(config, train[:_DATES], own)
+    schedule = Schedule(batches_of(setup.own_settings(config, own, own), reader, dates, 0, config.steps), parts=1)
+    sizes = Units(reader, train[:_DATES]).sizes.sum()
+    decoded = 4 * (full + 2) * reader.spec.fields * len(reader.spec.leads_in) * math.prod(reader.spec.grid.shape)
+    ram = sizes / job["quarter"] * 1.02 + _BESIDE * (sizes / _DATES + decoded)
+    loading = LoadingConfig(ram=int(ram), ahead=2, threads=1)
+    loader = PlannedLoader(loading, schedule, reader, Device(torch.device("cpu"), torch.float32), Lane())
+    session.mesh.world.barrier()
+    start, count = time.perf_counter(), 0
+    for batch in loader.train():
+        count += len(batch)
+        time.sleep(job["step"])
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    read = torch.tensor(float(loader.counters.snapshot()["storage"]), dtype=torch.float64)
+    loader.close()
+    session.mesh.world.all_reduce(seconds, op="max")
+    session.mesh.world.all_reduce(read)
+    return {"rate": trainers * count / float(seconds), "read": float(read), "bytes": float(sizes)}
+
+
+def _parallel(job: dict[str, Any]) -> ParallelConfig:
+    """Return the ranks of a job: a rank a trainer."""
+    return ParallelConfig(launcher=Launcher.torchrun, trainer=job["trainers"])
+
+
+if __name__ == "__main__":
+    take_part(work, _parallel)
