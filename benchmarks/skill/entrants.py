@@ -179,7 +179,7 @@ def fit_seconds(start: Trained) -> list[float]:
     Args:
         start: the result of `start_of_ours`.
     """
-    return [float(_last(run)["fit_seconds"]) for run in start.runs]
+    return [float(_last(run)["clock"]["fit_seconds"]) for run in start.runs]
 
 
 def steps_taken(trained: Trained) -> list[int]:

@@ -32,7 +32,7 @@ from ensemble_ml.optim import Exchange, build
 from ensemble_ml.optim.schedule import schedule_of
 from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
-from ensemble_ml.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, load_weights
+from ensemble_ml.training.checkpoint import CLOCK, Checkpoint, find_checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.exchanges import run_exchange
@@ -330,7 +330,8 @@ def _begin(
     # The seed is set after the fits, which draw numbers of their own. So the first weights depend on it alone.
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
-    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
+    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range)}
+    found[CLOCK] = {"fit_seconds": round(fit.seconds, 1)}
     if progress.cut:
         found["fits_cut"] = progress.cut
     if given is not None:
@@ -377,7 +378,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    kept = "precision", "input_range", "emos", "fit_seconds", "fits_cut", "earlier_dates", "unwritten"
+    kept = "precision", "input_range", "emos", CLOCK, "fits_cut", "earlier_dates", "unwritten"
     return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 

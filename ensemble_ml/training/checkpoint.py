@@ -44,6 +44,7 @@ MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "che
 PARTIAL, STEP = ".partial-", "step_"
 BEFORE = "b"  # ends the name of a checkpoint before the tournament that follows its step
 TRAINER = "trainer_"  # the folders of the trainers of one run
+CLOCK = "clock"  # entry of checkpoint.json for times
 _NAMED = 8  # entries of a folder that a message lists at most
 
 
@@ -474,7 +475,9 @@ def _damaged(path: Path, name: str) -> UserError:
 
 
 def digest(meta: Mapping[str, Any]) -> str:
-    """Return the hash of a checkpoint's JSON, without the entry that holds the hash.
+    """Return the hash of a checkpoint's JSON, without the entry that holds the hash, and without what a clock said.
+
+    So a run that is repeated, or killed and resumed, has the same hash.
 
     Args:
         meta: the contents of checkpoint.json.
@@ -482,7 +485,7 @@ def digest(meta: Mapping[str, Any]) -> str:
     Returns:
         The sha256 as hexadecimal digits.
     """
-    plain = {k: v for k, v in meta.items() if k != "sha256"}
+    plain = {k: v for k, v in meta.items() if k not in ("sha256", CLOCK)}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ensemble_ml.training import fit_cache, load_checkpoint, train
+from ensemble_ml.training.checkpoint import digest
 
 pytestmark = pytest.mark.usefixtures("own_fits")
 
@@ -65,7 +66,8 @@ def test_another_trial_takes_the_same_fit(config_of, counted, caplog):
     one, other = (load_checkpoint(run / "checkpoints" / "last") for run in (first, second))
     same = [k for k in one.state_dict if "surroundings" in k or "residuals" in k or k.endswith("inflation")]
     assert len(same) >= 6 and all((one.state_dict[k] == other.state_dict[k]).all() for k in same)
-    assert one.meta["fit_seconds"] == pytest.approx(other.meta["fit_seconds"], abs=0.1)
+    assert one.meta["clock"]["fit_seconds"] == pytest.approx(other.meta["clock"]["fit_seconds"], abs=0.1)
+    assert digest(one.meta | {"clock": {}}) == one.sha256
 
 
 @pytest.mark.slow

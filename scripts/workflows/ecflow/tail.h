@@ -1,0 +1,2 @@
+trap 0
+ecflow_client --complete
