@@ -574,6 +574,11 @@ def _on_sigterm(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def _on_sigusr1(*_: object) -> None:
+    """Raise Stopped: a batch system asks for a restart."""
+    raise Stopped(requeue=True, why="stopped by SIGUSR1; the same command goes on")
+
+
 def _stopped(error: KeyboardInterrupt) -> int:
     """Print why the command was stopped, and return the exit status for it."""
     print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
@@ -594,9 +599,10 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     if not ignored(signal.SIGHUP):
         signal.signal(signal.SIGHUP, _on_sigterm)
-    # SIGUSR1 would end the process at once. A training that has not yet loaded its checkpoint handles it once it has
-    # (see `ensemble_ml.signals`).
-    signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigterm)
+    # SIGUSR1 would end the process at once. Other commands than `train` go on when they are run again
+    # (docs/workflows.md), so they may stop anywhere. A training that has not yet loaded its checkpoint handles it once
+    # it has (see `ensemble_ml.signals`).
+    signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigusr1)
     try:
         return _dispatch(arguments)
     except UserError as error:

@@ -163,7 +163,7 @@ TASKS: dict[str, Task] = {
     "evaluate": Task(
         schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
         "output=scores",
-        "OUTPUT/{scores.json, report.html}",
+        "OUTPUT/{scores.json, lineage.json, report.html}",
     ),
     "export": Task(
         schema.ExportConfig, _export, "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",

@@ -463,6 +463,14 @@ def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
     assert status == cli.STATUS_INTERRUPTED and "interrupted" in err
 
 
+def test_a_signal_of_a_time_limit_asks_for_the_same_command_again(capsys, monkeypatch):
+    task = TASKS["prepare"]
+    build = lambda _: os.kill(os.getpid(), signal.SIGUSR1)  # noqa: E731
+    monkeypatch.setitem(TASKS, "prepare", Task(task.config, build, task.example, task.leaves))
+    status, _, err = run(capsys, "prepare", "input=a", "output=b")
+    assert status == cli.STATUS_REQUEUE and "the same command goes on" in err
+
+
 @pytest.mark.parametrize(
     ("kept", "restarts", "number", "status", "text"),
     [

@@ -1,5 +1,6 @@
 """The whole road by the command line, as a user walks it: archive, store, training, forecast, scores."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -71,12 +72,24 @@ def test_forecasts_from_any_number_of_members(road):
 
 @pytest.mark.slow
 def test_scores_from_store_and_from_raw_archive_agree(road):
-    folder, archive, store, _ = road
+    folder, archive, store, checkpoint = road
     common = [f"forecast={folder}/from2", "members_in=2", "bootstrap=100"]
     ensemble_ml("evaluate", *common, f"ensemble={store}", f"truth={store}", f"output={folder}/a")
     ensemble_ml("evaluate", *common, f"ensemble={archive}/ensemble", f"truth={archive}/truth", f"output={folder}/b")
     one, other = (json.loads((folder / name / "scores.json").read_text()) for name in "ab")
     assert (folder / "a" / "report.html").stat().st_size > 10_000
+    lineage = json.loads((folder / "a" / "lineage.json").read_text())
+    scores_json = Path(lineage["scores"]["path"])
+    assert scores_json == folder / "a" / "scores.json"
+    assert lineage["scores"]["sha256"] == hashlib.sha256(scores_json.read_bytes()).hexdigest()
+    assert lineage["ensemble"]["provenance"]["input"] == [f"{archive}/ensemble"]
+    (forecast,) = lineage["forecasts"]
+    assert set(forecast["files"]) == {path.name for path in (folder / "from2").glob("*.nc")}
+    meta = json.loads((checkpoint / "checkpoint.json").read_text())
+    for origin in forecast["files"].values():
+        assert origin["checkpoint_sha256"] == meta["sha256"] and str(checkpoint) in origin["source"]
+        # Trained on the store that these forecasts are scored against.
+        assert origin["training_data_fingerprint"] == lineage["ensemble"]["fingerprint"] == meta["data_fingerprint"]
     values = [[entry["ratio"] for entry in scores["summary"]] for scores in (one, other)]
     np.testing.assert_allclose(*values, rtol=1e-3)  # rain is packed anew in the store
     assert {claim["unit"] for claim in one["claims"]} == {"ratio", "%"}

@@ -1,5 +1,7 @@
 """Score forecasts beside the raw ensemble and its statistical corrections, and write scores.json and report.html.
 
+`lineage` describes lineage.json, which says what the scores came of.
+
 This is the top of the package: it makes the plan, fits the baselines, scores field by field, and composes the results.
 It follows statistic, mean and metric, and no baseline is ever left out.
 
@@ -59,7 +61,7 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
-from ensemble_ml.verification import heights, summary, vectors
+from ensemble_ml.verification import heights, lineage, summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
@@ -103,6 +105,7 @@ class Evaluation:
         grid: Grid of the fields.
         land: (Y, X) land fraction, where it is known.
         kept: Folder of the intermediate results.
+        lineage: The content of lineage.json but for the scores.
     """
 
     content: dict[str, Any]
@@ -112,6 +115,7 @@ class Evaluation:
     grid: Grid
     land: np.ndarray | None
     kept: Kept
+    lineage: dict[str, Any]
 
     def page(self) -> str:
         """Return the report, an HTML page that needs no other file."""
@@ -235,7 +239,16 @@ def _evaluated(
         "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
     }
-    return Evaluation(content, scores, tables, case, source.layout.grid, source.static().get("lsm"), kept)
+    return Evaluation(
+        content,
+        scores,
+        tables,
+        case,
+        source.layout.grid,
+        source.static().get("lsm"),
+        kept,
+        lineage.lineage(source, forecasts),
+    )
 
 
 def _check(config: EvaluateConfig, output: Path) -> None:
@@ -432,7 +445,9 @@ def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
     """
     output.mkdir(parents=True, exist_ok=True)
     scores_json, report = (output / name for name in FILES)
-    put(scores_json, found.json(), overwrite)
+    text = found.json()
+    put(scores_json, text, overwrite)
+    put(output / lineage.FILE, lineage.to_json(found.lineage, scores_json, text), True)
     if overwrite:
         report.unlink(missing_ok=True)  # the old report belongs to other scores
     try:

@@ -33,6 +33,7 @@ _ROUNDING = 1e-6  # tolerance, as a share of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF standard names of axes that differ from our names
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # the form that `inference.contents` writes
+_ORIGIN = "source", "checkpoint_sha256", "training_data_fingerprint", "data_fingerprint", "settings_digest"
 _OTHERS = "give it start and valid times as docs/forecasts.md describes under Other people's forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 
@@ -183,6 +184,11 @@ class ForecastFile:
     def checkpoint(self) -> str | None:
         """Return the sha256 of the checkpoint; None if the file does not state it."""
         return self.data.attrs.get("checkpoint_sha256")
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Return the attributes that say what the file was made from, as far as it has them."""
+        return {name: str(self.data.attrs[name]) for name in _ORIGIN if name in self.data.attrs}
 
     def dates(self, name: str) -> np.ndarray:
         """Return the dates in an attribute, or in a variable if they are too many for an attribute.

@@ -55,6 +55,7 @@ class ForecastSet:
         validation_dates: Init times that chose the checkpoint.
         earlier_dates: Init times that trained or chose the weights from which training began.
         checkpoints: sha256 of the checkpoints that made the files.
+        origins: What each file says that it was made from, by file name.
         lead_hours: Leads that all files have, in hours.
         uneven_leads: Leads that only some files have, in hours.
         uneven_members: Variables whose members only some files have.
@@ -72,6 +73,7 @@ class ForecastSet:
     validation_dates: np.ndarray
     earlier_dates: np.ndarray
     checkpoints: tuple[str, ...]
+    origins: dict[str, dict[str, str]]
     lead_hours: tuple[int, ...]
     uneven_leads: tuple[int, ...]
     uneven_members: tuple[str, ...]
@@ -238,6 +240,7 @@ def _open_folder(folder: Path) -> ForecastSet:
     files: dict[np.datetime64, Path] = {}
     made_of: dict[np.datetime64, tuple[str, ...]] = {}
     checkpoints: set[str] = set()
+    origins: dict[str, dict[str, str]] = {}
     untold = 0
     # Each file is opened, read and closed again, so that thousands of files do not exhaust the file handles.
     axes: dict[str, np.ndarray] = {}
@@ -248,6 +251,7 @@ def _open_folder(folder: Path) -> ForecastSet:
         with open_file(path) as file:
             start, found = file.start, file.axes
             made_of[start] = file.members_in
+            origins[path.name] = file.origin
             if file.checkpoint:
                 checkpoints.add(file.checkpoint)
             untold += not len(file.dates("training_dates"))
@@ -280,6 +284,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
             earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted(checkpoints)),
+            origins=origins,
             lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),

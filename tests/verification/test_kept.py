@@ -91,7 +91,8 @@ def test_a_stopped_evaluation_goes_on_to_the_same_scores(made, tmp_path, monkeyp
     found = results(again, store)
     assert "4 of 4 groups of fields are taken" in caplog.text and len(calls) == 1
     assert found == whole and whole[0]["vectors"]
-    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["report.html", "scores.json"]
+    files = {path.name for path in (tmp_path / "again").iterdir()}
+    assert files == {"lineage.json", "report.html", "scores.json"}
 
 
 @pytest.mark.parametrize("change", ["settings", "forecast", "file"])

@@ -4,7 +4,9 @@ import re
 import shutil
 import subprocess
 
-from engines import FILES, engine, environment
+from needs import FILES, engine
+
+from benchmarks.workflows.engines import environment
 
 FLOW = FILES / "cylc"
 TWO_DAYS = ["-s", "FIRST='20260131T00Z'", "-s", "LAST='20260201T00Z'"]

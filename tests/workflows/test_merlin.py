@@ -7,9 +7,11 @@ import time
 import psutil
 import pytest
 import yaml
-from engines import FILES, engine, environment, kill_tree, redis, wait_for, worker
 from fixtures_archive import tiny_archive  # noqa: F401
+from needs import FILES, engine
 from packaging.requirements import Requirement
+
+from benchmarks.workflows.engines import environment, kill_tree, redis, wait_for, worker
 
 CAMPAIGN = FILES / "merlin" / "campaign.yaml"
 # A stand-in for all commands. It notes its arguments; some fail until there is a file `mended`.
@@ -91,6 +93,7 @@ def test_nothing_is_trained_after_a_share_that_failed(tmp_path, way):
 
     if way == "local":
         return both()
+    engine("redis-server")
     with redis(tmp_path):
         both()
 
@@ -104,6 +107,7 @@ def test_celery_is_pinned_below_the_version_that_runs_first_steps_alone():
 
 
 def test_ten_thousand_samples_are_enqueued_in_a_minute_and_a_task_costs_half_a_second_at_most(tmp_path):
+    engine("merlin"), engine("redis-server")
     environ = environment(tmp_path)
     spec = {
         "description": {"name": "many", "description": "Nothing, often."},

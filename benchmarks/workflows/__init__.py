@@ -1,0 +1,1 @@
+"""The cost of a task under workflow engines, and what they do after one that failed."""
