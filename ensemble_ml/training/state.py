@@ -234,8 +234,11 @@ class State:
 
     def _moments(self) -> dict[str, Tensor]:
         """Return the state of the optimizer, with the number of the parameter in the names."""
-        held = [self.optimizer.state.get(p, {}) for _, p in self._stepped()]
-        return {f"{_OPTIMIZER}{i}.{key}": torch.as_tensor(v) for i, values in enumerate(held) for key, v in values.items()}
+        found: dict[str, Tensor] = {}
+        for index, (_, p) in enumerate(self._stepped()):
+            held = self.optimizer.state.get(p, {})
+            found |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(value) for name, value in held.items()}
+        return found
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the optimizer, the average and the counters from a checkpoint whose weights the model already has.

@@ -573,7 +573,7 @@ class Trainer:
         state.best, self._sized = {"step": state.step, **found.scores}, None
         self._measure_widths_by_size()
         if self.session.first:
-            state_dict, training = state.tensors()
+            state_dict, training, _ = state.tensors()
             own = [score if math.isfinite(score) else None for score in scores]
             meta = {**self.setup.facts, **state.meta(), "soup": own}
             save_checkpoint(
