@@ -47,6 +47,7 @@ from data_prep.selecting import (
     translation,
     without_members,
 )
+from data_prep.wanted import Wanted
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, resolve
@@ -388,7 +389,10 @@ def open_archive(
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     variables = None if variables is None else [resolve(name).name for name in variables]
     several_grids |= change is not None and change.regrid is not None
-    catalogue = Catalogue(paths, role=role, index=index, overrides=overrides, several_grids=several_grids)
+    wanted = Wanted.of(variables, levels, leads, dates, derive)
+    catalogue = Catalogue(
+        paths, role=role, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
+    )
     _check_asked(catalogue, variables or ())
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))

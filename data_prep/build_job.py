@@ -6,7 +6,8 @@ import hashlib
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, holes, kept_gaps, settle
+from data_prep.gathered import Gathered, Room, zeros
 from data_prep.geometry import GridChange, as_change
 from data_prep.identity import Overrides
 from data_prep.pairs import Pair, pair
@@ -33,6 +35,7 @@ from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)
 
+_SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # of an archive behind a URL, whose answers take long
 _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
 
 
@@ -110,6 +113,11 @@ class Job:
         )
 
     @property
+    def remote(self) -> bool:
+        """Return whether forecast or truth are read by URL."""
+        return self.source.catalogue.remote or (self.truth is not None and self.truth.catalogue.remote)
+
+    @property
     def files(self) -> str:
         """Return 16 hex digits that identify the files of forecast and truth.
 
@@ -146,14 +154,10 @@ class Job:
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
         """Read one part of an init time slice by slice, and write each slice to the store."""
-        for selection in slices_of(self.plan.layout):
+        for selection, gathered in self._gathered(part, date):
             # The question is asked for each slice, so that a build does not have to complete a date before it stops.
             if stopped():
                 raise Stopped
-            if part is Part.TRUTH and self.truth is not None:
-                gathered = self.truth.gather(date, selection, _room)
-            else:
-                gathered = self.source.gather(part, date, selection, _room)
             if self.config.packing is Packing.float32:
                 pressure, surface = gathered.plain()
             else:
@@ -166,6 +170,35 @@ class Job:
             # level.
             block = pressure[:, 0, 0] if kind is Kind.PRESSURE else surface[:, 0, 0][:, None]
             writer.cell(part, kind, lead, variable, block)
+
+    def _gathered(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
+        """Yield the slices of one part of an init time; those of archives behind URLs are read ahead."""
+        truth = self.truth if part is Part.TRUTH else None
+        catalogue = self.source.catalogue if truth is None else truth.catalogue
+
+        def gather(selection: Selection, room: Room) -> Gathered:
+            if truth is not None:
+                return truth.gather(date, selection, room)
+            return self.source.gather(part, date, selection, room)
+
+        selections = list(slices_of(self.plan.layout))
+        if not catalogue.remote:
+            yield from ((selection, gather(selection, _room)) for selection in selections)
+            return
+        lay = self.plan.layout
+        largest = 4 * len(lay.realization) * max(1, len(lay.levels)) * math.prod(catalogue.geometry.source.shape)
+        count = max(1, min(_SLICES_AHEAD, _BYTES_AHEAD // largest))
+        # The room of this thread is used in turn, which holds for one slice at a time only.
+        with ThreadPoolExecutor(count, "fetch") as pool:
+            asked = deque((one, pool.submit(gather, one, zeros)) for one in selections[:count])
+            try:
+                for number in range(len(selections)):
+                    selection, coming = asked.popleft()
+                    gathered = coming.result()
+                    asked.extend((one, pool.submit(gather, one, zeros)) for one in selections[number + count :][:1])
+                    yield selection, gathered
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _reads(self, date: int) -> dict[str, set[tuple[str, int, int]]]:
         """Return the path, offset and length of each field of an init time, by part."""

@@ -89,10 +89,13 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
     count = config.workers or cores()
     keep_freed_memory(arenas=1)
     packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))
-    dates = stack.enter_context(ThreadPoolExecutor(min(_DATES_AT_ONCE, count), "date"))
+    # What is read by URL takes long to come, so another init time is asked for meanwhile.
+    at_once = _DATES_AT_ONCE if job.remote else min(_DATES_AT_ONCE, count)
+    dates = stack.enter_context(ThreadPoolExecutor(at_once, "date"))
     stop = Event()
     stack.callback(stop.set)
-    return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), lambda: 2 * count, stop.set)
+    ahead = max(2 * count, at_once)
+    return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), lambda: ahead, stop.set)
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:

@@ -45,6 +45,7 @@ from data_prep.records import (
     describe,
     field_of,
 )
+from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
@@ -82,6 +83,7 @@ class Catalogue:
         index: keeps the tables of files; None reads every file anew.
         overrides: names and units of variables that the user states.
         several_grids: whether files may be on several grids. Then `onto` has to bring all of them to one.
+        wanted: the part that is listed of NetCDF and Zarr with very many fields.
 
     Attributes:
         records: one record for each field, sorted by `KEYS`.
@@ -101,9 +103,10 @@ class Catalogue:
         index: FileIndex | None = None,
         overrides: Overrides = NO_OVERRIDES,
         several_grids: bool = False,
+        wanted: Wanted = ALL,
     ):
         self.path = _shown(paths)
-        self.readers: list[Reader] = open_readers(archive_files(paths, role=role), index, overrides)
+        self.readers: list[Reader] = open_readers(archive_files(paths, role=role), index, overrides, wanted)
         self.files = [reader.path for reader in self.readers]
         self.stamps = [(_whole(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.without_units = _check_units(self.path, self.readers)
@@ -152,6 +155,11 @@ class Catalogue:
             if not any(grid.same_as(one) for one in found):
                 found.append(grid)
         return found
+
+    @property
+    def remote(self) -> bool:
+        """Return whether files are read by URL."""
+        return any(is_remote(path) for path in self.files)
 
     def without_empty(self, aligned: Callable[[], A], index: FileIndex | None) -> A:
         """Leave out fields that are all NaN, and return the object that reads this catalogue.

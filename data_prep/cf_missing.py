@@ -6,7 +6,7 @@ The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import netCDF4
@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import check_there
+from ensemble_ml.errors import UserError
 from ensemble_ml.store.remote import is_remote, open_remote, open_zarr_array
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ def open_zarr(path: str) -> xr.Dataset:
     """
     where: Any = open_remote(path) if is_remote(path) else path
     raw = xr.open_dataset(where, engine="zarr", decode_cf=False)
+    if is_remote(path):
+        _check_there(path, where.absent, raw)
     for name, array in raw.variables.items():
         fill = np.ravel(array.attrs.get("_FillValue", ()))
         packed = any(key in array.attrs for key in _PACKED)
@@ -54,6 +57,22 @@ def open_zarr(path: str) -> xr.Dataset:
             if name in raw.data_vars:
                 log.info("%s: %s: zeros are values, though its fill value is zero", path, name)
     return _decoded(raw, written=True)
+
+
+def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
+    """Refuse a remote store that lacks a chunk of a coordinate, which would read as the fill value many times over.
+
+    Values that all equal the fill value need no chunk. Of a coordinate, that can only be a single one.
+
+    Args:
+        path: the store.
+        absent: keys that were asked for and are not there.
+        raw: the opened store.
+    """
+    for name, axis in raw.coords.items():
+        missing = [key for key in absent if key.startswith(f"{name}/")]
+        if missing and axis.size > 1:
+            raise UserError(f"{path}: {missing[0]} is not there (404), but {name} has {axis.size} values; try again")
 
 
 def _said(path: str, name: Hashable) -> bool:

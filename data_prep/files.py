@@ -16,6 +16,7 @@ from data_prep.grib import GribFile
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.netcdf_classic import check_whole
 from data_prep.records import Reader
+from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
@@ -181,7 +182,7 @@ def is_zarr(path: str | os.PathLike) -> bool:
 
 
 def open_readers(
-    files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES
+    files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL
 ) -> list[Reader]:
     """Index all files, several at a time. The headers of an archive lie far apart, so most of the time is waiting.
 
@@ -189,30 +190,31 @@ def open_readers(
         files: files, Zarr folders and open Datasets.
         index: keeps the tables of GRIB files; None keeps none.
         overrides: names and units of variables that the user states.
+        wanted: the part that is listed of NetCDF and Zarr with very many fields.
 
     Raises:
         UserError: a file is missing, damaged, or of an unknown format.
     """
     if len(files) == 1:
-        return [_open_reader(files[0], index, overrides)]
+        return [_open_reader(files[0], index, overrides, wanted)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        waiting = [pool.submit(_open_reader, path, index, overrides) for path in files]
+        waiting = [pool.submit(_open_reader, path, index, overrides, wanted) for path in files]
         try:
             return [one.result() for one in waiting]
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Reader:
+def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> Reader:
     """Return the reader of one file, by its format."""
     if is_dataset(path):
-        return XarrayFile.of_dataset(path, overrides)
+        return XarrayFile.of_dataset(path, overrides, wanted)
     if is_remote(path):
-        return GribFile(path, index) if is_grib(path) else XarrayFile(path, overrides)
+        return GribFile(path, index) if is_grib(path) else XarrayFile(path, overrides, wanted=wanted)
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
-        return XarrayFile(path, overrides)
+        return XarrayFile(path, overrides, wanted=wanted)
     if index is not None and index.holds(path):
         # Only GRIB files have a table in the index, so the format is known without opening the file.
         return GribFile(path, index)
@@ -226,7 +228,7 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides) -> Re
     if head.startswith(b"CDF"):
         check_whole(path)
     if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library names an unknown version
-        return XarrayFile(path, overrides)
+        return XarrayFile(path, overrides, wanted=wanted)
     if _format(head) == "GRIB" or not head:  # GribFile refuses an empty file by its name
         return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

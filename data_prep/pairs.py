@@ -19,6 +19,7 @@ from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.records import FIELD_INDEX
 from data_prep.selecting import places
 from data_prep.truth import ArchiveTruth, check_grid, period
+from data_prep.wanted import Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control, as_list, is_dataset
 from ensemble_ml.errors import UserError
@@ -329,7 +330,9 @@ def pair(
         fields = _static_fields(of_static)
     store = _store(truth)
     if as_list(truth) and store is None:
-        catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=others))
+        lay = source.layout
+        part = Wanted.of_truth(lay.names, lay.levels, lay.init_time, max(lay.lead_hours))
+        catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=others, wanted=part))
     # A name that no file has is a mistake, which would otherwise go unnoticed.
     _check_overrides(overrides, catalogues, source.path)
     if not as_list(truth):

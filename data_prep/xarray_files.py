@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import warnings
@@ -70,6 +71,7 @@ from data_prep.records import (
     field_of,
 )
 from data_prep.spelling import spell
+from data_prep.wanted import ALL, Wanted
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
@@ -106,6 +108,7 @@ class _Variable:
     limits: tuple[float, float]  # valid values, in the file's units
     written: Written | None  # for Zarr, if values do not show which fields were never written
     fixed: Mapping[Hashable, int]  # position along further dimensions
+    levels: np.ndarray  # all of them, hPa
 
 
 class XarrayFile:
@@ -115,6 +118,7 @@ class XarrayFile:
         path: path of the file or store.
         overrides: names and units of variables that the user states.
         data: an open Dataset, which is read in place of a file (`of_dataset`).
+        wanted: the part that is listed of a file with very many fields.
 
     Attributes:
         names: names of the variables in the file.
@@ -130,14 +134,16 @@ class XarrayFile:
 
     keyed = False
 
-    def __init__(self, path: str, overrides: Overrides = NO_OVERRIDES, data: xr.Dataset | None = None):
+    def __init__(
+        self, path: str, overrides: Overrides = NO_OVERRIDES, data: xr.Dataset | None = None, wanted: Wanted = ALL
+    ):
         self.path = path
         self.names: frozenset[str] = frozenset()
         self.assumed: dict[str, str] = {}
         self.without_units: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.found: set[str] = set()
-        self._overrides = overrides
+        self._overrides, self._wanted = overrides, wanted
         self.skipped: dict[str, int] = {}
         self.methods: dict[str, str] = {}
         self.origins: tuple[Origin, ...] = ()
@@ -162,7 +168,7 @@ class XarrayFile:
         self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
 
     @classmethod
-    def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> XarrayFile:
+    def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL) -> XarrayFile:
         """Read an open Dataset with any kind of arrays.
 
         Lazy arrays are computed field by field, with the Dask scheduler that is active then. A digest stands for the
@@ -171,15 +177,16 @@ class XarrayFile:
         Args:
             data: the Dataset.
             overrides: names and units of variables that the user states.
+            wanted: the part that is listed of a Dataset with very many fields.
         """
-        return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data)
+        return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data, wanted)
 
     def _own_lock(self) -> Any:
         """Return the lock that is held while values are read.
 
-        A Dataset needs none, because its arrays lock what they use.
+        A Dataset needs none, because its arrays lock what they use. Many chunks of a URL are read at a time.
         """
-        if self._given is not None:
+        if self._given is not None or (is_remote(self.path) and _is_zarr(self.path)):
             return contextlib.nullcontext()
         return threading.RLock() if _is_zarr(self.path) else _netcdf_lock
 
@@ -259,16 +266,18 @@ class XarrayFile:
         if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
             self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")
             return []
+        grid, rows, columns = self._locate(array)
+        if not self._wanted.lists(field, array.size // math.prod(grid.shape)):
+            return []
         check_mapping(data, array)
         units = units_of(array, field, self._overrides)
         if not units and not field.static and not has_convention(spell(array.name)):
             raise NoUnits(array, field)
-        grid, rows, columns = self._locate(array)
         tables = [
             self._table(data, part, identity, units, rows, columns, fixed) for fixed, part in by_hindcast_year(array)
         ]
         if not units and not field.static:
-            if not self._agrees(self._variables[-1], field, tables[-1], grid):
+            if not self._agrees(self._variables[-1], field, grid):
                 raise NoUnits(array, field)
             self.assumed[field.name] = field.units
         self.grid = self.grid or grid
@@ -278,17 +287,22 @@ class XarrayFile:
         self.found.add(field.name)
         return tables
 
-    def _agrees(self, variable: _Variable, field: Field, records: np.ndarray, grid: Grid) -> bool:
+    def _agrees(self, variable: _Variable, field: Field, grid: Grid) -> bool:
         """Return whether the values of a variable that states no units agree with the registry's units.
 
         They are all levels of the first date and member, at the first lead that has any value.
         """
-        levels = records["level"][: variable.shape[3]]
+        levels = variable.levels
         for lead in range(variable.shape[2]):
             block = self._read(variable, np.array([0, 0, lead, 0]), np.array([1, 1, lead + 1, variable.shape[3]]), None)
             values = block[0, 0]
             if np.isfinite(values).any() and (not field.accumulated or np.nanmax(values) > 0):
                 return len(levels) == len(values) and agree(field, values, levels, grid)
+        if is_remote(self.path):  # a server may err; without this the variable would be left out
+            text = f"{variable.name}: states no units, and no value of its first init time came to tell"
+            raise UserError(
+                f"{self.path}: {text}; try again, or state them, as in 'units={{{field.name}: {field.units}}}'"
+            )
         return False
 
     def _skip(self, label: str, count: int = 1) -> None:
@@ -366,17 +380,19 @@ class XarrayFile:
                 valid_limits(array),
                 written,
                 fixed,
+                values["level"],
             )
         )
-        where = np.indices(shape).reshape(len(shape), -1)
+        over_time = field.accumulated or over_intervals(array, field)
+        where = self._wanted.places(field, values, str(array.name), over_time=over_time)
         records = np.zeros(where.shape[1], RECORD)
         records["origin"] = self._number_of(_origin(data, array))
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
         records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
-        records["offset"] = self._listed + np.arange(len(records))
-        self._listed += len(records)
+        records["offset"] = self._listed + np.ravel_multi_index(tuple(where), shape)
+        self._listed += math.prod(shape)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
         # When a control is joined with its members, as number 0, it keeps its type.
@@ -566,7 +582,7 @@ class XarrayFile:
             try:
                 values = array.values.transpose([array.dims.index(dim) for dim in order])
             except UserError as error:
-                raise UserError(f"{self.path}: {error}") from error
+                raise UserError(f"{error} ({variable.name})") from error
             except Exception as error:
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason(error)})") from error
             finally:

@@ -66,6 +66,16 @@ class Hosts:
         _wait(started, command, seconds)
 
 
+def address_of(rank: int) -> str:
+    """Return the address of another host of the same run, by what `run` sets in the environment.
+
+    Args:
+        rank: its number.
+    """
+    first = os.environ["MASTER_ADDR"]
+    return first if first.startswith("127.") else f"{first.rpartition('.')[0]}.{rank + 1}"
+
+
 def available() -> str:
     """Return why linked hosts cannot be made here, or an empty text if they can."""
     if os.geteuid() != 0:

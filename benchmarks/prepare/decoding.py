@@ -54,6 +54,45 @@ def eccodes(source: str, passes: int) -> dict[str, Any]:
         source: the file.
         passes: number of passes.
     """
+    descriptor, spans = os.open(source, os.O_RDONLY), _spans(source)
+    return _timed(lambda: (decode_message(os.pread(descriptor, size, at)) for at, size in spans), passes)
+
+
+def gribberish(source: str, passes: int) -> dict[str, Any]:
+    """Decode with gribberish, a reader of edition 2 in Rust, which takes messages as bytes.
+
+    Args:
+        source: the file.
+        passes: number of passes.
+    """
+    from gribberish import parse_grib_array
+
+    descriptor, spans = os.open(source, os.O_RDONLY), _spans(source)
+    return _timed(
+        lambda: (parse_grib_array(os.pread(descriptor, size, at), 0).astype(np.float32) for at, size in spans), passes
+    )
+
+
+def of_edition_2(source: str, target: str, packing: str) -> None:
+    """Write the messages of a file again, in edition 2.
+
+    Args:
+        source: the file.
+        target: the new file.
+        packing: ecCodes' name of the packing.
+    """
+    import eccodes as ec
+
+    with open(source, "rb") as file, open(target, "wb") as out:
+        while (handle := ec.codes_grib_new_from_file(file)) is not None:
+            ec.codes_set(handle, "edition", 2)
+            ec.codes_set(handle, "packingType", packing)
+            out.write(ec.codes_get_message(handle))
+            ec.codes_release(handle)
+
+
+def _spans(source: str) -> list[tuple[int, int]]:
+    """Return where the messages of a file begin, and their lengths."""
     import eccodes as ec
 
     spans = []
@@ -61,8 +100,7 @@ def eccodes(source: str, passes: int) -> dict[str, Any]:
         while (handle := ec.codes_grib_new_from_file(file, headers_only=True)) is not None:
             spans.append((ec.codes_get_long(handle, "offset"), ec.codes_get_long(handle, "totalLength")))
             ec.codes_release(handle)
-    descriptor = os.open(source, os.O_RDONLY)
-    return _timed(lambda: (decode_message(os.pread(descriptor, size, at)) for at, size in spans), passes)
+    return spans
 
 
 def cfgrib(source: str, passes: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import statistics
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import process
-from benchmarks.common.results import Claim, Figure
+from benchmarks.common.results import LOST, Claim, Figure
+from benchmarks.prepare.decoding import of_edition_2
 from benchmarks.prepare.reduction import DASK
 from benchmarks.prepare.workspace import Section, Workspace
 
@@ -135,7 +137,31 @@ def decoding(work: Workspace) -> Section:
         "GRIB decode: one member's messages, a tenth of the file; MB of decoded float32 a second; the fastest of"
         f" {passes} passes of each run, the same for all; indexes made before."
     )
+    for packing in ("grid_simple", "grid_ccsds"):
+        _second_edition(work, found, packing, passes)
     return found
+
+
+def _second_edition(work: Workspace, found: Section, packing: str, passes: int) -> None:
+    """Race the decoding of edition 2, which gribberish reads too; of edition 1 it reads nothing."""
+    source = f"{work.scratch(packing)}.grib2"
+    of_edition_2(str(work.archive.member), source, packing)
+    names = ["ours", "eccodes", "gribberish"]
+    if importlib.util.find_spec("gribberish") is None:
+        names.remove("gribberish")
+        found.notes.append(f"gribberish is not installed, and does not decode {packing} here.")
+    rows = [{name: process.run("prepare.decoding", name, cores=1, source=source, passes=passes) for name in names}
+            for _ in range(work.repeats)]  # fmt: skip
+    for name in names:
+        values = [row[name]["bytes"] / 1e6 / row[name]["seconds"] for row in rows]
+        found.figures[f"GRIB decode of edition 2, {packing}, on one core, {name}"] = Figure.of(values, "MB/s")
+    for name in names[1:]:
+        speed = found.figures[f"GRIB decode of edition 2, {packing}, on one core, {name}"].median
+        if speed > found.figures[f"GRIB decode of edition 2, {packing}, on one core, ours"].median:
+            found.notes.append(f"{LOST}{name} decodes {packing} of edition 2 faster than ours.")
+    same = len({row[name]["checksum"] for row in rows for name in names}) == 1
+    words = f"GRIB decode of edition 2, {packing}, bit-identical to {' and '.join(names[1:])}"
+    found.claims.append(Claim(words, float(same), "true", 1))
 
 
 def reduction(work: Workspace) -> Section:

@@ -170,7 +170,8 @@ def open_zarr_array(path: str, name: str) -> Any:
     import zarr
 
     if is_remote(path):
-        return zarr.open_array(_store(_root(path)), path=_in_store(path, name), mode="r")
+        # The group knows the metadata of all its arrays, where one document has them.
+        return zarr.open_group(_store(_root(path)), mode="r")[_in_store(path, name)]
     return zarr.open_array(os.path.join(path, name), mode="r")
 
 
@@ -244,7 +245,7 @@ class RemoteFile:
             first: position of the first byte.
             end: position after the last.
         """
-        return asyncio.run_coroutine_threadsafe(self._part(first, end), _loop())
+        return asyncio.run_coroutine_threadsafe(self._part(first, end), loop())
 
     def answer(self, asked: Future[bytes]) -> bytes:
         """Return the bytes that were asked for.
@@ -324,7 +325,7 @@ def _tag(meta: Any) -> int:
 
 
 @lru_cache(1)
-def _loop() -> asyncio.AbstractEventLoop:
+def loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of all requests of this process, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
@@ -333,7 +334,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def _forget() -> None:
     """Forget connections and the thread of requests, which a forked process does not have."""
-    _loop.cache_clear()
+    loop.cache_clear()
     _client.cache_clear()
     _opened.clear()
 
@@ -343,7 +344,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def _waited(path: str, request: Coroutine[Any, Any, T]) -> T:
     """Return the answer to a request, or raise a UserError that names the path."""
-    return _result(path, asyncio.run_coroutine_threadsafe(request, _loop()))
+    return _result(path, asyncio.run_coroutine_threadsafe(request, loop()))
 
 
 def _result(path: str, asked: Future[T]) -> T:
@@ -358,10 +359,15 @@ def _result(path: str, asked: Future[T]) -> T:
         return asked.result()
     except FileNotFoundError:
         raise
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise UserError(f"{path}: {reason(error)}") from error
     except exceptions.BaseError as error:
-        raise UserError(f"{path}: cannot be reached ({reason(error)}); check the URL and the network") from error
+        raise refusal(path, error) from error
+
+
+def refusal(path: str, error: BaseException) -> UserError:
+    """Return the error of a request as a user reads it."""
+    if "(403)" in reason(error):
+        return UserError(f"{path}: {reason(error)}")
+    return UserError(f"{path}: cannot be reached ({reason(error)}); check the URL and the network")
 
 
 def reason(error: BaseException) -> str:
@@ -414,7 +420,7 @@ def _store(url: str) -> Any:
 
         if zarr.config.get(_AT_ONCE) < _CONCURRENT:
             zarr.config.set({_AT_ONCE: _CONCURRENT})
-        _opened.setdefault(url, RemoteStore(client, read_only=True))
+        _opened.setdefault(url, RemoteStore(client, url))
     return _opened[url]
 
 
