@@ -33,12 +33,14 @@ class TournamentConfig:
     every: int = opt(0, "steps between tournaments, a multiple of validate_every; needed where parallel.trainer is 2 or more")
     data: TournamentData = opt(TournamentData.shared, "shared | parted: every trainer takes samples from all training init times, or from a part of its own; fits see all of them in any case")
     keep: TournamentKeep = opt(TournamentKeep.pairs, "pairs | truncation: in random pairs the worse takes the weights of the better, or the worst quarter takes those of the best quarter")
-    vary: dict[str, Any] = opt(dict, "settings that differ between trainers, each with a value a trainer, as {optim.lr: [1e-4, 1e-3]}; a winner's value goes with its weights")
+    vary: Any = opt(None, "settings that differ between trainers, each with a value a trainer, as {optim.lr: [1e-4, 1e-3]}; a winner's value goes with its weights")
     soup: bool = opt(True, "at the end, the mean of the trainers' weights is validated too, and kept if it is the best")
 
     def __post_init__(self) -> None:
         at_least(self, 0, "every", group="tournament.")
-        for key, values in self.vary.items():
+        require("tournament.vary", self.vary, self.vary is None or isinstance(self.vary, dict), "give a list of values by setting, {optim.lr: [1e-4, 1e-3]}")
+        self.vary = {str(key): values for key, values in (self.vary or {}).items()} or None
+        for key, values in (self.vary or {}).items():
             name = f"tournament.vary.{key}"
             allowed = f"changes the shape of the model, its fits or the steps of all; {', '.join(VARIED)} may differ between trainers"
             require(name, values, key in VARIED, allowed)

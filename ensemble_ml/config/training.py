@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
@@ -118,5 +118,8 @@ class TrainConfig:
         require("tracking.mllog", self.tracking.mllog, not self.tracking.mllog, "a log of MLPerf is of one model; give parallel.trainer=1")
         require("optim.quorum", self.optim.quorum, self.optim.waits, "one hub counts the votes of a job, which train one model; use quorum=all or parallel.trainer=1")
         require("parallel.trainer", trainers, not self.parallel.planned, "the planner plans one model; give numbers for parallel.lat and parallel.lon")
-        for key, values in self.tournament.vary.items():
+        for key, values in (self.tournament.vary or {}).items():
             require(f"tournament.vary.{key}", values, len(values) == trainers, f"give {trainers} values, one for each trainer (parallel.trainer)")
+            for value in values:  # each has to pass as the setting that it stands for
+                require(f"tournament.vary.{key}", value, key != "spread_weight" or value >= 0, "must be 0 or more")
+                replace(self.optim, **({key.removeprefix("optim."): value} if key.startswith("optim.") else {}))

@@ -404,7 +404,7 @@ def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
     if config.parallel.trainer == 1:
         return config
     seed = int(words(config.seed, Stream.TRAINERS, 0, trainer, 1)[0]) >> 1 if trainer else config.seed
-    values = {key: numbers[varied] for key, numbers in config.tournament.vary.items()}
+    values = {key: numbers[varied] for key, numbers in (config.tournament.vary or {}).items()}
     optim = {key.removeprefix("optim."): value for key, value in values.items() if key.startswith("optim.")}
     own = {key: value for key, value in values.items() if "." not in key}
     return replace(config, seed=seed, optim=replace(config.optim, **optim), **own)

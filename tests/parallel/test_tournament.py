@@ -13,6 +13,7 @@ from parallel.ranks import run_ranks
 from parallel.test_parallel_training import config_of, joined
 from stores import make_store
 
+from ensemble_ml import cli
 from ensemble_ml.config import (
     ExchangeName,
     OptimName,
@@ -53,7 +54,7 @@ def start(config, work=joined, *args, **changes):
     """Run the job of a configuration."""
     parallel = config.parallel
     data = 1 if parallel.data == "auto" else parallel.data
-    return run_ranks(work, parallel.trainer * data, config, *args, trainer=parallel.trainer, **changes)
+    return run_ranks(work, parallel.trainer * data * parallel.lat, config, *args, trainer=parallel.trainer, **changes)
 
 
 def folders(run):
@@ -245,6 +246,25 @@ def test_settings_travel_with_the_winner(store, output):
 
 
 @pytest.mark.slow
+def test_trainers_whose_ranks_share_a_sample_are_as_trainers_of_one_rank(store, output):
+    for name, parallel in (("one", {}), ("lat", {"lat": 2})):
+        config = contest(store, output, trainers=2, run=name, parallel=parallel, tournament={"every": 8})
+        config.model.precision = Precision.float64
+        start(config, **parallel)
+    (step, scores, chosen), (step2, scores2, chosen2) = (
+        rounds(output / run / "trainer_00")[0] for run in ("one", "lat")
+    )
+    assert (step, chosen) == (step2, chosen2) and sorted(chosen) != [0, 1]
+    assert scores2 == pytest.approx(scores, rel=1e-9)
+    for trainer_of in ("trainer_00", "trainer_01"):
+        first, second = (tensors(output / run / trainer_of / "checkpoints/last")[0] for run in ("one", "lat"))
+        for name, value in first.items():
+            # Lion steps by signs, which rounding may turn where a gradient is nearly zero.
+            wrong = (second[name] - value).abs() > 1e-9
+            assert wrong.float().mean() < 0.01, name
+
+
+@pytest.mark.slow
 def test_trainers_of_two_ranks_whose_momenta_differ(store, output):
     """Each rank takes the momentum of its counterpart; parts of the dates; killed and resumed."""
     settings = {"parallel": {"data": 2}, "batch_size": 2, "tournament": {"data": TournamentData.parted, "every": 8}}
@@ -285,6 +305,9 @@ def test_another_number_of_trainers_is_refused(store, output):
         ({"tournament": {"vary": {"optim.lr": [1e-3]}}}, r"tournament.vary.optim.lr=\[0.001\]: give 4 values"),
         ({"tournament": {"vary": {"model.hidden": [8, 8, 8, 8]}}}, r"vary.model.hidden=.*: changes the shape of"),
         ({"tournament": {"vary": {"optim.lr": 0.1}}}, r"tournament.vary.optim.lr=0.1: give a list of numbers"),
+        ({"tournament": {"vary": {"optim.lr": [1, 1, -3, 1]}}}, r"optim.lr=-3: must be above 0"),
+        ({"tournament": {"vary": {"spread_weight": [1, 1, -3, 1]}}}, r"tournament.vary.spread_weight=-3: must be 0"),
+        ({"tournament": {"vary": "optim.lr"}}, r"tournament.vary=optim.lr: give a list of values by setting"),
         ({"patience": 3}, r"patience=3: parallel.trainer=4 models take the same number of steps"),
         ({"max_minutes": 3.0}, r"max_minutes=3.0: parallel.trainer=4 models take the same number of steps"),
         ({"parallel": {"lat": "auto"}}, r"parallel.trainer=4: the planner plans one model"),
@@ -293,6 +316,13 @@ def test_another_number_of_trainers_is_refused(store, output):
 def test_bad_settings(store, output, changes, message):
     with pytest.raises(UserError, match=message):
         contest(store, output, **changes)
+
+
+def test_settings_that_vary_are_read_from_the_command_line():
+    words = ["run=a", "data.store=b.zarr", "data.validation=[2002]", "parallel.trainer=2", "tournament.every=100"]
+    for given in ("tournament.vary={optim.lr: [1e-4, 3e-4]}", "+tournament.vary={optim.lr: [1e-4, 3e-4]}"):
+        config = cli.build_config("train", cli.compose_config("train", [*words, given]))
+        assert config.tournament.vary == {"optim.lr": [1e-4, 3e-4]}
 
 
 def test_settings_that_do_not_fit_the_data(store, output):
