@@ -34,6 +34,7 @@ from ensemble_ml.config.base import (
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
 from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig, parse_bytes
+from ensemble_ml.config.mlperf import MlperfConfig
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.config.optim import (
     ClipBy,
@@ -80,6 +81,7 @@ __all__ = [
     "SkillConfig",
     "RaceConfig",
     "SpatialConfig",
+    "MlperfConfig",
     "StragglersConfig",
     "ContestConfig",
     "TournamentConfig",

@@ -1,0 +1,1 @@
+"""Time to solution by the rules of MLPerf HPC."""
