@@ -41,6 +41,7 @@ from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.state import Average, State
 from ensemble_ml.training.trainer import Trainer
 
@@ -114,7 +115,7 @@ def score(start: Run) -> float:
     Args:
         start: the result of `prepare`.
     """
-    return Trainer(start, Path())._scores().scores["crps_ratio"]
+    return Judge(start).scores(None).scores["crps_ratio"]
 
 
 def _on_cpu(session: Session) -> Session:
@@ -179,16 +180,16 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int, score_every: i
     began = time.thread_time()
     batches = _batches(trainer.setup, ranks)
     for batch in batches:
-        found = trainer._step(trainer._moved(batch))
+        found = trainer._step(trainer.judge.moved(batch))
         for values, _ in trainer.stepper.missed.values():
             losses.append(values["loss"])
             next(batches)
         losses.append(found["loss"])
         momentum_bytes += trainer.stepper.noted.get("bytes", 0)
         if score_every and state.step % score_every == 0:
-            curve[state.step] = trainer._scores().scores["crps_ratio"]
+            curve[state.step] = trainer.judge.scores(None).scores["crps_ratio"]
     work = (time.thread_time() - began + _beside(state.exchange)) / state.steps
-    scores = trainer._scores().scores
+    scores = trainer.judge.scores(None).scores
     state.exchange.close()
     sent = (getattr(state.exchange, "bytes_sent", 0) - momentum_bytes) / state.steps
     kept = range(every, len(losses) + 1, every)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from ensemble_ml.config import MomentumKept, TournamentConfig, TrainConfig
 from ensemble_ml.config.optim import OF_VOTES, ExchangeName
@@ -46,6 +47,11 @@ _FIXED = ("loading.assign", "parallel.trainer")
 def common_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that have to be equal on all ranks. Those that belong to a host are left out."""
     return {k: v for k, v in flat(plain_config(config)).items() if k not in _OWN}
+
+
+def as_yaml(config: TrainConfig) -> str:
+    """Return the settings as the text of a run's config.yaml."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ensemble_ml.config import LoaderName, TrainConfig
+from ensemble_ml.config import LoaderName, LoadingConfig, TrainConfig
 from ensemble_ml.distributed import Session, Topology
 from ensemble_ml.distributed.gather import gather_bytes
 from ensemble_ml.distributed.partition import shard_of
@@ -182,3 +182,19 @@ def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
         return None
     path = folder / "loading.png" if wanted == "run" else Path(wanted)
     return path.with_stem(f"{path.stem}_rank{rank}") if rank else path
+
+
+def beside(step: float, read: float, loading: LoadingConfig) -> float:
+    """Return the seconds from one step to the next.
+
+    Args:
+        step: seconds that one rank computes for a step.
+        read: seconds that one thread needs to read a batch.
+        loading: settings of loading, with the number of readers.
+
+    Returns:
+        The sum of both if the training thread reads itself; otherwise the longer one, with `read` shared among the
+        readers.
+    """
+    readers = loading.threads if loading.name is LoaderName.clairvoyant else loading.workers
+    return max(step, read / readers) if readers else read + step

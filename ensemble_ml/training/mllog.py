@@ -11,6 +11,7 @@ not (MLPerf HPC training rules, version 3.0).
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ensemble_ml.config import TrainConfig
+from ensemble_ml.distributed import Session
 from ensemble_ml.strict_json import strict
+
+log = logging.getLogger(__name__)
 
 FILE = "mllog.txt"
 BENCHMARK = "ensemble_ml"
@@ -228,3 +232,19 @@ class RunLog(Mllog):
         if self._epoch:
             self.end("epoch_stop", epoch_num=self._epoch)
             self._epoch = 0
+
+
+def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | None:
+    """Return the log of a run if it writes one on this rank, otherwise None.
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
+        resumed: whether the run goes on from a checkpoint.
+    """
+    if not config.tracking.mllog or not session.first:
+        return None
+    if resumed:
+        log.warning("tracking.mllog: a run that is resumed has no time to solution, so its log is left as it is")
+        return None
+    return RunLog(config)

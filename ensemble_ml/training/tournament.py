@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from ensemble_ml.loading.order import Stream, words
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run
 from ensemble_ml.training.checkpoint import BEFORE, META, STEP, load_meta, point
+from ensemble_ml.training.judge import Judge
+from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 from ensemble_ml.training.state import learned
 
 _TOLD = "told"  # the name of the bytes that travel beside the tensors
@@ -239,3 +241,61 @@ def point_to_best(run: Path) -> int:
         if (folders[best_trainer] / "checkpoints" / link).exists():
             point(run / "checkpoints", link, f"../{folders[best_trainer].name}/checkpoints/{link}")
     return best_trainer
+
+
+def take_best(run: Run, judge: Judge, folder: Path, say: Callable[[str], None]) -> bool:
+    """Name the best trainer, or keep the mean of all if that is better. All ranks of the job call this at the end.
+
+    Args:
+        run: the run.
+        judge: scores the mean.
+        folder: the folder of the run, which holds those of its trainers.
+        say: writes a line into the log.
+
+    Returns:
+        Whether all trainers came to the end; False if one has stopped before it.
+    """
+    state = run.state
+    own, best = state.scores.get("score", math.nan), state.best or {"score": math.nan, "step": 0}
+    texts = run.session.hear_trainers("end", repr([own, best["score"], best["step"]]).replace("nan", "NaN"))
+    if texts is None:
+        return False
+    last, least, steps = zip(*map(json.loads, texts), strict=True)
+    if run.session.first:
+        point_to_best(folder)
+    for step, *cells in tree(state.rounds):
+        say(f"tournament after step {step}: {', '.join(cells)}")
+    soup = run.base.tournament.soup and sum(map(math.isfinite, last)) > 1
+    if soup and _try_soup(run, judge, folder, say, last, min(filter(math.isfinite, least))):
+        say(f"done: the mean of the trainers is the best: {folder}/checkpoints/best")
+    else:
+        trainer = min(range(len(least)), key=lambda k: least[k] if math.isfinite(least[k]) else math.inf)
+        rounds = [held for held in state.rounds if held["step"] <= steps[trainer]]
+        text = f"done: trainer {trainer} is the best, at step {steps[trainer]}, score {least[trainer]:.4f}"
+        say(f"{text}, {lineage(rounds, trainer)}: {folder}/checkpoints/best")
+    return True
+
+
+def _try_soup(
+    run: Run, judge: Judge, folder: Path, say: Callable[[str], None], scores: Sequence[float], best: float
+) -> bool:
+    """Score the mean of the trainers' weights. If it is better than `best`, keep it as the run's best checkpoint.
+
+    Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
+    """
+    state = run.state
+    mean_weights(run, scores)
+    found = judge.scores(None)
+    state.scores, state.widths, state.validated = found.scores, found.widths, state.step
+    score = found.scores["score"]
+    say(f"mean of {sum(map(math.isfinite, scores))} trainers: score {score:.4f}, best trainer {best:.4f}")
+    if score >= best:
+        return False
+    state.best = {"step": state.step, **found.scores}
+    judge.measure_widths_by_size(anew=True)
+    if run.session.first:
+        state_dict, training, _ = state.tensors()
+        own = [score if math.isfinite(score) else None for score in scores]
+        meta = {**run.facts, **state.meta(), "soup": own}
+        save_checkpoint(folder / "checkpoints", Snapshot(state.step, state_dict, training, meta, best=True))
+    return True

@@ -11,11 +11,10 @@ so a mistake in the settings leaves nothing behind.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -23,20 +22,18 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
-from ensemble_ml.config import LoaderName, LoadingConfig, MomentumKept, Nonfinite, TrainConfig
+from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.quorum import QuorumVote
-from ensemble_ml.distributed.sharding import idle_pass, local, split_groups
+from ensemble_ml.distributed.sharding import local, split_groups
 from ensemble_ml.errors import Stopped, UserError
-from ensemble_ml.loading import Batch, Reader, batches_by_size, fixed_batches
+from ensemble_ml.loading import Batch, Reader
 from ensemble_ml.loading.run_loader import RunLoader
-from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import build
 from ensemble_ml.pulse import Pulse
@@ -45,17 +42,18 @@ from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup, tournament
 from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.exchanges import run_exchange
-from ensemble_ml.training.feed import open_loader, validation_size
-from ensemble_ml.training.keeper import Keeper, Snapshot, save_checkpoint
-from ensemble_ml.training.mllog import RunLog
+from ensemble_ml.training.feed import beside, open_loader
+from ensemble_ml.training.judge import Judge
+from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.mllog import RunLog, run_log
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import NotFiniteForecast, Scoring, Validation, validate
+from ensemble_ml.training.validation import NotFiniteForecast, Validation
 from ensemble_ml.training.votes import VoteLog, first_line, read_votes
-from ensemble_ml.training.widths import widths_by_size
+from ensemble_ml.training.widths import filled
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +107,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
         # The checkpoint holds the number of threads of rank 0.
         was = checkpoint.meta["threads"] if checkpoint and session.first else None
         threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
-        mllog = _mllog(config, session, resumed=checkpoint is not None)
+        mllog = run_log(config, session, resumed=checkpoint is not None)
         if mllog is not None:
             mllog.reads_data()
         source = open_store(config.data.store)
@@ -158,7 +156,7 @@ class Trainer:
     def __init__(self, run: Run, folder: Path, mllog: RunLog | None = None):
         self.setup, self.folder, self.session = run, folder, run.session
         self.state, self._several = run.state, run.session.topology.trainer > 1
-        self.stepper, self.mllog = Stepper(run), mllog
+        self.stepper, self.judge, self.mllog = Stepper(run), Judge(run), mllog
         self._votes: VoteLog | None = None
         if isinstance(self.state.exchange, QuorumVote):
             self.state.exchange.milestone = self._milestone
@@ -169,9 +167,7 @@ class Trainer:
         self._request = StopRequest()
         self._written = 0  # the step of the latest tournament that all trainers are known to have kept
         self._heard = 0.0  # when this trainer last asked whether another has stopped
-        self._sized: int | None = None  # the step at which factors were measured for other numbers of members
         self._until = math.inf  # time by which the last step has to be done, on the clock of `time.perf_counter`
-        self.area = run.loss.area
         self.loader: RunLoader | None = None  # until it is opened, each batch is read when it is needed
 
     @property
@@ -204,7 +200,7 @@ class Trainer:
                     tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
                 else:
                     if self.session.first:
-                        _write_config(self.setup.base, self.run_folder)
+                        (self.run_folder / "config.yaml").write_text(agreement.as_yaml(self.setup.base))
                     self._save(tracker, best=self._validated(tracker))
                     self._end_where_solved(tracker)
                     self.keeper.finish()
@@ -280,9 +276,9 @@ class Trainer:
             log.warning("max_minutes=%g: the fits before the first step took nearly all of it", self.config.max_minutes)
             self._settle(1)
             return
-        self._scores()
+        self.judge.scores(self.loader)
         # A validation that is the best so far measures these as well, so their time is part of a validation's.
-        self._measure_widths_by_size()
+        self.judge.measure_widths_by_size()
         per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
         per_step = self._seconds_a_step()
         # Time for two validations is set aside: one at step 0 and one after the last step.
@@ -317,7 +313,7 @@ class Trainer:
         start = time.perf_counter()
         for batch in batches:
             read = time.perf_counter()
-            trial._step(self._moved(batch))
+            trial._step(self.judge.moved(batch))
             end = time.perf_counter()
             reads.append(read - start)
             times.append(end - read)
@@ -337,7 +333,7 @@ class Trainer:
         while state.step < state.steps:
             start = time.perf_counter()
             with told_of_memory(self.config, self.session):  # batches wait on the GPU, whose memory may not suffice
-                batch = self._moved(next(batches))
+                batch = self.judge.moved(next(batches))
             waited = time.perf_counter() - start
             sent, before = self.stepper.bytes_sent, state.step
             try:
@@ -485,7 +481,7 @@ class Trainer:
         """Score the validation dates. Return whether the score is better than all before."""
         tracker.validating(self.state.step)
         try:
-            found = self._scores()
+            found = self.judge.scores(self.loader)
         except NotFiniteForecast:
             if not self._several:
                 raise
@@ -497,7 +493,7 @@ class Trainer:
             return False
         # A score that is not finite must not become the best: no later score would be below it.
         finite = all(map(math.isfinite, scores.values()))
-        state.scores, state.widths = (scores, _told(found.widths, state.widths)) if finite else ({}, None)
+        state.scores, state.widths = (scores, filled(found.widths, state.widths)) if finite else ({}, None)
         state.validated = state.step if finite else None
         return self._judged(tracker, scores)
 
@@ -509,7 +505,7 @@ class Trainer:
         better = bool(state.scores) and (state.best is None or state.scores["score"] < state.best["score"])
         if better:
             state.best = {"step": state.step, **state.scores}
-            self._measure_widths_by_size()
+            self.judge.measure_widths_by_size()
         tracker.validation(state.step, scores, best=better)
         tracker.restart_clock()
         return better
@@ -538,48 +534,9 @@ class Trainer:
 
     def _settle_best(self, tracker: Tracker | Silent) -> None:
         """Take the best trainer, or the mean of all if that is better. All ranks of the job call this at the end."""
-        state = self.state
-        own, best = state.scores.get("score", math.nan), state.best or {"score": math.nan, "step": 0}
-        texts = self.session.hear_trainers("end", repr([own, best["score"], best["step"]]).replace("nan", "NaN"))
-        if texts is None:
+        if not tournament.take_best(self.setup, self.judge, self.run_folder, tracker.say):
             self._stop(tracker, self.session.left())
-        last, least, steps = zip(*map(json.loads, texts), strict=True)
-        self._point()
-        for step, *cells in tournament.tree(state.rounds):
-            tracker.say(f"tournament after step {step}: {', '.join(cells)}")
-        soup = self.config.tournament.soup and sum(map(math.isfinite, last)) > 1
-        if soup and self._try_soup(tracker, last, min(filter(math.isfinite, least))):
-            tracker.say(f"done: the mean of the trainers is the best: {self.run_folder}/checkpoints/best")
-        else:
-            trainer = min(range(len(least)), key=lambda k: least[k] if math.isfinite(least[k]) else math.inf)
-            rounds = [held for held in state.rounds if held["step"] <= steps[trainer]]
-            text = f"done: trainer {trainer} is the best, at step {steps[trainer]}, score {least[trainer]:.4f}"
-            tracker.say(f"{text}, {tournament.lineage(rounds, trainer)}: {self.run_folder}/checkpoints/best")
         self.session.meet()
-
-    def _try_soup(self, tracker: Tracker | Silent, scores: Sequence[float], best: float) -> bool:
-        """Score the mean of the trainers' weights. If it is better than `best`, keep it as the run's best checkpoint.
-
-        Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
-        """
-        state, self.loader = self.state, None  # which has planned no further validation
-        tournament.mean_weights(self.setup, scores)
-        found = self._scores()
-        state.scores, state.widths, state.validated = found.scores, found.widths, state.step
-        score = found.scores["score"]
-        tracker.say(f"mean of {sum(map(math.isfinite, scores))} trainers: score {score:.4f}, best trainer {best:.4f}")
-        if score >= best:
-            return False
-        state.best, self._sized = {"step": state.step, **found.scores}, None
-        self._measure_widths_by_size()
-        if self.session.first:
-            state_dict, training, _ = state.tensors()
-            own = [score if math.isfinite(score) else None for score in scores]
-            meta = {**self.setup.facts, **state.meta(), "soup": own}
-            save_checkpoint(
-                self.run_folder / "checkpoints", Snapshot(state.step, state_dict, training, meta, best=True)
-            )
-        return True
 
     @property
     def run_folder(self) -> Path:
@@ -590,62 +547,6 @@ class Trainer:
         """Let the links of the run lead to the best trainer."""
         if self.session.first:
             tournament.point_to_best(self.run_folder)
-
-    def _scores(self) -> Validation:
-        """Return the scores of the validation dates, as the model would predict them now."""
-        with self.state.predicting() as model, told_of_memory(self.config, self.session):
-            size = self.setup.reader.full_size
-            return validate(model, self._validation_batches(), full_size=size, area=self.area, mesh=self.session.mesh)
-
-    def _scores_by_size(self, batches: Iterable[tuple[int, Batch]], sizes: Sequence[int]) -> dict[int, Validation]:
-        """Return the scores of batches, separately for each number of members."""
-        with self.state.predicting() as model, told_of_memory(self.config, self.session):
-            full, mesh = self.setup.reader.full_size, self.session.mesh
-            scoring = {size: Scoring(model, full_size=full, area=self.area, mesh=mesh) for size in sizes}
-            for size, batch in batches:
-                scoring[size].add(self._moved(batch))
-            return {size: one.found() for size, one in scoring.items()}
-
-    def _measure_widths_by_size(self) -> None:
-        """Measure the calibration factors for other numbers of members. If none can be measured, the old ones stay."""
-        if self._sized == self.state.step:
-            return
-        run = self.setup
-        given = self.config.data, run.reader, run.validation_dates
-        found = widths_by_size(*given, self._batches_by_size, self._scores_by_size)
-        self.state.by_size, self._sized = found or self.state.by_size, self.state.step
-
-    def _validation_batches(self) -> Iterator[Batch]:
-        """Yield the batches of the validation dates, from the loader if it is open."""
-        run = self.setup
-        if self.loader is not None:
-            yield from map(self._moved, self.loader.validation(self.state.step))
-        else:
-            members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-            size = validation_size(self.config, run.share[1])
-            batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
-            yield from map(self._moved, batches)
-        self._help_others(len(run.validation_dates))
-
-    def _batches_by_size(self, dates: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-        """Yield batches of some dates, for each of several numbers of members."""
-        run = self.setup
-        size = validation_size(self.config, run.share[1])
-        yield from batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
-        for _ in sizes:
-            self._help_others(len(dates))
-
-    def _help_others(self, dates: int) -> None:
-        """Gather sharded weights once more if other ranks have another batch of `dates` and this one has none."""
-        which, parts = self.setup.share
-        batches = -(-dates // validation_size(self.config, parts))
-        model = self.state.model
-        if isinstance(model, EnsembleModel) and self.state.shards[1] > 1 and which >= batches % parts > 0:
-            idle_pass(model)
-
-    def _moved(self, batch: Batch) -> Batch:
-        """Move a batch to the device and the precision of the run."""
-        return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(
         self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None, before: bool = False
@@ -694,47 +595,6 @@ class Trainer:
                 )
 
 
-def _mllog(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | None:
-    """Return the log of MLPerf if the run writes one on this rank."""
-    if not config.tracking.mllog or not session.first:
-        return None
-    if resumed:
-        log.warning("tracking.mllog: a run that is resumed has no time to solution, so its log is left as it is")
-        return None
-    return RunLog(config)
-
-
 def _only_losses(values: Mapping[str, float]) -> dict[str, float]:
     """Return the loss and its parts, without the numbers that travel with them."""
     return {name: value for name, value in values.items() if name not in _BESIDE}
-
-
-def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:
-    """Return the calibration factors of the latest validation.
-
-    A factor of one means that too few validation dates have the field; it is replaced by the factor of before.
-    """
-    if widths is None or before is None:
-        return widths
-    return [[b if a == 1 else a for a, b in zip(*rows, strict=True)] for rows in zip(widths, before, strict=True)]
-
-
-def beside(step: float, read: float, loading: LoadingConfig) -> float:
-    """Return the seconds from one step to the next.
-
-    Args:
-        step: seconds that one rank computes for a step.
-        read: seconds that one thread needs to read a batch.
-        loading: settings of loading, with the number of readers.
-
-    Returns:
-        The sum of both if the training thread reads itself; otherwise the longer one, with `read` shared among the
-        readers.
-    """
-    readers = loading.threads if loading.name is LoaderName.clairvoyant else loading.workers
-    return max(step, read / readers) if readers else read + step
-
-
-def _write_config(config: TrainConfig, folder: Path) -> None:
-    """Write the settings to the run folder."""
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(agreement.plain_config(config))))

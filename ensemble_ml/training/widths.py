@@ -103,3 +103,13 @@ def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tenso
     right = torch.searchsorted(known, at.contiguous()).clamp(1, len(known) - 1)
     share = ((at - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)
     return torch.lerp(logs[right - 1], logs[right], share[:, None, None]).exp()
+
+
+def filled(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:
+    """Return the calibration factors of the latest validation.
+
+    A factor of one means that too few validation dates have the field; it is replaced by the factor of before.
+    """
+    if widths is None or before is None:
+        return widths
+    return [[b if a == 1 else a for a, b in zip(*rows, strict=True)] for rows in zip(widths, before, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from running import weights
 
 from ensemble_ml.pulse import Pulse
-from ensemble_ml.training import point_fit, progress, train, trainer
+from ensemble_ml.training import judge, point_fit, progress, train, trainer
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.progress import Pace, Progress
 
@@ -139,7 +139,7 @@ def slowed(monkeypatch, clock, seconds_a_step=0.3):
     monkeypatch.setattr(trainer, "time", clock)
     slow(point_fit._Dropout, "forward", 0.1)
     slow(Dates, "sample", 0.001)
-    slow(trainer.Trainer, "_scores", 0.5)
+    slow(judge.Judge, "scores", 0.5)
     slow(trainer.Trainer, "_step", seconds_a_step)
 
 

@@ -19,12 +19,12 @@ from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
-from ensemble_ml.training import load_model, train, trainer
+from ensemble_ml.training import judge, load_model, train, trainer
 from ensemble_ml.training.checkpoint import load_weights
+from ensemble_ml.training.feed import beside
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.state import Average
 from ensemble_ml.training.tracking import Tracker, read_log
-from ensemble_ml.training.trainer import beside
 from ensemble_ml.training.validation import validate
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -245,14 +245,14 @@ def test_precision_is_measured(config_of, caplog):
 
 @pytest.mark.slow
 def test_scores_that_are_not_finite_are_no_candidate_and_end_no_run(config_of, monkeypatch):
-    real, calls = trainer.validate, []
+    real, calls = judge.validate, []
 
     def validate(*given, **named):
         found = real(*given, **named)
         calls.append(found.scores["score"])
         return replace(found, scores=dict.fromkeys(found.scores, float("nan"))) if len(calls) < 3 else found
 
-    monkeypatch.setattr(trainer, "validate", validate)
+    monkeypatch.setattr(judge, "validate", validate)
     run = train(config_of(steps=3, validate_every=1, checkpoint_every=1, data__members=[3]))
     lines = [line for line in read_log(run / "log.jsonl") if "validation" in line]
     assert [line["validation"]["score"] is None for line in lines] == [True, True, False, False]
