@@ -66,7 +66,7 @@ class ModelConfig:
     families: Any = opt(None, "distributions that differ from the registry's, e.g. {q: lognormal}")
     standardise: Standardise = opt(Standardise["global"], "global | las: inputs by one mean and deviation a level, or by local area-wise maps")
     min_members: int = opt(1, "fewest members that predict accepts")
-    recompute: bool = opt(False, "unet3d: keep only the inputs of residual blocks for the backward pass and compute the rest again there, for less memory and more time")
+    recompute: Any = opt(False, "true | false | auto, unet3d: keep only the inputs of residual blocks for the backward pass and compute the rest again there, for less memory and more time; auto: where a step would not fit otherwise, by the plan")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
     def __post_init__(self) -> None:
@@ -86,6 +86,7 @@ class ModelConfig:
         known = [family.value for family in Family]
         for name, family in (self.families or {}).items():
             require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
+        require("model.recompute", self.recompute, isinstance(self.recompute, bool) or self.recompute == "auto", "true, false or auto is allowed")
         require("model.recompute", self.recompute, not self.recompute or self.name == "unet3d", f"model.name={self.name} has no residual blocks of ours; leave it out")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
 

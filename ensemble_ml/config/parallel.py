@@ -36,7 +36,7 @@ class ParallelConfig:
     data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat, lon and trainer leave")
     lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
     lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
-    shard: int = opt(1, "ranks that share the weights, gradients and momenta of the U-Net in training (FSDP2); a factor of the number of ranks")
+    shard: Any = opt(1, "ranks that share the weights, gradients and momenta of the U-Net in training (FSDP2), a factor of the number of ranks; auto: the fewest with which a step fits, by the plan")
     overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training, and is false for predict")
     backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
@@ -44,11 +44,12 @@ class ParallelConfig:
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "trainer", "shard", group="parallel.")
-        for key in ("data", "lat", "lon"):
+        at_least(self, 1, "trainer", group="parallel.")
+        for key in ("data", "lat", "lon", "shard"):
             value = getattr(self, key)
             good = value == "auto" or (type(value) is int and value >= 1)
             require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
+        require("parallel.shard", self.shard, self.shard != "auto" or not self.planned, "the planner needs a number here to choose lat and lon, or numbers there")
         require("parallel.overlap", self.overlap, isinstance(self.overlap, bool) or self.overlap == "auto", "true, false or auto is allowed")
         require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
         at_least(self, 2, "silence", group="parallel.")

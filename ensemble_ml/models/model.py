@@ -65,7 +65,7 @@ class EnsembleModel(nn.Module):
         self.common_stem = common
         # Where one kernel serves all planes, this is what lets the network tell them apart.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
-        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, recompute=config.recompute)
+        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, recompute=config.recompute is True)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.surroundings, self.residuals = (

@@ -176,7 +176,7 @@ def assemble(
         )
     own_train = setup.own_dates(config, train, topology.place.trainer)
     _refuse_idle_voters(config, session, len(own_train))
-    setup.refuse_shards(config.parallel.shard, session)
+    setup.refuse_shards(config.parallel.shard, session.topology.data * session.topology.spatial, session)
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:

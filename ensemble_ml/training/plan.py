@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ensemble_ml.config import LoaderName, PlanConfig, PlanSettings, Precision, TrainConfig
+from ensemble_ml.config import ExchangeName, LoaderName, PlanConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.costs import Link, Links, Piece, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message
@@ -42,6 +42,8 @@ from ensemble_ml.training.probing import Found, Job, Shape, cache_folder, measur
 from ensemble_ml.training.rehearsal import Tracing, trace
 
 log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=TrainConfig)
 
 _ROOM = 0.95  # fraction of a rank's memory that a plan may use
 
@@ -119,6 +121,8 @@ class Planner:
         Returns:
             Partitions.
         """
+        if ranks % self.config.parallel.shard:
+            return []
         try:
             found = candidates(ranks, batch, self.config.parallel, self.shard)
         except UserError:  # the degrees in the settings do not divide this number of ranks
@@ -137,6 +141,7 @@ class Planner:
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
         if (trainers := self.config.parallel.trainer) > 1:
             raise UserError(f"parallel.trainer={trainers}: one trainer is planned; give parallel.trainer=1")
+        setup.refuse_shards(self.config.parallel.shard, self.ranks)
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
         check_any(found, self.ranks, self.fits)
@@ -192,9 +197,10 @@ class Planner:
         # The number of ranks that train on other dates matters only as far as there is an exchange at all.
         alike = (rank.lat, rank.lon, rank.place.lat, rank.place.lon, samples, rank.data > 1)
         if alike not in self.known:
-            found = trace(self.config, self.spec, rank, samples, self.widest)
+            given, gloo = (self.config, self.spec, rank, samples), self.session.device.type == "cpu"
+            found = trace(*given, self.widest, gloo=gloo)
             if self.speed.precision is not self.widest.precision:
-                found = replace(found, traffic=trace(self.config, self.spec, rank, samples, self.speed).traffic)
+                found = replace(found, traffic=trace(*given, self.speed, gloo=gloo).traffic)
             if self.session.device.type == "cuda":  # a checkpoint is copied to the memory of the host
                 found = replace(found, snapshot=0)
             self.known[alike] = found
@@ -224,7 +230,7 @@ class Planner:
         if fixed >= self.memory:
             more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
             fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"
-            return f"{told}, {fixed_for}; use a smaller model{less}"
+            return f"{told}, {fixed_for}; use {self._would_do(degrees)}a smaller model{less}"
         cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
         a_cell = (least.memory + self.base - fixed) / cells  # halos add to it, so it is an estimate
         # A dry run takes time. So partitions that an estimate by cells finds too large are skipped.
@@ -235,8 +241,29 @@ class Planner:
                     continue
                 followed = self.followed(c)
                 if not isinstance(followed, str) and followed.memory + self.base <= self.memory:
-                    return f"{told}; {ranks} ranks would do ({c}), or a smaller batch_size"
+                    return f"{told}; {ranks} ranks would do ({c}), or {self._would_do(degrees)}a smaller batch_size"
         return f"{told}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
+
+    def needed(self, candidate: Candidate) -> int:
+        """Return the bytes that a rank of a partition needs at the peak of a step.
+
+        Args:
+            candidate: the partition.
+
+        Returns:
+            Bytes, with those of interpreter and libraries.
+        """
+        return self.traced(candidate).memory + self.base
+
+    def _would_do(self, degrees: tuple[int, int, int]) -> str:
+        """Return settings of shards and recomputation with which a partition would fit, as words of a message."""
+        for recompute, shards in ways(self.config, self.spec, self.ranks, every=True):
+            other = replace(self, **with_way(self.config, self.spec, recompute, shards), known={})
+            candidate = Candidate(*degrees, samples=-(-self.config.batch_size // degrees[0]))
+            needed = other.needed(candidate)
+            if needed <= self.memory:
+                return f"{way_text(recompute, shards)} ({needed / 1e9:.3g} GB a rank), "
+        return ""
 
     def _measured(self, fitting: Sequence[Candidate]) -> Found:
         """Measure local work and links, unless the settings give them."""
@@ -304,6 +331,86 @@ class Planner:
         return replace(c, cost=cost)
 
 
+def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = False) -> list[tuple[bool, int]]:
+    """Return whether blocks are recomputed and how many ranks share the weights, the fastest first.
+
+    Args:
+        config: settings of the run.
+        spec: the model's spec.
+        ranks: number of ranks.
+        every: return all ways that are possible, and not only those that the settings allow.
+
+    Returns:
+        Pairs of the settings `model.recompute` and `parallel.shard`.
+    """
+    recompute, shard = spec.config.recompute, config.parallel.shard
+    again = [False, True] if every or recompute == "auto" else [recompute]
+    free = shard == "auto" or (every and config.optim.exchange is ExchangeName.allreduce)
+    shards = [n for n in range(1, ranks + 1) if ranks % n == 0] if free else [shard]
+    return [(one, n) for one in again for n in shards]
+
+
+def with_way(config: C, spec: ModelSpec, recompute: bool, shards: int) -> dict[str, Any]:
+    """Return settings and spec with one of the `ways`, as `config` and `spec`.
+
+    Args:
+        config: settings of the run.
+        spec: the model's spec.
+        recompute: compute residual blocks again.
+        shards: ranks that share the weights.
+
+    Returns:
+        A dictionary of both.
+    """
+    parallel, model = replace(config.parallel, shard=shards), replace(config.model, recompute=recompute)
+    changed = replace(spec, config=replace(spec.config, recompute=recompute))
+    return {"config": replace(config, parallel=parallel, model=model), "spec": changed}
+
+
+def way_text(recompute: bool, shards: int) -> str:
+    """Return the words of one of the `ways`."""
+    return f"parallel.shard={shards} model.recompute={str(recompute).lower()}"
+
+
+def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[TrainConfig, ModelSpec]:
+    """Settle `parallel.shard=auto` and `model.recompute=auto` for the ranks of a run, by the first way that fits.
+
+    Args:
+        config: settings of the run.
+        spec: the model's spec, also of a run that is resumed.
+        session: the ranks of the job, with the mesh of the run.
+
+    Returns:
+        Settings and spec with numbers.
+
+    Raises:
+        UserError: none fits; the message says how much the last needs.
+    """
+    spec = replace(spec, config=replace(spec.config, recompute=config.model.recompute))
+    topology = session.topology
+    samples, ranks = -(-config.batch_size // topology.data), topology.data * topology.spatial
+    candidate = Candidate(topology.data, topology.lat, topology.lon, samples=samples)
+    for recompute, shards in ways(config, spec, ranks):
+        given = with_way(config, spec, recompute, shards)
+        planner = Planner(**given, settings=PlanSettings(), session=session, ranks=ranks)
+        # The first rank makes the dry run for all, because they have to make the same choice.
+        needed, weights = session.once(lambda: (planner.needed(candidate), planner.traced(candidate).weights))  # noqa: B023
+        way, rank = way_text(recompute, shards), f"{needed / 1e9:.3g} GB a rank of {ranks}"
+        if needed <= planner.memory:
+            log.info("plan: %s: %s: %s, of %.3g GB", way, number_text(weights), rank, planner.memory / 1e9)
+            return given["config"], given["spec"]
+    raise UserError(
+        f"{way}: {number_text(weights)}: {rank}, where each has {planner.memory / 1e9:.3g} GB; start more ranks, use a"
+        " smaller model, or a smaller batch_size"
+    )
+
+
+def number_text(weights: int) -> str:
+    """Return a number of weights in words."""
+    size, unit = next((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1, "")) if weights >= s or s == 1)
+    return f"{weights / size:.3g} {unit}".strip()
+
+
 def _between(message: Message, topology: Topology) -> Message:
     """Convert a message of a dry run with fewer data ranks to one among those of `topology`."""
     ranks = topology.data * topology.spatial
@@ -350,15 +457,29 @@ def plan(config: PlanConfig) -> Path:
         dates = checked_dates(config, reader) if config.data.train else None
         here = torch.cuda.device_count() or cores()
         ranks = config.plan.ranks or (session.world.size if session.world.size > 1 else here)
-        planner = Planner(config, spec, config.plan, session, ranks)
-        planner.refuse_no_link()
-        found = planner.candidates()
-        best = pick(found)
+        possible = ways(config, spec, ranks)
+        for recompute, shards in possible:
+            planner = Planner(
+                **with_way(config, spec, recompute, shards), settings=config.plan, session=session, ranks=ranks
+            )
+            planner.refuse_no_link()
+            try:
+                found = planner.candidates()
+                break
+            except UserError:  # all ranks see the same
+                if (recompute, shards) == possible[-1]:
+                    raise
+        config, best = replace(config, parallel=planner.config.parallel, model=planner.config.model), pick(found)
         folder = Path(config.output) / config.run
         if not session.first:
             return folder / "plan.json"
         folder.mkdir(parents=True, exist_ok=True)
         _tell(config, found, best)
+        weights = planner.traced(best).weights
+        print(
+            f"{way_text(config.model.recompute, config.parallel.shard)}: {number_text(weights)} weights:"
+            f" {best.memory / 1e9:.3g} GB a rank of {ranks}"
+        )
         assert best.cost is not None
         if dates is not None:
             told = _with_memory(config, best, session)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from ensemble_ml.config import ExchangeName, LoaderName, OptimName, Precision, TrainConfig
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
+from ensemble_ml.distributed.echo_sharding import EchoShards
 from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, own_part
@@ -42,6 +42,7 @@ class Rehearsal:
         speed: precision and order of axes.
         device: the device of the model.
         traffic: counts the messages of the fake communicators.
+        gloo: ranks exchange sharded weights by gloo on processors, and not by NCCL on GPUs.
     """
 
     config: TrainConfig
@@ -51,6 +52,7 @@ class Rehearsal:
     speed: Speed
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     traffic: Traffic = field(default_factory=Traffic)
+    gloo: bool = True
 
     def __post_init__(self) -> None:
         self.model = EnsembleModel(self.spec, Climate.default(self.spec))
@@ -58,6 +60,7 @@ class Rehearsal:
             self.model.to(self.device)
         _hasten(self.model, self.speed)
         self.shard = partition_model(self.model, self.mesh)
+        self.sharded = self._shared()
         dtype = next(self.model.parameters()).dtype
         self.batch = invented_batch(self.spec, self.shard.shape, self.samples).to(self.device, dtype)
         self.loss = self._loss()
@@ -73,6 +76,16 @@ class Rehearsal:
         with self.traffic.during(Phase.backward):
             losses["loss"].backward()
         return losses
+
+    def _shared(self) -> EchoShards | None:
+        """Let the U-Net take and free memory as if other ranks held most of its weights."""
+        if self.config.parallel.shard == 1:
+            return None
+        for module in self.model.unet.modules():
+            for name, p in module._parameters.items():
+                if p is not None and self.speed.low:  # gathered so, in the place of float32 weights that autocast casts
+                    module._parameters[name] = nn.Parameter(p.detach().to(torch.bfloat16))
+        return EchoShards(self.model.unet, self.config.parallel.shard, self.traffic, self.gloo)
 
     def _loss(self) -> Loss:
         """Build the loss, with typical errors of the spread of one."""
@@ -99,9 +112,11 @@ class Tracing:
         state: bytes of the optimizer, the running average and the exchange.
         loading: bytes that the loader is given, or those of the current batch and the ones read ahead.
         snapshot: bytes of host memory that the first rank needs for a checkpoint that is written while it trains.
-        parameters: shapes of the parameters.
+        parameters: shapes of the parameters that are exchanged.
         parts: for each parameter, the part that this rank keeps up to date (`shard.own_part`).
         late: for each parameter, in the optimizer's order: the backward pass reaches it last.
+        whole: bytes of all weights and buffers, which a rank builds before it shares them out.
+        weights: how many weights the model has.
     """
 
     shape: tuple[int, int]
@@ -115,14 +130,18 @@ class Tracing:
     parameters: tuple[torch.Size, ...]
     parts: tuple[Shard | None, ...]
     late: tuple[bool, ...]
+    whole: int = 0
+    weights: int = 0
 
     @property
     def memory(self) -> int:
-        """Return the bytes of a rank at the peak of a step."""
-        return self.activations + self.resident + self.state + self.loading + self.snapshot
+        """Return the bytes of a rank at the peak of a step, or while it builds the model if that takes more."""
+        return max(self.whole, self.activations + self.resident + self.state + self.loading + self.snapshot)
 
 
-def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed) -> Tracing:
+def trace(
+    config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed, *, gloo: bool = True
+) -> Tracing:
     """Follow a step of one rank on fake tensors.
 
     Args:
@@ -131,35 +150,48 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         topology: the ranks, seen from this one.
         samples: samples of this rank in a step.
         speed: precision and order of axes.
+        gloo: ranks exchange sharded weights by gloo on processors, and not by NCCL on GPUs.
 
     Returns:
         What the step costs.
     """
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic)
-        counter = FlopCounterMode(display=False)
-        with counter, Footprint() as footprint:
+        rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic, gloo=gloo)
+        with Footprint() as footprint:
             rehearsal.step()
         model, batch = rehearsal.model, rehearsal.batch
-        values = [p.element_size() * p.numel() for p in model.parameters()]
-        resident = sum(values) + sum(b.element_size() * b.numel() for b in model.buffers())
+        values = sum(p.element_size() * p.numel() for p in model.parameters())
+        weights = sum(p.numel() for p in model.parameters())
+        whole = own = 0  # bytes of sharded weights, on all ranks together and on this one
+        if rehearsal.sharded is not None:
+            values -= sum(p.element_size() * p.numel() for p in model.unet.parameters())
+            whole, own = rehearsal.sharded.elements, rehearsal.sharded.held
+            whole, own = (n * (8 if speed.precision is Precision.float64 else 4) for n in (whole, own))
+        buffers = sum(b.element_size() * b.numel() for b in model.buffers())
         held = _bytes_of(batch) + _bytes_of(batch.inputs)
-        named = [(p, bool(group.get("late"))) for group in model.param_groups() for p in group["params"]]
+        groups, inner = model.param_groups(), {id(p) for p in model.unet.parameters()}
+        exchanged = rehearsal.sharded is None
+        named = [
+            (p, bool(group.get("late")))
+            for group in groups
+            for p in group["params"]
+            if exchanged or id(p) not in inner  # FSDP2 sums the gradients of sharded weights
+        ]
         shapes = tuple(p.shape for p, _ in named)
         parts = tuple(own_part(p) for p, _ in named)
     # AdamW keeps two numbers for each weight and Lion one; a running average adds one. With several ranks the exchange
-    # has a buffer of all gradients.
+    # has a buffer of the gradients that are not sharded.
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
     # Some state is a rank's own, and a checkpoint holds it beside the common state: momenta under votes, and the errors
     # of PowerSGD, which it keeps in the place of the sums of gradients.
     apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
-    snapshot = resident + (kept + apart) * sum(values)
+    snapshot = values + whole + buffers + (kept + apart) * values + kept * own
     return Tracing(
-        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident,
-        (kept + several) * sum(values), _loading(config, held), snapshot,
-        shapes, parts, tuple(late for _, late in named),
+        rehearsal.shard.shape, footprint.flops, traffic, footprint.peak, values + own + buffers,
+        (kept + several) * values + kept * own, _loading(config, held), snapshot,
+        shapes, parts, tuple(late for _, late in named), values + whole + buffers, weights,
     )  # fmt: skip
 
 

@@ -433,24 +433,24 @@ def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarra
     return dates[trainer::trainers]
 
 
-def refuse_shards(shards: int, session: Session) -> None:
+def refuse_shards(shards: int, ranks: int, session: Session | None = None) -> None:
     """Refuse to share the weights among ranks that cannot do so.
 
     Args:
         shards: the setting `parallel.shard`.
-        session: the ranks of the job.
+        ranks: number of ranks that train these weights.
+        session: the ranks of the job; None for ranks that are only planned for.
 
     Raises:
         UserError: there is one rank, the number does not divide that of the ranks, or several ranks use one GPU.
     """
-    ranks = session.topology.data * session.topology.spatial
     if shards == 1:
         return
     if ranks == 1:
         raise UserError(f"parallel.shard={shards}: one rank has nobody to share weights with; start {shards} ranks")
     if ranks % shards:
-        raise UserError(f"parallel.shard={shards}: does not divide {ranks} ranks; give a factor of {ranks}")
-    if session.device.type == "cuda" and not session.apart:
+        raise UserError(f"parallel.shard={shards}: does not divide {ranks} ranks; give a factor of {ranks}, or auto")
+    if session is not None and session.device.type == "cuda" and not session.apart:
         raise UserError(f"parallel.shard={shards}: ranks that share a GPU cannot share weights; start one rank a GPU")
 
 

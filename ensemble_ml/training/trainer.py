@@ -120,6 +120,12 @@ def _train(config: TrainConfig, session: Session) -> Path:
             from ensemble_ml.training.plan import shared_out
 
             config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
+        if "auto" in (config.parallel.shard, config.model.recompute):
+            from ensemble_ml.training.plan import settled
+
+            config, spec = settled(config, spec, session)
+        spec = replace(spec, config=replace(spec.config, recompute=config.model.recompute))
+        checkpoint = replace(checkpoint, spec=spec) if checkpoint else None
         reader, left = Reader(source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
         progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
         if session.first:

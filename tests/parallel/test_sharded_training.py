@@ -148,4 +148,4 @@ def test_what_cannot_be_sharded_is_refused_by_name(store, tmp_path):
     with pytest.raises(UserError, match=r"parallel.shard=2: one rank has nobody to share weights with"):
         train(settings(store, tmp_path, 2))
     told = run_ranks(refused, 2, settings(store, tmp_path, 3, degrees={"data": 2}), data=2, shard=3)
-    assert told == ["parallel.shard=3: does not divide 2 ranks; give a factor of 2"] * 2
+    assert told == ["parallel.shard=3: does not divide 2 ranks; give a factor of 2, or auto"] * 2

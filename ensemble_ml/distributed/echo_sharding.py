@@ -1,0 +1,142 @@
+"""The memory and the messages of sharded weights in a dry run of one rank, without the other ranks.
+
+Hooks on the blocks of the U-Net allocate and free what FSDP2 does (torch 2.13), in its order:
+
+    forward    gather: the shards of all ranks, then the same as kernels; a block's shards stay until the next gather
+    backward   kernels are made of the shards, the shards of the next block are gathered ahead, gradients are copied
+               into one buffer, which stays until the next block's, and leave their sum of this rank's part
+
+Kernels are contiguous, and fields are channels-last. So a convolution copies its kernel forward; backward, copies of
+kernel and gradient take the memory of three more kernels on processors, as measured, and are reckoned as two on GPUs.
+Gloo copies what it sends.
+
+On fake tensors this costs nothing; `footprint.Footprint` counts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.distributed.echo import Traffic
+from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
+
+_AXES = ("shard",)
+
+
+@dataclass(eq=False)
+class EchoShards:
+    """The hooks of all blocks of a U-Net, as on one of `shards` ranks.
+
+    Args:
+        unet: the network, with weights of the type in which they are gathered.
+        shards: ranks that share its weights.
+        traffic: counts the messages.
+        gloo: ranks exchange by gloo on processors, and not by NCCL on GPUs.
+    """
+
+    unet: UNet3d
+    shards: int
+    traffic: Traffic
+    gloo: bool = True
+    _gathered: dict[int, Tensor] = field(default_factory=dict)  # shards of all ranks, by unit
+    _kernels: dict[int, Tensor] = field(default_factory=dict)
+    _sums: list[Tensor] = field(default_factory=list)
+    _copies: dict[int, Tensor] = field(default_factory=dict)
+    _buffer: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        blocks: list[nn.Module] = [m for m in self.unet.modules() if isinstance(m, ResidualBlock)]
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        # The last unit is the network itself, with what lies outside its blocks.
+        self._params = [list(block.parameters()) for block in blocks]
+        self._params.append([p for p in self.unet.parameters() if id(p) not in inside])
+        self._missing = [len(some) for some in self._params]
+        self._order: list[int] = []
+        for unit, module in enumerate([*blocks, self.unet]):
+            module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit))
+            module.register_forward_hook(lambda *_, unit=unit: self._leave(unit))
+            module.register_full_backward_pre_hook(lambda *_, unit=unit: self._turn(unit))
+            for p in self._params[unit]:
+                p.register_post_accumulate_grad_hook(lambda p, unit=unit: self._arrived(p, unit))
+        for module in self.unet.modules():
+            if isinstance(module, Convolution):
+                kernel, times = max(module.parameters(), key=torch.numel), 3 if self.gloo else 2
+                module.register_forward_pre_hook(lambda *_, kernel=kernel: self._copy(kernel, 1))
+                module.register_forward_hook(lambda *_, kernel=kernel: self._drop(kernel))
+                module.register_full_backward_pre_hook(lambda *_, k=kernel, times=times: self._copy(k, times))
+
+    @property
+    def elements(self) -> int:
+        """Return how many weights are sharded."""
+        return sum(self._elements(unit) for unit in range(len(self._params)))
+
+    @property
+    def held(self) -> int:
+        """Return how many of them one rank holds. Rows are dealt out whole, so the first rank has the most."""
+        return sum(-(-len(p) // self.shards) * (p.numel() // len(p)) for some in self._params for p in some)
+
+    def _elements(self, unit: int) -> int:
+        return sum(p.numel() for p in self._params[unit])
+
+    def _new(self, unit: int, dtype: torch.dtype | None = None) -> Tensor:
+        like = self._params[unit][0]
+        return torch.empty(self._elements(unit), dtype=dtype or like.dtype, device=like.device)
+
+    def _note(self, kind: str, whole: Tensor) -> None:
+        """Note a collective, with the copy of it that gloo makes meanwhile."""
+        if self.gloo:
+            torch.empty_like(whole)
+        sent = whole.nbytes * (self.shards - 1) // self.shards
+        self.traffic.note(_AXES, kind, self.shards, sent, sent)
+
+    def _gather(self, unit: int) -> None:
+        if unit not in self._gathered:
+            self._gathered[unit] = self._new(unit)
+            self._note("all_gather", self._gathered[unit])
+
+    def _enter(self, unit: int) -> None:
+        """Gather a unit for the forward pass."""
+        before = list(self._gathered)
+        self._gather(unit)
+        for other in before:
+            del self._gathered[other]
+        self._kernels[unit] = self._new(unit)
+
+    def _leave(self, unit: int) -> None:
+        self._kernels.pop(unit)
+        self._order.append(unit)
+
+    def _turn(self, unit: int) -> None:
+        """Gather a unit for the backward pass, and the one that comes after it."""
+        if len(self._order) == len(self._params):  # the backward pass begins, and nothing is left of the forward pass
+            self._gathered.clear()
+        self._gather(unit)
+        self._kernels[unit] = self._new(unit)
+        del self._gathered[unit]
+        self._order.remove(unit)
+        if self._order:
+            self._gather(self._order[-1])
+
+    def _copy(self, kernel: Tensor, times: int) -> None:
+        self._copies[id(kernel)] = kernel.new_empty(times * kernel.numel())
+
+    def _drop(self, kernel: Tensor) -> None:
+        self._copies.pop(id(kernel), None)
+
+    def _arrived(self, p: Tensor, unit: int) -> None:
+        """Sum and scatter the gradients of a unit once all are there."""
+        self._drop(p)
+        self._missing[unit] -= 1
+        if self._missing[unit]:
+            return
+        self._kernels.pop(unit)
+        self._buffer = None
+        wide = torch.promote_types(self._params[unit][0].dtype, torch.float32)
+        self._buffer = self._new(unit, wide)
+        for p in self._params[unit]:
+            p.grad = None
+        self._sums.append(self._buffer.new_empty(self._elements(unit) // self.shards))
+        self._note("reduce_scatter", self._buffer)

@@ -1,0 +1,115 @@
+"""The memory of shards and of recomputed blocks: planned against measured, what would fit, what is refused."""
+
+import pytest
+from models.small_models import make_spec
+from parallel.ranks import run_ranks
+from torch.profiler import ProfilerActivity, profile
+
+from ensemble_ml.config import DataConfig, ParallelConfig, Precision, TrainConfig
+from ensemble_ml.distributed import Topology, solo
+from ensemble_ml.distributed.choice import consecutive_groups, process_group
+from ensemble_ml.distributed.sharding import shard_weights
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import Speed
+from ensemble_ml.training import plan
+from ensemble_ml.training.rehearsal import Rehearsal, trace
+
+
+def config_of(shard=1):
+    return TrainConfig(run="a", data=DataConfig(store="x"), parallel=ParallelConfig(shard=shard), batch_size=4)
+
+
+def peak(session, spec, shards):
+    """Most bytes that torch's allocator gave at once in a step, beyond those from before it."""
+    mine = Rehearsal(config_of(), spec, session.mesh, 2, Speed())
+    if shards > 1:
+        shard_weights(mine.model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
+    mine.step()  # FSDP2 makes its lists in the first one
+    mine.model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        mine.step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("recompute", "shards"), [(True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    "size", [(33, 64, 16, 64), (33, 64, 64, 256), pytest.param((61, 120, 32, 64), marks=pytest.mark.slow)], ids=str
+)
+def test_memory_is_what_the_plan_says(size, recompute, shards):
+    """Mostly fields, as many weights as fields, and a larger grid."""
+    rows, columns, hidden, most = size
+    spec = make_spec(rows, columns, hidden=hidden, max_hidden=most, recompute=recompute)
+    found = trace(config_of(shards), spec, Topology(data=2), 2, Speed()).activations
+    measured = max(run_ranks(peak, 2, spec, shards, data=2))
+    assert found == pytest.approx(measured, rel=0.05)
+
+
+def test_weights_of_a_rank_are_its_part():
+    spec = make_spec(9, 16, hidden=64, max_hidden=256, variables=("t",), surface=("t2m",), linear=False)
+    alone, shared = (trace(config_of(n), spec, Topology(data=4), 1, Speed()) for n in (1, 4))
+    assert shared.weights == alone.weights and shared.whole == alone.whole == alone.resident
+    assert shared.resident < 0.3 * alone.resident
+    assert shared.state < 0.16 * alone.state  # no buffer of gradients for the exchange, either
+    gathered = [m for m in shared.traffic.messages if m.axes == ("shard",)]
+    kinds = [m.kind for m in gathered]
+    blocks = 5 + 1  # two poolings, and what lies between blocks
+    assert kinds.count("all_gather") == 2 * blocks and kinds.count("reduce_scatter") == blocks
+    assert len(shared.parameters) + 5 * 7 + 8 == len(alone.parameters)
+
+
+@pytest.mark.slow
+def test_fifteen_billion_weights_fit_into_eight_gpus():
+    """On half a degree, each rank an eighth of the latitudes, in bfloat16: 139 GiB are there."""
+    levels = (500, 600, 700, 850, 925, 950, 1000)
+    size = {"hidden": 1152, "max_hidden": 9216, "blocks": 2, "depth": 3}
+    spec = make_spec(361, 720, levels=levels, recompute=True, linear=False, **size)
+    found = trace(config_of(8), spec, Topology(lat=8), 1, Speed(Precision.bfloat16), gloo=False)
+    assert plan.number_text(found.weights) == "15.3 B"
+    assert 70e9 < found.activations + found.resident + found.state < 80e9
+    assert found.whole < 62e9
+
+
+def test_the_fewest_shards_that_fit_are_taken(monkeypatch, caplog):
+    """With much memory, with less than a rank needs alone, than shards alone need, and with too little."""
+    spec = make_spec(9, 16, hidden=64, max_hidden=256, recompute=False)
+    config = config_of("auto")
+    config.model.recompute = "auto"
+    caplog.set_level("INFO")
+    session = solo()
+    session.topology = Topology(data=4)  # the first of four ranks, which plans for all
+    needs = []
+    for way in ((False, 1), (False, 4), (True, 4)):
+        given = plan.with_way(config, spec, *way)
+        needs.append(trace(given["config"], given["spec"], session.topology, 1, Speed()).memory)
+    assert needs[0] > needs[1] > needs[2]
+    monkeypatch.setattr(plan, "in_use", lambda *_: 0)
+    taken = []
+    for room in (needs[0] + 1, needs[0] - 1, needs[1] - 1):
+        monkeypatch.setattr(plan, "rank_memory", lambda *_, room=room: room / 0.95 + 1)
+        settled, changed = plan.settled(config, spec, session)
+        assert settled.model.recompute is changed.config.recompute
+        taken.append((settled.parallel.shard, settled.model.recompute))
+    assert taken[0] == (1, False) and taken[1] in ((2, False), (4, False)) and taken[2][1] is True
+    assert f"plan: parallel.shard={taken[2][0]} model.recompute=true: 5.89 M: " in caplog.text
+    monkeypatch.setattr(plan, "rank_memory", lambda *_: needs[2] / 2)
+    with pytest.raises(
+        UserError, match=r"^parallel\.shard=4 model\.recompute=true: .* GB a rank of 4, where each has .* GB"
+    ):
+        plan.settled(config, spec, session)
+
+
+def test_what_contradicts_is_refused():
+    with pytest.raises(UserError, match=r"parallel\.shard=auto: the planner needs a number here"):
+        ParallelConfig(shard="auto", lat="auto")
+    planner = plan.Planner(config_of(3), make_spec(), plan.PlanSettings(gflops=1.0, alpha=1e-5, beta=1e-9), solo(), 4)
+    with pytest.raises(UserError, match=r"parallel\.shard=3: does not divide 4 ranks"):
+        planner.candidates()
+    assert plan.ways(config_of(2), make_spec(recompute=True), 4) == [(True, 2)]
+    every = plan.ways(config_of(2), make_spec(), 4, every=True)
+    assert every == [(again, n) for again in (False, True) for n in (1, 2, 4)]
+    assert plan.number_text(1_300_000) == "1.3 M"
