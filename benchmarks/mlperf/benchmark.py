@@ -2,8 +2,8 @@
 
     ensemble-ml benchmark benchmark=mlperf mlperf.store=STORE [mlperf.until=0.75] [only=[time,loading]]
 
-Every run is a process of its own, in a folder of its own. Staging copies the store there, is timed apart, and the
-copy is dropped from the page cache before the run; nothing of an earlier run, no fit either, is in reach. Times are
+Staging copies the store once, and is timed apart. Every run is a process of its own, in a folder of its own; before it,
+the copy is dropped from the page cache. Nothing of an earlier run, no fit either, is in reach. Times are
 read from the logs of the runs (`tracking.mllog`), which the checker of the package mlperf_logging reads, too, with the
 rules of scripts/mlperf/ensemble_ml.yaml. The result is the olympic mean: the best and the worst run are left out.
 
@@ -50,7 +50,6 @@ class Outcome:
         scores: validation crps_ratio at each validation, the first before the first step.
         epochs: number of epochs that were begun.
         text: the log, with the time of staging.
-        staging: seconds of staging.
     """
 
     seconds: float
@@ -58,10 +57,8 @@ class Outcome:
     scores: tuple[float, ...]
     epochs: int
     text: str
-    staging: float
 
 
-Slow = Callable[[Path], Mapping[str, str]]  # returns the environment in which the files of a store are read slowly
 Trial = Callable[[], Outcome]
 
 
@@ -80,9 +77,29 @@ def run(config: BenchmarkConfig) -> Path:
     require("mlperf.store", "null", bool(config.mlperf.store), "give a tensor store with init times in 2001 and 2002")
     folder = Path(config.output).resolve() / "mlperf"
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(config, folder)
-    bench.notes.append(f"Load of the machine when the runs began: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
-    return run_sections(bench, SECTIONS).publish(folder, "Time to solution")
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        began = time.time()
+        store = Path(shutil.copytree(config.mlperf.store, Path(work) / "store.zarr"))
+        os.sync()  # what is not on disk would stay in the page cache
+        bench = Staged(config, folder, store=store, began=began, ended=time.time())
+        load = f"Load of the machine when the runs began: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+        bench.notes.append(load)
+        return run_sections(bench, SECTIONS).publish(folder, "Time to solution")
+
+
+@dataclass
+class Staged(Bench):
+    """A benchmark with a copy of the store.
+
+    Attributes:
+        store: the copy.
+        began: when it was begun, seconds since 1970.
+        ended: when it was on disk.
+    """
+
+    store: Path = Path()
+    began: float = 0.0
+    ended: float = 0.0
 
 
 def olympic(values: Sequence[float]) -> float:
@@ -95,12 +112,11 @@ def olympic(values: Sequence[float]) -> float:
     return statistics.fmean(ordered[1:-1] if len(ordered) > 2 else ordered)
 
 
-def outcome(text: str, staging: float) -> Outcome:
+def outcome(text: str) -> Outcome:
     """Read the log of a run.
 
     Args:
         text: the log.
-        staging: seconds of staging.
     """
     lines = [json.loads(line.removeprefix(_PREFIX)) for line in text.splitlines()]
     at = {line["key"]: line for line in lines if line["key"] in ("run_start", "run_stop")}
@@ -111,7 +127,6 @@ def outcome(text: str, staging: float) -> Outcome:
         scores=scores,
         epochs=sum(line["key"] == "epoch_start" for line in lines),
         text=text,
-        staging=staging,
     )
 
 
@@ -132,7 +147,7 @@ def passes(text: str, folder: Path) -> bool | None:
 
 
 def forget(folder: Path) -> None:
-    """Write all files of a folder to disk, and drop them from the page cache.
+    """Drop all files of a folder, which are on disk, from the page cache.
 
     Args:
         folder: the folder.
@@ -140,45 +155,33 @@ def forget(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
 
 
-def _train(
-    bench: Bench,
-    settings: Sequence[str],
-    seed: int,
-    hosts: Hosts,
-    slow: Slow | None = None,
-) -> Outcome:
-    """Stage the store, and train on it until the target is reached."""
+def _train(bench: Staged, settings: Sequence[str], seed: int, hosts: Hosts, slow: Mapping[str, str] = {}) -> Outcome:
+    """Train until the target is reached, on files that no cache holds."""
     given = bench.config.mlperf
-    assert given.store is not None
-    with tempfile.TemporaryDirectory(dir=bench.folder) as name:
-        folder = Path(name)
-        began = time.time()
-        shutil.copytree(given.store, folder / "store.zarr")
-        forget(folder)
-        ended = time.time()
+    forget(bench.store)
+    with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
         words = [
-            "experiment=quickstart", *settings, f"data.store={folder / 'store.zarr'}", f"output={folder / 'runs'}",
+            "experiment=quickstart", *settings, f"data.store={bench.store}", f"output={folder}",
             "run=a", f"seed={seed}", f"steps={given.steps}", f"validate_every={given.validate_every}", "average=0",
             f"until={given.until}", "max_minutes=0", f"checkpoint_every={given.steps}", "threads=1",
             "model.precision=float32", "tracking.tensorboard=false", "tracking.mllog=true", "tracking.cache_clear=true",
             "tracking.org=ensemble_ml", f"tracking.platform={os.uname().machine}", *given.train,
         ]  # fmt: skip
-        environment = {"PYTHONPATH": str(LINKS.parents[1]), **(slow(folder / "store.zarr") if slow else {})}
+        environment = {"PYTHONPATH": str(LINKS.parents[1]), **slow}
         hosts.run(python("-m", "ensemble_ml", "train", *words), seconds=_LIMIT, environment=environment)
-        return outcome(staged((folder / "runs" / "a" / FILE).read_text(), began, ended), ended - began)
+        return outcome(staged((Path(folder) / "a" / FILE).read_text(), bench.began, bench.ended))
 
 
-def _time(bench: Bench) -> None:
+def _time(bench: Staged) -> None:
     """Run all seeds, and check their logs."""
     given = bench.config.mlperf
     runs = [_train(bench, _OURS, seed, Hosts(1)) for seed in range(given.seeds)]
     bench.tables["Runs"] = [
-        {"seed": seed, "seconds": round(run.seconds, 1), "epochs": run.epochs, "staging, s": round(run.staging, 1),
+        {"seed": seed, "seconds": round(run.seconds, 1), "epochs": run.epochs,
          "start": round(run.scores[0], 4), "end": round(run.scores[-1], 4), "reached": run.reached}
         for seed, run in enumerate(runs)
     ]  # fmt: skip
@@ -186,7 +189,7 @@ def _time(bench: Bench) -> None:
     mean = olympic([run.seconds for run in runs])
     bench.figures["time to solution, olympic mean"] = Figure.of([mean], "s")
     bench.figures["epochs to the target"] = Figure.of([run.epochs for run in runs], "epochs")
-    bench.figures["staging"] = Figure.of([run.staging for run in runs], "s")
+    bench.figures["staging"] = Figure.of([bench.ended - bench.began], "s")
     bench.claim("runs that reach the target", sum(run.reached for run in runs), "runs", given.seeds)
     missed = sum(run.scores[0] > given.until for run in runs)
     bench.claim("runs whose statistical start misses the target", missed, "runs", given.seeds)
@@ -197,7 +200,7 @@ def _time(bench: Bench) -> None:
         bench.claim("logs that pass the checker of mlperf_logging", sum(map(bool, checked)), "logs", given.seeds)
 
 
-def _rivals(bench: Bench, words: str, target: float, ours: Trial, theirs: Trial) -> None:
+def _rivals(bench: Staged, words: str, target: float, ours: Trial, theirs: Trial) -> None:
     """Let two settings go to the same score by turns, and claim how many times as long the rival takes."""
     pairs = [(ours(), theirs()) for _ in range(bench.config.repeats)]
     if not all(run.reached for pair in pairs for run in pair):
@@ -213,24 +216,22 @@ def _rivals(bench: Bench, words: str, target: float, ours: Trial, theirs: Trial)
         bench.claim(words, float("nan"), "times", target)
 
 
-def _loading(bench: Bench) -> None:
+def _loading(bench: Staged) -> None:
     """Compare our loader with torch's on slow storage."""
     rate = bench.config.mlperf.storage_mb_s
 
-    def slow(store: Path) -> Mapping[str, str]:
-        storage = Storage(store, bench.folder / "throttle", mb_s=rate)
-        storage.build()
-        storage.reset()
-        return storage.environment()
+    storage = Storage(bench.store, bench.folder / "throttle", mb_s=rate)
+    storage.build()
+    storage.reset()
 
     def one(*settings: str) -> Trial:
-        return lambda: _train(bench, (*_OURS, *settings), 0, Hosts(1), slow)
+        return lambda: _train(bench, (*_OURS, *settings), 0, Hosts(1), storage.environment())
 
     words = f"storage of {rate:g} MB/s: time to solution with torch's loader over that with ours"
     _rivals(bench, words, 1.5, one("loading=clairvoyant"), one("loading=torch"))
 
 
-def _exchange(bench: Bench) -> None:
+def _exchange(bench: Staged) -> None:
     """Compare votes with all-reduce between hosts."""
     given = bench.config.mlperf
     why = "mlperf.rate=null" if given.rate is None else available()
@@ -248,14 +249,14 @@ def _exchange(bench: Bench) -> None:
         _rivals(bench, words, 2.0, one("optim.exchange=vote"), one("optim.exchange=allreduce"))
 
 
-def _baseline(bench: Bench) -> None:
+def _baseline(bench: Staged) -> None:
     """Compare our network with DRN."""
     words = "time to solution of DRN over that of ours"
     drn = lambda: _train(bench, ("model=drn", "optim.lr=1e-3"), 0, Hosts(1))  # noqa: E731
     _rivals(bench, words, 1.0, lambda: _train(bench, _OURS, 0, Hosts(1)), drn)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[Staged], None]] = {
     "time": _time,
     "loading": _loading,
     "exchange": _exchange,
