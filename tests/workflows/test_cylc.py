@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 
+import pytest
 from needs import FILES, engine
 
 from benchmarks.workflows.engines import environment
@@ -12,6 +13,7 @@ FLOW = FILES / "cylc"
 TWO_DAYS = ["-s", "FIRST='20260131T00Z'", "-s", "LAST='20260201T00Z'"]
 
 
+@pytest.mark.slow
 def test_the_workflow_validates_and_runs_two_cycles_in_simulation_mode(tmp_path):
     cylc, environ = engine("cylc"), environment(tmp_path)
 

@@ -63,7 +63,7 @@ TASKS = {"simulate", "prepare/00", "prepare/01", "prepare/02", "check", "finish"
 }
 
 
-@pytest.mark.parametrize("way", ["local", "redis"])
+@pytest.mark.parametrize("way", ["local", pytest.param("redis", marks=pytest.mark.slow)])
 def test_nothing_is_trained_after_a_share_that_failed(tmp_path, way):
     engine("merlin")
     environ, data = environment(tmp_path, STAND_IN.format(folder=tmp_path)), tmp_path / "data"
@@ -106,6 +106,7 @@ def test_celery_is_pinned_below_the_version_that_runs_first_steps_alone():
     assert said.split()[0] in pins["celery"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_samples_are_enqueued_in_a_minute_and_a_task_costs_half_a_second_at_most(tmp_path):
     engine("merlin"), engine("redis-server")
     environ = environment(tmp_path)
