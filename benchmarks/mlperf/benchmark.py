@@ -74,12 +74,13 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: no store is given, `only` names an unknown section, or a run failed.
     """
-    require("mlperf.store", "null", bool(config.mlperf.store), "give a tensor store with init times in 2001 and 2002")
+    given = config.mlperf.store or ""
+    require("mlperf.store", "null", bool(given), "give a tensor store with init times in 2001 and 2002")
     folder = Path(config.output).resolve() / "mlperf"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         began = time.time()
-        store = Path(shutil.copytree(config.mlperf.store, Path(work) / "store.zarr"))
+        store = Path(shutil.copytree(given, Path(work) / "store.zarr"))
         os.sync()  # what is not on disk would stay in the page cache
         bench = Staged(config, folder, store=store, began=began, ended=time.time())
         load = f"Load of the machine when the runs began: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
