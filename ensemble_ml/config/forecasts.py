@@ -130,7 +130,7 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "lion | loading | mlperf | planner | prepare | quickstart | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
+    benchmark: str = opt(MISSING, "lion | loading | mlperf | planner | prepare | quickstart | remote | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each competitor")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
