@@ -19,6 +19,7 @@ import google_crc32c
 import numpy as np
 
 from data_prep.combine import COMBINED, Combine, difference
+from data_prep.ensemble_of import decide_single_runs, of_members, of_one_kind
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
@@ -27,17 +28,13 @@ from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import starts
 from data_prep.limits import implausible
 from data_prep.records import (
-    CONTROL,
     FIELD_INDEX,
     IF_ABSENT,
-    IS_ACCUMULATED,
     IS_STATIC,
     KEYS,
-    MEMBER,
     NO_MESSAGE,
     OTHER_UNITS,
     RECORD,
-    SINGLE,
     Origin,
     RawField,
     Reader,
@@ -49,7 +46,7 @@ from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GUST, field
+from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.remote import is_remote
@@ -60,7 +57,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 30  # names of skipped variables that a message shows
 _UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # label of a variable that the registry does not know, in GRIB or NetCDF
-_CYCLE_50R1 = np.datetime64("2026-05-12T06", "s")  # first start of ECMWF's IFS cycle 50r1
 _LINE_EVERY = 10.0  # seconds between lines on the progress of long work
 
 
@@ -115,7 +111,7 @@ class Catalogue:
         self._geometries = [self.geometry] * len(self.readers)  # of each file
         self.role = role
         table, self.origins = _joined_tables(self.readers)
-        _decide_single_runs(self.path, table, self.origins, role)
+        decide_single_runs(self.path, table, self.origins, role)
         self.skipped = _skipped(self.readers)
         elsewhere = {name for reader in self.readers if isinstance(reader, XarrayFile) for name in reader.elsewhere}
         _report_skipped(self.path, self.skipped, elsewhere)
@@ -126,8 +122,8 @@ class Catalogue:
         table = table[~static] if static.any() else table
         # A truth has no members. If it mixes several kinds of fields, it is refused later.
         if role == FORECAST:
-            table = _of_members(self.path, self.files, table, self.skipped)
-            table = _of_one_kind(self.path, self.readers, table, self.skipped)
+            table = of_members(self.path, self.files, table, self.skipped)
+            table = of_one_kind(self.path, self.readers, table, self.skipped)
         # The result does not depend on the order of the files.
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
 
@@ -568,82 +564,3 @@ def _first(names: list[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], role: str) -> None:
-    """Make ECMWF's deterministic run the control of an ensemble that has none; elsewhere it is a run without members.
-
-    Before IFS cycle 50r1 the ensemble had a control of its own. Since then, ECMWF gives it out as the deterministic run
-    alone, which is the same forecast (ECMWF, "Find out how to access ECMWF real-time open data", May 2026).
-
-    Args:
-        path: the archive, for messages.
-        table: (N,) RECORD, whose kinds are changed.
-        origins: the origins that the table points to.
-        role: what the archive is.
-    """
-    single = table["kind"] == SINGLE
-    if not single.any():
-        return
-    table["kind"][single] = MEMBER
-    of_ensemble = [number for number, one in enumerate(origins) if (one.centre, one.ensemble) == ("ecmf", "enfo")]
-    enfo = np.isin(table["origin"], of_ensemble) & table["numbered"]
-    with_control = table["init"][table["kind"] == CONTROL]
-    control = single & (table["init"] >= _CYCLE_50R1) & np.isin(table["init"], table["init"][enfo])
-    control &= ~np.isin(table["init"], with_control)
-    if role == FORECAST and control.any():
-        table["kind"][control] = CONTROL
-        table["numbered"][control] = True
-        log.info("%s: the deterministic run is the control of the ensemble, as ECMWF has it since cycle 50r1", path)
-
-
-def _of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table` without extremes and means over time beside values of the moment of the same variable.
-
-    NetCDF gives both the same name: the Met Office has files of the temperature at each hour, and of its maximum in the
-    hour before. They are different quantities, and the variable of the registry is that of the moment, but for gusts
-    the largest. Those that are left out are counted in `skipped`.
-    """
-    named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # GRIB has a key for each
-    if not named.any():
-        return table
-    by_name = named[table["file"]]
-    over = by_name & ~IS_ACCUMULATED[table["field"]] & (table["lead_start"] < table["lead"])
-    gone = np.zeros(len(table), bool)
-    for index in np.unique(table["field"][over]).tolist():
-        mine = by_name & (table["field"] == index)
-        at_once = mine & ~over
-        if np.intersect1d(table["lead"][at_once], table["lead"][mine & over]).size:
-            gone |= at_once if FIELDS[index].standard_name == GUST else mine & over
-    if not gone.any():
-        return table
-    for index in np.unique(table["field"][gone]).tolist():
-        gust = FIELDS[index].standard_name == GUST
-        reason = "of the moment, beside the largest of hours" if gust else "over hours, beside values of the moment"
-        skipped[f"{FIELDS[index].name} ({reason})"] = int((table["field"][gone] == index).sum())
-    names = ", ".join(sorted({FIELDS[index].name for index in np.unique(table["field"][gone]).tolist()}))
-    text = "%s: %d fields of %s are left out: the archive has values of the moment and over hours"
-    log.info(text, path, gone.sum(), names)
-    return table[~gone]
-
-
-def _of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table` without the records that state no member, if other records do. They are counted in `skipped`.
-
-    A deterministic run beside its ensemble, a statistic of all members, or an analysis would otherwise count as member
-    0, of which all other fields are missing.
-
-    If the only other member has the number 0, they stay, because some files give a deterministic run this number.
-    """
-    others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
-    gone = ~table["numbered"] & others.any()
-    if not gone.any():
-        return table
-    indices, counts = np.unique(table["field"][gone], return_counts=True)
-    names = ", ".join(FIELDS[index].name for index in indices.tolist())
-    for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
-        skipped[f"{FIELDS[index].name} (of no member, beside members)"] = count
-    first = files[int(table["file"][gone.argmax()])]
-    text = "%s: %d fields of no member, beside members, are left out: %s (%s)"
-    log.warning(text, path, gone.sum(), names, first)
-    return table[~gone]

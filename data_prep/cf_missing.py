@@ -6,6 +6,7 @@ The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import xarray as xr
 
 from data_prep.axes import check_there
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.remote import is_remote, open_remote, open_zarr_array
+from ensemble_ml.store.remote import is_file, is_remote, open_remote, open_zarr_array
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,11 @@ def open_netcdf(path: str) -> xr.Dataset:
     for axis in raw.coords.values():
         _check_written(axis)
     return _decoded(raw)
+
+
+def is_zarr_store(path: str) -> bool:
+    """Return whether a path is that of a Zarr store: a folder or a URL."""
+    return os.path.isdir(path) or (is_remote(path) and not is_file(path))
 
 
 def open_zarr(path: str) -> xr.Dataset:

@@ -15,6 +15,7 @@ import xarray as xr
 
 from data_prep.axes import READ, OfSomethingElse, find_axis, lead_of_valid_time, understood
 from data_prep.cell_bounds import hours_of_sum, is_mean_rate, method, other_quantity
+from data_prep.grib_fields import UNSTATED_SUBCENTRES
 from data_prep.no_field import (
     GROUND,
     described,
@@ -32,7 +33,7 @@ from data_prep.no_field import (
     other_title,
     other_word,
 )
-from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS
+from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS, Origin
 from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve
@@ -378,3 +379,21 @@ def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, fl
         return _conversion(units or field.units, field)
     except UserError as error:
         raise OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{units}") from error
+
+
+def origin_of(data: xr.Dataset, array: xr.DataArray) -> Origin:
+    """Return who made a variable, from the attributes that cfgrib and other programs write."""
+
+    def stated(*names: str) -> str:
+        texts = [str(about[name]).strip() for about in (array.attrs, data.attrs) for name in names if name in about]
+        return next((text for text in texts if text), "")
+
+    experiment = stated("GRIB_experimentVersionNumber", "GRIB_expver", "expver")
+    if not experiment and "expver" in array.coords:  # a file may hold ERA5 and its preliminary version
+        versions = np.unique(array.coords["expver"].values.astype(str))
+        experiment = versions[0] if versions.size == 1 else ""
+    if experiment.isdigit():
+        experiment = experiment.zfill(4)  # as in GRIB
+    subcentre = stated("GRIB_subCentre")
+    subcentre = "" if subcentre in UNSTATED_SUBCENTRES else subcentre
+    return Origin(stated("GRIB_centre"), subcentre, stated("GRIB_class"), experiment, stated("institution"))

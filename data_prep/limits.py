@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from data_prep.records import RawField
 from ensemble_ml.fields import Field
 from ensemble_ml.units import GRAVITY
@@ -37,6 +39,9 @@ _OF_NAME = {
     "swh": (-0.1, 40.0),
 }
 _BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # interpolation makes speeds and humidities slightly negative
+_AT_BOUND = 0.01  # steps of packing; float32 arithmetic errs by 0.002 of them
+# No variable comes near this value in any units, so it is a missing value that no attribute names.
+_BEYOND = 1e15
 # A level may differ from its height in the standard atmosphere by these metres plus this fraction of the height.
 _HEIGHT_OFF = 2000.0, 0.1
 # Negative sums and fractions outside 0 to 1 are errors, except for rounding. Centres pack rain in steps of up to 0.1 mm
@@ -115,3 +120,33 @@ def _ends(raw: RawField, least: int, most: int) -> tuple[float, float]:
     """Return the decoded values of two packed integers, in ascending order."""
     ends = [(integer * raw.scale + raw.reference) * raw.decimal for integer in (least, most)]
     return min(ends), max(ends)
+
+
+def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
+    """Return the values of a packed field, with those near a bound of the variable moved onto it.
+
+    No rain and a clear sky are integers of the packing. But scale and offset are rounded, so decoding gives values that
+    differ from the bound by about 1e-17. All dry points would then lie above, or below, zero.
+    """
+    for bound in bounds:
+        if step and np.isfinite(bound):
+            values = np.where(np.abs(values - bound) < _AT_BOUND * step, np.float32(bound), values)
+    return values
+
+
+def wrong_values(values: np.ndarray, bad: np.ndarray, low: float, high: float, units: str) -> str:
+    """Return in words how many values are wrong, and what may have made them so.
+
+    Args:
+        values: the values of a field (Y, X).
+        bad: which of them are wrong (Y, X).
+        low: the least plausible value.
+        high: the largest.
+        units: their units.
+    """
+    text = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
+    if low > 0 and (values <= 0).any():
+        return f"{text}, or not above 0 {units} (a missing value that no attribute tells of?)"
+    if ((np.abs(values) < _BEYOND) & bad).any():
+        return f"{text}, or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
+    return text

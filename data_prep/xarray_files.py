@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import threading
 import warnings
 from bisect import bisect_right
@@ -40,9 +39,8 @@ from data_prep.axes import (
     with_start,
 )
 from data_prep.cell_bounds import hours_of_gust, hours_of_sum, is_mean_rate, method, over_intervals, widths
-from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
+from data_prep.cf_missing import is_zarr_store, open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
-from data_prep.grib_fields import UNSTATED_SUBCENTRES
 from data_prep.grib_io import Stamp
 from data_prep.identity import (
     NO_OVERRIDES,
@@ -53,11 +51,12 @@ from data_prep.identity import (
     grib_type,
     identify,
     numbered,
+    origin_of,
     other_sums,
     units_of,
     variables_with_members,
 )
-from data_prep.limits import plausible
+from data_prep.limits import on_bounds, plausible, wrong_values
 from data_prep.no_field import check_mapping
 from data_prep.records import (
     CONTROL,
@@ -76,16 +75,11 @@ from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
-from ensemble_ml.store.remote import fetch, is_file, is_remote, reason, reopen
+from ensemble_ml.store.remote import fetch, is_remote, reason, reopen
 from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
-# NetCDF's fill value, which stands where nothing was written, is just above this, whether or not an attribute states
-# it.
-_UNWRITTEN = 9.9e36
-_AT_BOUND = 0.01  # steps of packing; float32 arithmetic errs by 0.002 of them
-# No variable comes near this value in any units, so it is a missing value that no attribute names.
-_BEYOND = 1e15
+_UNWRITTEN = 9.9e36  # just below NetCDF's fill value, which stands where nothing was written, stated or not
 _netcdf_lock = threading.RLock()  # one lock for all files, because the HDF5 library is not safe for threads
 
 
@@ -186,9 +180,9 @@ class XarrayFile:
 
         A Dataset needs none, because its arrays lock what they use. Many chunks of a URL are read at a time.
         """
-        if self._given is not None or (is_remote(self.path) and _is_zarr(self.path)):
+        if self._given is not None or (is_remote(self.path) and is_zarr_store(self.path)):
             return contextlib.nullcontext()
-        return threading.RLock() if _is_zarr(self.path) else _netcdf_lock
+        return threading.RLock() if is_zarr_store(self.path) else _netcdf_lock
 
     def _check_unchanged(self) -> None:
         """Raise a UserError if the file has changed.
@@ -196,7 +190,7 @@ class XarrayFile:
         A Zarr store may consist of millions of files, so this would take too long at each read. Builds check it at
         their end. Of a URL, requests notice it.
         """
-        if not _is_zarr(self.path) and not is_remote(self.path):
+        if not is_zarr_store(self.path) and not is_remote(self.path):
             self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
@@ -205,7 +199,7 @@ class XarrayFile:
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
-                    if _is_zarr(self.path):
+                    if is_zarr_store(self.path):
                         opened = open_zarr(self.path)
                     else:
                         opened = open_netcdf(fetch(self.path) if is_remote(self.path) else self.path)
@@ -364,7 +358,7 @@ class XarrayFile:
         factor, shift = conversion(array, field, units)
         step = abs(factor * array.encoding.get("scale_factor", 0.0))
         stored = data[array.name]
-        written = Written(self.path, stored, field, fixed) if _is_zarr(self.path) else None
+        written = Written(self.path, stored, field, fixed) if is_zarr_store(self.path) else None
         written = written if written is not None and written.doubtful else None
         self._variables.append(
             _Variable(
@@ -386,7 +380,7 @@ class XarrayFile:
         over_time = field.accumulated or over_intervals(array, field)
         where = self._wanted.places(field, values, str(array.name), over_time=over_time)
         records = np.zeros(where.shape[1], RECORD)
-        records["origin"] = self._number_of(_origin(data, array))
+        records["origin"] = self._number_of(origin_of(data, array))
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
@@ -524,7 +518,7 @@ class XarrayFile:
                 if seconds != 1.0:  # a mean rate, of which the sum over the interval is wanted
                     values = (values * seconds).astype(np.float32)
                 step, bounds = seconds * variable.step, field_of(records[number]).family.bounds
-                yield self._checked(records[number], _on_bounds(values, step, bounds), variable, step)
+                yield self._checked(records[number], on_bounds(values, step, bounds), variable, step)
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         """Return the variable of a record, and the position of its field in it."""
@@ -547,11 +541,7 @@ class XarrayFile:
             return RawField(values, step=step)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
-            count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
-            if low > 0 and (values <= 0).any():
-                count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
-            elif ((np.abs(values) < _BEYOND) & bad).any():
-                count += f", or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
+            count = wrong_values(values, bad, low, high, units)
             if variable.limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():
@@ -607,38 +597,3 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = self._own_lock()
-
-
-def _is_zarr(path: str) -> bool:
-    """Return whether a path is that of a Zarr store: a folder or a URL."""
-    return os.path.isdir(path) or (is_remote(path) and not is_file(path))
-
-
-def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:
-    """Return who made a variable, from the attributes that cfgrib and other programs write."""
-
-    def stated(*names: str) -> str:
-        texts = [str(about[name]).strip() for about in (array.attrs, data.attrs) for name in names if name in about]
-        return next((text for text in texts if text), "")
-
-    experiment = stated("GRIB_experimentVersionNumber", "GRIB_expver", "expver")
-    if not experiment and "expver" in array.coords:  # a file may hold ERA5 and its preliminary version
-        versions = np.unique(array.coords["expver"].values.astype(str))
-        experiment = versions[0] if versions.size == 1 else ""
-    if experiment.isdigit():
-        experiment = experiment.zfill(4)  # as in GRIB
-    subcentre = stated("GRIB_subCentre")
-    subcentre = "" if subcentre in UNSTATED_SUBCENTRES else subcentre
-    return Origin(stated("GRIB_centre"), subcentre, stated("GRIB_class"), experiment, stated("institution"))
-
-
-def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
-    """Return the values of a packed field, with those near a bound of the variable moved onto it.
-
-    No rain and a clear sky are integers of the packing. But scale and offset are rounded, so decoding gives values that
-    differ from the bound by about 1e-17. All dry points would then lie above, or below, zero.
-    """
-    for bound in bounds:
-        if step and np.isfinite(bound):
-            values = np.where(np.abs(values - bound) < _AT_BOUND * step, np.float32(bound), values)
-    return values
