@@ -6,7 +6,6 @@ writes the result, for all trainers, to FOLDER/results.json.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from ensemble_ml.config import Launcher, LoadingConfig, ParallelConfig, Tourname
 from ensemble_ml.distributed import Session
 from ensemble_ml.loading import Reader
 from ensemble_ml.loading.device import Device
-from ensemble_ml.loading.run_loader import Lane, PlannedLoader
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader, cache_room
 from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.loading.units import Units
 from ensemble_ml.store import open_store
@@ -27,7 +26,8 @@ from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import batches_of
 
 _DATES = 24  # init times, so that twenty epochs do not take long
-_BESIDE = 4  # samples that pass through memory beside the cache, packed and decoded
+_HUGE = 2**40
+_MORE = 1.05  # parts of the dates differ a little in their bytes, and caches end at pages
 
 
 def work(session: Session, job: dict[str, Any]) -> dict[str, Any]:
@@ -45,10 +45,11 @@ def work(session: Session, job: dict[str, Any]) -> dict[str, Any]:
     train, _ = setup.split_dates(config.data, source.layout.init_time)
     dates = setup.own_dates(config, train[:_DATES], own)
     schedule = Schedule(batches_of(setup.own_settings(config, own, own), reader, dates, 0, config.steps), parts=1)
-    sizes = Units(reader, train[:_DATES]).sizes.sum()
-    decoded = 4 * (full + 2) * reader.spec.fields * len(reader.spec.leads_in) * math.prod(reader.spec.grid.shape)
-    ram = sizes / job["quarter"] * 1.02 + _BESIDE * (sizes / _DATES + decoded)
-    loading = LoadingConfig(ram=int(ram), ahead=2, threads=1)
+    sizes = Units(reader, train[:_DATES]).sizes.reshape(_DATES, -1).sum(1)
+    # What passes through memory beside the cache is given to all alike, whatever it takes.
+    loading = LoadingConfig(ram=_HUGE, ahead=2, threads=1)
+    beside = _HUGE - cache_room(loading, schedule, reader, Lane(), int(sizes.max()))[0]
+    loading = replace(loading, ram=int(beside + _MORE * sizes.sum() / job["quarter"]))
     loader = PlannedLoader(loading, schedule, reader, Device(torch.device("cpu"), torch.float32), Lane())
     session.mesh.world.barrier()
     start, count = time.perf_counter(), 0
@@ -60,7 +61,7 @@ def work(session: Session, job: dict[str, Any]) -> dict[str, Any]:
     loader.close()
     session.mesh.world.all_reduce(seconds, op="max")
     session.mesh.world.all_reduce(read)
-    return {"rate": trainers * count / float(seconds), "read": float(read), "bytes": float(sizes)}
+    return {"rate": trainers * count / float(seconds), "read": float(read), "bytes": float(sizes.sum())}
 
 
 def _parallel(job: dict[str, Any]) -> ParallelConfig:

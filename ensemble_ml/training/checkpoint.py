@@ -303,6 +303,18 @@ def point(folder: Path, link: str, target: str) -> None:
     sync(folder)
 
 
+def step_of(link: Path) -> float | None:
+    """Return the step of the checkpoint that a link leads to, or None if there is none.
+
+    A checkpoint before the tournament of its step counts half a step less.
+    """
+    try:
+        name = os.readlink(link).removeprefix(STEP)
+        return int(name.removesuffix(BEFORE)) - 0.5 * name.endswith(BEFORE) if (link / META).is_file() else None
+    except (OSError, ValueError):  # no link, or that of a copy without links
+        return None
+
+
 def mend_links(folder: Path) -> None:
     """Make `last` and `best` links again, if a run was copied with folders in their place or without them.
 

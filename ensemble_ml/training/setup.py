@@ -40,6 +40,7 @@ from ensemble_ml.training.checkpoint import (
     mend_links,
     point,
     refuse_unread,
+    step_of,
 )
 
 log = logging.getLogger(__name__)
@@ -377,10 +378,11 @@ def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
     folders = [trainer_folder(run, trainer) / "checkpoints" / "last" for trainer in range(trainers)]
     if (top / META).is_file() and (was := load_meta(top)["config"]["parallel"].get("trainer", 1)) != trainers:
         raise UserError(f"resume: parallel.trainer={trainers} (was {was} in {run}); give the same, or use init_from")
-    lacking = [str(folder) for folder in folders if not (folder / META).is_file()]
-    if lacking and any(load_meta(f)["step"] > 0 for f in folders if (f / META).is_file()):
-        raise UserError(f"resume: {lacking[0]} is not there, while other trainers have theirs; put it back")
-    return not lacking
+    steps = [step_of(folder) for folder in folders]
+    if None in steps and any(steps):
+        lost = folders[steps.index(None)]
+        raise UserError(f"resume: {lost} is not there, while other trainers have theirs; put it back")
+    return None not in steps
 
 
 def trainer_folder(run: Path, trainer: int) -> Path:

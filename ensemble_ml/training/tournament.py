@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Stream, words
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run
-from ensemble_ml.training.checkpoint import BEFORE, META, STEP, load_meta, point
+from ensemble_ml.training.checkpoint import META, load_meta, point, step_of
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 from ensemble_ml.training.state import learned
@@ -219,7 +218,7 @@ def await_written(run: Path, trainers: int, step: int) -> None:
     """
     for trainer in range(trainers):
         last = setup.trainer_folder(run, trainer) / "checkpoints" / "last"
-        while os.readlink(last) < f"{STEP}{step:08d}" or os.readlink(last) == f"{STEP}{step:08d}{BEFORE}":
+        while (step_of(last) or 0) < step:
             time.sleep(_LOOK)
 
 

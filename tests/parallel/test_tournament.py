@@ -54,7 +54,14 @@ def start(config, work=joined, *args, **changes):
     """Run the job of a configuration."""
     parallel = config.parallel
     data = 1 if parallel.data == "auto" else parallel.data
-    return run_ranks(work, parallel.trainer * data * parallel.lat, config, *args, trainer=parallel.trainer, **changes)
+    return run_ranks(
+        work,
+        parallel.trainer * data * parallel.lat,
+        config,
+        *args,
+        trainer=parallel.trainer,
+        **{"seconds": 300} | changes,
+    )
 
 
 def folders(run):
