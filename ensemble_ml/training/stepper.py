@@ -25,6 +25,7 @@ from ensemble_ml.wording import shortened
 log = logging.getLogger(__name__)
 
 _MOST_SKIPPED = 10  # steps in a row that nonfinite=skip may leave out: after more, the run ends with an error
+_BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step beside the loss and its parts
 OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 
 
@@ -206,3 +207,8 @@ class Stepper:
 def _means(losses: Iterable[str], sums: Mapping[str, float]) -> dict[str, float]:
     """Return the sums with each loss, which was weighed by samples, as a mean over samples."""
     return dict(sums) | {name: sums[name] / max(sums["samples"], 1.0) for name in losses}
+
+
+def only_losses(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the loss and its parts, without the numbers that travel with them."""
+    return {name: value for name, value in values.items() if name not in _BESIDE}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +48,7 @@ from ensemble_ml.training.mllog import RunLog, run_log
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
-from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
+from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper, only_losses
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import NotFiniteForecast, Validation
 from ensemble_ml.training.votes import VoteLog, first_line, read_votes
@@ -60,7 +59,6 @@ log = logging.getLogger(__name__)
 _TIMED_STEPS = 3
 _LEAST_LEFT = 0.15  # of `max_minutes`: if less is left after the fits, there is no time to time a step ...
 _ENOUGH = 60.0  # ... unless so many seconds are left
-_BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step beside the loss and its parts
 _HEAR = 1.0  # seconds between two questions whether another trainer has stopped
 _MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
 
@@ -349,7 +347,7 @@ class Trainer:
             for step, (values, skipped) in self.stepper.missed.items():
                 tracker.step(
                     step, samples=int(values["samples"]), waited=0.0, lr=state.schedule(step - 1),
-                    loss=_only_losses(values), skipped=skipped,
+                    loss=only_losses(values), skipped=skipped,
                 )  # fmt: skip
             # The loader has batches of the steps that this rank has missed as well.
             for _ in range(state.step - before - 1):
@@ -360,7 +358,7 @@ class Trainer:
                 self.keeper.follow(losses["written"] == self.session.mesh.model.size)
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
-                state.step, samples=int(losses["samples"]), waited=waited, lr=lr, loss=_only_losses(losses),
+                state.step, samples=int(losses["samples"]), waited=waited, lr=lr, loss=only_losses(losses),
                 sent=self.stepper.bytes_sent - sent, exchanged=self.stepper.waited, skipped=self.stepper.skipped > 0,
             )  # fmt: skip
             # Whatever all ranks do together has to wait until they meet.
@@ -599,8 +597,3 @@ class Trainer:
                     f"done: no validation after a step was better than that of the start, score {score}, so the best"
                     f" model is the start, the fits to the training dates without any step: {where}"
                 )
-
-
-def _only_losses(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the loss and its parts, without the numbers that travel with them."""
-    return {name: value for name, value in values.items() if name not in _BESIDE}
