@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
 from ensemble_ml import __version__
+from ensemble_ml.arguments import as_text, quoted
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.machine import let_waiting_threads_sleep
 from ensemble_ml.signals import ignored, note
@@ -93,62 +94,10 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-            path = [] if more is None else [f"hydra.searchpath=[{_quoted(str(Path(more).absolute()))}]"]
-            return compose(config_name=task, overrides=[*path, *(_as_text(task, item) for item in overrides)])
+            path = [] if more is None else [f"hydra.searchpath=[{quoted(str(Path(more).absolute()))}]"]
+            return compose(config_name=task, overrides=[*path, *(as_text(task, item, _readable) for item in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_hydras(task, error)) from error
-
-
-_ELEMENT = re.compile(
-    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
-)  # an element of a list or a sweep, quoted or bare
-
-
-_OPENING = ("[", "{", "'", '"')  # first characters of lists, tables and quoted texts
-_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table and continues
-
-
-def _as_text(task: str, argument: str) -> str:
-    """Quote an argument that Hydra would not take for the text or path that it is.
-
-    Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
-    becomes 1.1. Other texts have no form in its grammar, such as a path with brackets, which a shell's pattern has.
-
-    Args:
-        task: word of the command line.
-        argument: key=value.
-    """
-    key, equals, value = argument.partition("=")
-    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
-        return argument
-    if not _readable(argument):
-        if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
-            return argument
-        _refuse_braces(key, value)
-        return f"{key}={_quoted(value)}"
-    if set("({") & set(value):
-        return argument
-
-    def quoted(found: re.Match[str]) -> str:
-        """Return an element of a list in quotes if Hydra would take it for a number or truth value."""
-        text = found[0].strip()
-        if text.lower() in ("true", "false"):
-            return _quoted(text)
-        try:
-            float(text)
-        except ValueError:
-            return found[0]
-        return _quoted(text)
-
-    return f"{key}={_ELEMENT.sub(quoted, value)}"
-
-
-def _refuse_braces(key: str, value: str) -> None:
-    """Refuse a path with braces that a shell would have expanded if they had not been quoted."""
-    braces = re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", value)
-    if braces and not os.path.exists(value):  # Path.exists() would raise for a text that is too long for a path
-        paths = ",".join(f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(","))
-        raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
 
 
 def _readable(argument: str) -> bool:
@@ -342,7 +291,7 @@ def _by_hydra(
     register_schemas()
     GlobalHydra.instance().clear()
     flags = [word for name, value in options.items() for word in (name, value) if word]
-    settings = [_as_text(task, argument) for argument in arguments]
+    settings = [as_text(task, argument, _readable) for argument in arguments]
     # Hydra does not accept flags between settings, so they come first.
     name = "ensemble-ml" if "--shell-completion" in options else f"ensemble-ml {task}"
     sys.argv = [name, *flags, *settings]
@@ -412,11 +361,6 @@ def overview() -> str:
             'ensemble-ml --version says which one this is; eval "$(ensemble-ml -sc install=bash)" completes by Tab.',
         ]
     )
-
-
-def _quoted(path: str) -> str:
-    """Return a path in quotes, so that Hydra reads it back whatever its characters."""
-    return "'" + path.replace("'", "\\'") + "'"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -527,7 +471,7 @@ def _with_store(settings: list[str]) -> list[str]:
     paths = [item for item in settings if "=" not in item or os.path.exists(item)]
     if not paths:
         return settings
-    quoted = [_quoted(path) for path in paths]
+    quoted = [quoted(path) for path in paths]
     store = f"store={quoted[0]}" if len(paths) == 1 else f"store=[{','.join(quoted)}]"
     return [store, *(item for item in settings if item not in paths)]
 

@@ -1,0 +1,71 @@
+"""Arguments of the command line whose texts Hydra would read as something else."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+import ensemble_ml.config as schema
+from ensemble_ml.errors import UserError
+from ensemble_ml.tasks import TASKS
+
+_ELEMENT = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
+)  # an element of a list or a sweep, quoted or bare
+
+
+_OPENING = ("[", "{", "'", '"')  # first characters of lists, tables and quoted texts
+_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table and continues
+
+
+def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
+    """Quote an argument that Hydra would not take for the text or path that it is.
+
+    Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
+    becomes 1.1. Other texts have no form in its grammar, such as a path with brackets, which a shell's pattern has.
+
+    Args:
+        task: word of the command line.
+        argument: key=value.
+        readable: returns whether an argument has a form in Hydra's grammar.
+
+    Raises:
+        UserError: the value has braces that a shell would have expanded.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
+        return argument
+    if not readable(argument):
+        if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
+            return argument
+        _refuse_braces(key, value)
+        return f"{key}={quoted(value)}"
+    if set("({") & set(value):
+        return argument
+
+    def element(found: re.Match[str]) -> str:
+        """Return an element of a list in quotes if Hydra would take it for a number or truth value."""
+        text = found[0].strip()
+        if text.lower() in ("true", "false"):
+            return quoted(text)
+        try:
+            float(text)
+        except ValueError:
+            return found[0]
+        return quoted(text)
+
+    return f"{key}={_ELEMENT.sub(element, value)}"
+
+
+def _refuse_braces(key: str, value: str) -> None:
+    """Refuse a path with braces that a shell would have expanded if they had not been quoted."""
+    braces = re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", value)
+    if braces and not os.path.exists(value):  # Path.exists() would raise for a text that is too long for a path
+        paths = ",".join(f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(","))
+        raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
+
+
+def quoted(path: str) -> str:
+    """Return a path in quotes, so that Hydra reads it back whatever its characters."""
+    return "'" + path.replace("'", "\\'") + "'"
