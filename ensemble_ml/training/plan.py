@@ -257,6 +257,8 @@ class Planner:
 
     def _would_do(self, degrees: tuple[int, int, int]) -> str:
         """Return settings of shards and recomputation with which a partition would fit, as words of a message."""
+        if self.base >= self.memory:  # no way would do, and each dry run takes seconds
+            return ""
         for recompute, shards in ways(self.config, self.spec, self.ranks, every=True):
             other = replace(self, **with_way(self.config, self.spec, recompute, shards), known={})
             candidate = Candidate(*degrees, samples=-(-self.config.batch_size // degrees[0]))
