@@ -40,7 +40,7 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
         if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
             return argument
         _refuse_braces(key, value)
-        return f"{key}={quoted(value)}"
+        return f"{key}={in_quotes(value)}"
     if set("({") & set(value):
         return argument
 
@@ -48,12 +48,12 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
         """Return an element of a list in quotes if Hydra would take it for a number or truth value."""
         text = found[0].strip()
         if text.lower() in ("true", "false"):
-            return quoted(text)
+            return in_quotes(text)
         try:
             float(text)
         except ValueError:
             return found[0]
-        return quoted(text)
+        return in_quotes(text)
 
     return f"{key}={_ELEMENT.sub(element, value)}"
 
@@ -66,6 +66,6 @@ def _refuse_braces(key: str, value: str) -> None:
         raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
 
 
-def quoted(path: str) -> str:
+def in_quotes(path: str) -> str:
     """Return a path in quotes, so that Hydra reads it back whatever its characters."""
     return "'" + path.replace("'", "\\'") + "'"

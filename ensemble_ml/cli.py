@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
 from ensemble_ml import __version__
-from ensemble_ml.arguments import as_text, quoted
+from ensemble_ml.arguments import as_text, in_quotes
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.machine import let_waiting_threads_sleep
 from ensemble_ml.signals import ignored, note
@@ -94,7 +94,7 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-            path = [] if more is None else [f"hydra.searchpath=[{quoted(str(Path(more).absolute()))}]"]
+            path = [] if more is None else [f"hydra.searchpath=[{in_quotes(str(Path(more).absolute()))}]"]
             return compose(config_name=task, overrides=[*path, *(as_text(task, item, _readable) for item in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_hydras(task, error)) from error
@@ -471,7 +471,7 @@ def _with_store(settings: list[str]) -> list[str]:
     paths = [item for item in settings if "=" not in item or os.path.exists(item)]
     if not paths:
         return settings
-    quoted = [quoted(path) for path in paths]
+    quoted = [in_quotes(path) for path in paths]
     store = f"store={quoted[0]}" if len(paths) == 1 else f"store=[{','.join(quoted)}]"
     return [store, *(item for item in settings if item not in paths)]
 
