@@ -8,12 +8,14 @@ import pytest
 import tracing
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_slow_tests_alone_are_not_traced(slow):
+@pytest.mark.parametrize(
+    ("mark", "slow"), [(pytest.mark.slow.mark, True), (pytest.mark.slow("traced").mark, False), (None, False)]
+)
+def test_slow_tests_alone_are_not_traced(mark, slow):
     def tracer(*_):
         return None
 
-    item = SimpleNamespace(get_closest_marker=lambda name: name == "slow" and slow)
+    item = SimpleNamespace(get_closest_marker=lambda name: mark)
     before = sys.gettrace(), threading.gettrace()
     sys.settrace(tracer)
     threading.settrace(tracer)

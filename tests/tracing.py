@@ -33,8 +33,12 @@ def untraced(function: Callable) -> Callable:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Take the tracer away while a slow test runs, its fixtures among it, and from threads that start meanwhile."""
-    if not item.get_closest_marker("slow"):
+    """Take the tracer away while a slow test runs, its fixtures among it, and from threads that start meanwhile.
+
+    It stays in tests that are marked `slow("traced")`: much of what they run is run by no other.
+    """
+    slow = item.get_closest_marker("slow")
+    if slow is None or "traced" in slow.args:
         return (yield)
     own, others = sys.gettrace(), threading.gettrace()
     sys.settrace(None)

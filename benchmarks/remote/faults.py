@@ -6,6 +6,8 @@ import hashlib
 import logging
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Fault, Plan, serving
@@ -23,6 +25,18 @@ def digest(store: Path) -> str:
     for path in sorted(one for one in store.rglob("*") if one.is_file()):
         found.update(f"{path.relative_to(store)}\n".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Let preparation log errors alone, since it runs hundreds of times."""
+    logger = logging.getLogger("data_prep")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def meet_faults(archive: Path, folder: Path, count: int, seed: int = 0) -> dict[str, int]:
@@ -44,13 +58,12 @@ def meet_faults(archive: Path, folder: Path, count: int, seed: int = 0) -> dict[
         AssertionError: neither is the case.
     """
     rng, outcome = random.Random(seed), {"identical": 0, "refused": 0}
-    logging.getLogger("data_prep").setLevel(logging.ERROR)
 
     def config(url: str) -> PrepareConfig:
         return PrepareConfig(input=url, output=str(folder / "store.zarr"), overwrite=True, restart=True, workers=2)
 
     plan = Plan()
-    with serving(archive.parent, plan) as url:
+    with serving(archive.parent, plan) as url, _errors_alone():
         source = f"{url}/{archive.name}"
         store = prepare(config(source))
         whole, asked = digest(store), len(plan.asked)

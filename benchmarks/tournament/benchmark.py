@@ -26,7 +26,7 @@ from benchmarks.common.results import Figure
 from benchmarks.common.sections import Bench, run_sections
 from benchmarks.lion import trials
 from benchmarks.loading.storage import Storage
-from benchmarks.stragglers.local import LocalSteps
+from benchmarks.stragglers.averaging import LocalSteps
 from benchmarks.tournament.contest import Outcome, best, contest, ours, published, score_of
 from ensemble_ml.config import (
     BenchmarkConfig,

@@ -30,7 +30,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_tiny_run(tmp_path):
     """Both sections; the quality is of four steps, so that only the way there is tested."""
     dates = [f"{year}-{month:02d}-01" for year in (2001, 2002) for month in range(1, 13)]

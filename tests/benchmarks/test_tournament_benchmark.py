@@ -35,7 +35,7 @@ def test_the_simulation(tmp_path):
     assert 1 <= claim["value"] < 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_a_trainer_with_nan_spreads_by_the_published_rule_and_not_by_ours(store, tmp_path):
     figures, claims = results(tmp_path, ["nan"], store=store, seeds=1, steps=12, every=4)
     assert claims["trainers with NaN after the next tournament"]["holds"]
@@ -48,7 +48,8 @@ def test_a_trainer_with_nan_spreads_by_the_published_rule_and_not_by_ours(store,
 def test_a_tiny_run(store, tmp_path):
     settings = {"seeds": 1, "steps": 6, "every": 2, "rate": None, "store": store, "samples": 24, "step": 0.01}
     figures, claims = results(tmp_path, ["quality", "rates", "cost", "storage"], apart=2, mb_s=5.0, **settings)
-    assert claims["bytes of a tournament beside the published rule's"]["value"] <= 0.5
+    # The sizes, eight bytes a trainer, come on top of half.
+    assert claims["bytes of a tournament beside the published rule's"]["value"] == pytest.approx(0.5, abs=1e-3)
     assert claims["times that parted trainers read each byte"]["value"] == pytest.approx(1, abs=0.01)
     scores = {name: figure["median"] for name, figure in figures.items() if name.startswith("score after")}
     assert len(scores) == 12 and all(0 < score < 2 for score in scores.values())

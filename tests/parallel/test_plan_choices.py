@@ -28,7 +28,7 @@ class _Traced:
 def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
     """Half-degree rows make 23 blocks: of 11 or 22 ranks the first alone has one more, and a neighbour less."""
 
-    def trace(config, spec, rank, samples, speed):
+    def trace(config, spec, rank, samples, speed, gloo):
         neighbours = (rank.place.lat > 0) + (rank.place.lat < rank.lat - 1)
         return _Traced(half_degree(rank), SimpleNamespace(sent=100 * neighbours))
 

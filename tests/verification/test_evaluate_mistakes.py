@@ -156,4 +156,4 @@ def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
     assert (tmp_path / "report.html").read_text() == "mine"
     evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lineage.json", "report.html", "scores.json"]
