@@ -52,7 +52,7 @@ def test_a_tiny_run(store, tmp_path):
     assert claims["bytes of a tournament beside the published rule's"]["value"] == pytest.approx(0.5, abs=1e-3)
     assert claims["times that parted trainers read each byte"]["value"] == pytest.approx(1, abs=0.01)
     scores = {name: figure["median"] for name, figure in figures.items() if name.startswith("score after")}
-    assert len(scores) == 12 and all(0 < score < 2 for score in scores.values())
+    assert len(scores) == 14 and all(0 < score < 2 for score in scores.values())
     assert figures["seconds of a tournament, 4 trainers, the loopback, every 2 steps"]["min"] > 0
 
 
