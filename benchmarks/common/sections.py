@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Bench:
-    """The settings of a benchmark, its folder, and the results so far."""
+    """The settings of a benchmark, its folder, which is made, and the results so far."""
 
     config: BenchmarkConfig
     folder: Path
@@ -25,6 +25,9 @@ class Bench:
     claims: list[Claim] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def tiny(self) -> bool:
@@ -57,20 +60,20 @@ class Bench:
         self.figures[words] = times_as_long(theirs, ours)
         self.claim(words, self.figures[words].median, "times", target)
 
-    def publish(self, folder: Path, title: str) -> Path:
+    def publish(self, title: str, folder: Path | None = None) -> Path:
         """Log the results, and write results.json and report.html.
 
         Args:
-            folder: the folder.
             title: title of the page.
+            folder: where to write them; None for the folder of the benchmark.
 
         Returns:
             The path of results.json.
         """
         log.info("%s", summary(self.figures, self.claims, self.config.size))
         return write_results(
-            folder, title=title, runs=self.config.repeats, figures=self.figures, claims=self.claims, notes=self.notes,
-            tables=self.tables, size=self.config.size,
+            folder or self.folder, title=title, runs=self.config.repeats, figures=self.figures, claims=self.claims,
+            notes=self.notes, tables=self.tables, size=self.config.size,
         )  # fmt: skip
 
 

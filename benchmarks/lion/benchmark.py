@@ -78,10 +78,8 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names an unknown section, or a rank failed.
     """
-    folder = Path(config.output) / "lion"
-    folder.mkdir(parents=True, exist_ok=True)
-    bench = run_sections(LionBench(config, folder), SECTIONS)
-    return bench.publish(folder, "Compressed Lion and its peers")
+    bench = run_sections(LionBench(config, Path(config.output) / "lion"), SECTIONS)
+    return bench.publish("Compressed Lion and its peers")
 
 
 def _packing(bench: LionBench) -> None:

@@ -87,7 +87,7 @@ def run(config: BenchmarkConfig) -> Path:
         whole = not set(" :") & set(str(workspace))  # these separate libraries in LD_PRELOAD
         require("workspace", config.workspace, whole, "must have no blank and no colon")
         bench = run_sections(LoadingBench(config, workspace), SECTIONS)
-    return bench.publish(Path(config.output) / "loading", "Loading: every byte leaves slow storage once")
+    return bench.publish("Loading: every byte leaves slow storage once", Path(config.output) / "loading")
 
 
 def _bytes(bench: LoadingBench) -> None:

@@ -85,7 +85,7 @@ def run(config: BenchmarkConfig) -> Path:
         bench = Staged(config, folder, store=store, began=began, ended=time.time())
         load = f"Load of the machine when the runs began: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
         bench.notes.append(load)
-        return run_sections(bench, SECTIONS).publish(folder, "Time to solution")
+        return run_sections(bench, SECTIONS).publish("Time to solution")
 
 
 @dataclass

@@ -82,15 +82,13 @@ def run(config: BenchmarkConfig) -> Path:
         UserError: a rank failed.
     """
     chosen(config.only, {})
-    folder = Path(config.output) / "planner"
-    folder.mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(config, folder)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    comparison = Comparison(config, Path(config.output) / "planner")
+    with tempfile.TemporaryDirectory(dir=comparison.folder) as scratch:
         for hosts, note in _hosts(config):
             comparison.notes += [note] if note else []
             log.info("planner: %s", _where(hosts))
             comparison.add(_where(hosts), _rows(config, hosts, Path(scratch)))
-    return comparison.publish(folder, "Predicted and measured partitions")
+    return comparison.publish("Predicted and measured partitions")
 
 
 def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:

@@ -54,10 +54,8 @@ def run(config: BenchmarkConfig) -> Path:
         UserError: an entrant failed.
         AssertionError: a fault led to another store, or to an error of several lines.
     """
-    folder = Path(config.output) / "remote"
-    folder.mkdir(parents=True, exist_ok=True)
-    bench = run_sections(Bench(config, folder), {"speed": _speed, "faults": _faults})
-    return bench.publish(folder, "Archives by URL")
+    bench = run_sections(Bench(config, Path(config.output) / "remote"), {"speed": _speed, "faults": _faults})
+    return bench.publish("Archives by URL")
 
 
 def archive(path: Path, dates: int, *, members: int = 50, shape: tuple[int, int] = (32, 64)) -> Path:

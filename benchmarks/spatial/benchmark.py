@@ -71,9 +71,8 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names an unknown section, or a rank failed.
     """
-    folder = Path(config.output) / "spatial"
-    folder.mkdir(parents=True, exist_ok=True)
-    return run_sections(SpatialBench(config, folder), SECTIONS).publish(folder, "One sample over several ranks")
+    bench = run_sections(SpatialBench(config, Path(config.output) / "spatial"), SECTIONS)
+    return bench.publish("One sample over several ranks")
 
 
 def _exactness(bench: SpatialBench) -> None:

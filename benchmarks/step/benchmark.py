@@ -86,7 +86,7 @@ def run(config: BenchmarkConfig) -> Path:
         words = f"a step at least 5 times faster than naive fp32 (Z, Y, X) on {where}: {case.name}"
         bench.claim(words, found["naive over ours"].median, "times", _TARGET)
         bench.notes.append(f"{case.name}: {note}")
-    return bench.publish(bench.folder, "A training step, ours and naive")
+    return bench.publish("A training step, ours and naive")
 
 
 def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str, Figure], str]:

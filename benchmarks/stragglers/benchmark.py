@@ -76,9 +76,7 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names an unknown section, or a rank failed.
     """
-    folder = Path(config.output) / "stragglers"
-    folder.mkdir(parents=True, exist_ok=True)
-    return run_sections(Bench(config, folder), SECTIONS).publish(folder, "Ranks that do not wait")
+    return run_sections(Bench(config, Path(config.output) / "stragglers"), SECTIONS).publish("Ranks that do not wait")
 
 
 def _speed(bench: Bench) -> None:

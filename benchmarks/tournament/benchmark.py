@@ -62,13 +62,11 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names an unknown section, or a rank failed.
     """
-    folder = Path(config.output) / "tournament"
-    folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(config, folder)
+    bench = Bench(config, Path(config.output) / "tournament")
     if config.tournament.store is None:
         bench.notes.append("Only the simulation was run: give tournament.store=STORE for the other sections.")
         bench.config = replace(config, only=["simulation"])
-    return run_sections(bench, SECTIONS).publish(folder, "Trainers that compete")
+    return run_sections(bench, SECTIONS).publish("Trainers that compete")
 
 
 def _plain(bench: Bench, seed: int, **tournament: Any) -> TrainConfig:

@@ -45,9 +45,8 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names an unknown section.
     """
-    folder = Path(config.output) / "workflows"
-    folder.mkdir(parents=True, exist_ok=True)
-    return run_sections(Bench(config, folder), SECTIONS).publish(folder, "Workflow engines: what a task costs")
+    bench = run_sections(Bench(config, Path(config.output) / "workflows"), SECTIONS)
+    return bench.publish("Workflow engines: what a task costs")
 
 
 class Place:
