@@ -16,7 +16,7 @@ import xarray as xr
 
 from data_prep.axes import check_there
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.remote import is_file, is_remote, open_remote, open_zarr_array
+from ensemble_ml.store.remote import group_in, is_file, is_remote, open_remote, open_zarr_array
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,11 @@ def open_zarr(path: str) -> xr.Dataset:
     the mark of a missing value if no attribute has one. That would hide the equator, the first member, and points
     without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
     """
-    where: Any = open_remote(path) if is_remote(path) else path
-    raw = xr.open_dataset(where, engine="zarr", decode_cf=False)
+    if is_remote(path):
+        where: Any = open_remote(path)
+        raw = xr.open_dataset(where, engine="zarr", group=group_in(path) or None, decode_cf=False)
+    else:
+        raw = xr.open_dataset(path, engine="zarr", decode_cf=False)
     if is_remote(path):
         _check_there(path, where.absent, raw)
     for name, array in raw.variables.items():
@@ -76,7 +79,7 @@ def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
         raw: the opened store.
     """
     for name, axis in raw.coords.items():
-        missing = [key for key in absent if key.startswith(f"{name}/")]
+        missing = [key for key in absent if key.startswith(f"{group_in(path)}/{name}/".lstrip("/"))]
         if missing and axis.size > 1:
             raise UserError(f"{path}: {missing[0]} is not there (404), but {name} has {axis.size} values; try again")
 

@@ -11,18 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
+from data_prep.cf_missing import is_zarr_store
 from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.netcdf_classic import check_whole
-from data_prep.records import Reader
+from data_prep.records import IS_STATIC, KEYS, Reader
 from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
+from data_prep.zarr_groups import groups_of, is_zarr
 from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 from ensemble_ml.store.folder import is_building
-from ensemble_ml.store.remote import is_grib, is_remote, url_of
+from ensemble_ml.store.remote import is_grib, is_remote, reopen, url_of
 from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,6 @@ _COMPRESSED = {  # first bytes of compressed files -> the program that unpacks t
     b"Rar!": "unrar x", b"\x5d\0\0": "unlzma",
 }  # fmt: skip
 _TAR = slice(257, 262)  # position of "ustar" in a tar archive
-_ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
 def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
@@ -60,7 +63,7 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
     """
     found: dict[str, None] = {}
     given = as_list(paths)
-    datasets = [one for one in given if is_dataset(one)]
+    datasets = [part for one in given if is_dataset(one) for part in _datasets(one)]
     for path in (one for one in given if not is_dataset(one)):
         for name in _expand(path, role):
             found.setdefault(name)
@@ -69,9 +72,17 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
     return [*sorted(found), *datasets]
 
 
+def _datasets(data: Any) -> list[Any]:
+    """Return an open Dataset, or those of a DataTree that hold variables."""
+    if is_dataset(data) and not hasattr(data, "subtree"):
+        return [data]
+    return [node.to_dataset() for node in data.subtree if node.data_vars]
+
+
 def _expand(path: str, role: str) -> list[str]:
     """Return the files of one path: a file, a folder or a glob. A URL is that of one Zarr store."""
     if is_remote(path):
+        reopen(path)
         return [url_of(path)]
     if os.path.isdir(path) and not is_zarr(path):
         return _folder(Path(path), role)
@@ -176,11 +187,6 @@ def _unpacked_by(head: bytes) -> str:
     return next((program for magic, program in _COMPRESSED.items() if head.startswith(magic)), "")
 
 
-def is_zarr(path: str | os.PathLike) -> bool:
-    """Return whether a folder is a Zarr group of version 2 or 3."""
-    return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
-
-
 def open_readers(
     files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL
 ) -> list[Reader]:
@@ -196,13 +202,51 @@ def open_readers(
         UserError: a file is missing, damaged, or of an unknown format.
     """
     if len(files) == 1:
-        return [_open_reader(files[0], index, overrides, wanted)]
+        return _open(files[0], index, overrides, wanted)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        waiting = [pool.submit(_open_reader, path, index, overrides, wanted) for path in files]
+        waiting = [pool.submit(_open, path, index, overrides, wanted) for path in files]
         try:
-            return [one.result() for one in waiting]
+            return [reader for one in waiting for reader in one.result()]
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _open(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> list[Reader]:
+    """Return the reader of one file, and those of the groups in a Zarr store.
+
+    If the store has fields outside of groups, a group that does not go with these is left out with a warning: on
+    another grid, with fields that stand there already, or with axes that cannot be read.
+    """
+    reader = _open_reader(path, index, overrides, wanted)
+    if not isinstance(reader, XarrayFile) or is_dataset(path) or not is_zarr_store(path):
+        return [reader]
+    readers, main = [reader], len(reader.records) > 0
+    for group in groups_of(path):
+        try:
+            one = XarrayFile(group, overrides, wanted=wanted, stamp=reader.stamp if is_remote(path) else None)
+        except UserError as error:
+            if not main or is_remote(path):  # a server may err for a moment
+                raise
+            log.warning("%s: left out, with all that is in it; give it alone if it is wanted", error)
+            continue
+        if main and (why := _differs(one, reader)):
+            log.warning("%s: left out: %s; give it alone if it is wanted", group, why)
+        elif one.names:
+            readers.append(one)
+    return list(readers)
+
+
+def _differs(one: XarrayFile, other: XarrayFile) -> str:
+    """Return why the fields of two groups do not go together; an empty text if they do."""
+    assert other.grid is not None
+    if one.grid is not None and not one.grid.same_as(other.grid):
+        return f"its grid {one.grid.describe()} differs from the store's own, {other.grid.describe()}"
+    if one.found.isdisjoint(other.found):
+        return ""
+    # Of static fields that are repeated, the first one is taken anyway.
+    mine, theirs = (file.records[~IS_STATIC[file.records["field"]]][KEYS] for file in (one, other))
+    twice = np.isin(mine, theirs)
+    return f"{int(twice.sum())} of its fields stand outside of it, too" if twice.any() else ""
 
 
 def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> Reader:

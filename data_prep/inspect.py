@@ -13,9 +13,9 @@ import numpy as np
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index
-from data_prep.files import is_zarr
 from data_prep.gaps import find_gaps
 from data_prep.records import CONTROL, IS_ACCUMULATED
+from data_prep.zarr_groups import is_zarr
 from ensemble_ml.config import as_list, is_dataset, shown_input
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.store.source import Part

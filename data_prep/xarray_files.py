@@ -72,10 +72,11 @@ from data_prep.records import (
 from data_prep.spelling import spell
 from data_prep.wanted import ALL, Wanted
 from data_prep.zarr_chunks import Written
+from data_prep.zarr_groups import with_shared_coordinates
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid, canonical
-from ensemble_ml.store.remote import fetch, is_remote, reason, reopen
+from ensemble_ml.store.remote import fetch, is_remote, reason
 from ensemble_ml.store.sources import MEMORY
 
 _LEADING = ("init", "member", "lead", "level")
@@ -113,6 +114,7 @@ class XarrayFile:
         overrides: names and units of variables that the user states.
         data: an open Dataset, which is read in place of a file (`of_dataset`).
         wanted: the part that is listed of a file with very many fields.
+        stamp: the file's stamp, if it is known; for a group in a remote store, it is that of the store.
 
     Attributes:
         names: names of the variables in the file.
@@ -129,7 +131,12 @@ class XarrayFile:
     keyed = False
 
     def __init__(
-        self, path: str, overrides: Overrides = NO_OVERRIDES, data: xr.Dataset | None = None, wanted: Wanted = ALL
+        self,
+        path: str,
+        overrides: Overrides = NO_OVERRIDES,
+        data: xr.Dataset | None = None,
+        wanted: Wanted = ALL,
+        stamp: Stamp | None = None,
     ):
         self.path = path
         self.names: frozenset[str] = frozenset()
@@ -148,9 +155,7 @@ class XarrayFile:
         self._lock = self._own_lock()
         self._listed = 0  # number of fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
-        if is_remote(path):
-            reopen(path)
-        self.stamp = Stamp.of_archive(path)
+        self.stamp = stamp or Stamp.of_archive(path)
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
@@ -200,7 +205,7 @@ class XarrayFile:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
                     if is_zarr_store(self.path):
-                        opened = open_zarr(self.path)
+                        opened = with_shared_coordinates(open_zarr(self.path), self.path)
                     else:
                         opened = open_netcdf(fetch(self.path) if is_remote(self.path) else self.path)
                     self._data = with_start(opened)

@@ -486,6 +486,76 @@ def dynamical(folder: Path, model: str, *, degrees: float = 30, leads: Sequence[
     return path
 
 
+DYNAMICAL_46_DAYS = {  # group -> the same as in DYNAMICAL, with a comment at the end; levels are an axis of the group
+    "/": {
+        "pressure_reduced_to_mean_sea_level": DYNAMICAL["pressure_reduced_to_mean_sea_level"] + ("",),
+        "wind_u_10m": DYNAMICAL["wind_u_10m"] + ("",),
+        "precipitation_surface": DYNAMICAL["precipitation_surface"] + (
+            "Average precipitation rate over the previous 24 hours. Units equivalent to mm/s.",
+        ),
+        "average_temperature_2m": (
+            "t2m", 0, "Mean temperature at 2 metres in the last 24 hours", "mean2t24", "air_temperature",
+            "degree_Celsius", "avg", "Mean temperature at 2 metres over the previous 24 hours.",
+        ),
+    },
+    "/pressure_level": {
+        "temperature": ("t", LEVELS, "Temperature", "t", "air_temperature", "degree_Celsius", "instant", ""),
+        "geopotential_height": (
+            "z", LEVELS, "Geopotential height", "gh", "geopotential_height", "gpm", "instant", "",
+        ),
+        "wind_u": ("u", LEVELS, "U component of wind", "u", "eastward_wind", "m s-1", "instant", ""),
+        "specific_humidity": ("q", LEVELS, "Specific humidity", "q", "specific_humidity", "1", "instant", ""),
+    },
+}  # fmt: skip
+
+
+def dynamical_46_days(folder: Path, *, degrees: float = 30, version: int = 3, shared: bool = False) -> Path:
+    """Write the 46 days of IFS ENS as dynamical.org has them: pressure levels in a group of the store.
+
+    Args:
+        folder: where the store is written.
+        degrees: spacing of the grid.
+        version: version of Zarr; the original is of version 3, with shards.
+        shared: whether the group has no coordinates of its own but those of the root. The original repeats them.
+    """
+    (lat, east), starts, numbers, leads = globe(degrees), days(2, "2026-01-01"), np.arange(3), (0, 24, 48)
+    grid, usual = (lat, east - 180), ("init_time", "ensemble_member", "lead_time", "pressure_level")
+    axes = {
+        "init_time": ("init_time", starts, {"standard_name": "forecast_reference_time"}),
+        "lead_time": ("lead_time", hours(*leads), {"standard_name": "forecast_period"}),
+        "ensemble_member": ("ensemble_member", numbers, {"standard_name": "realization", "units": "1"}),
+        "latitude": ("latitude", lat, {"standard_name": "latitude", "units": "degrees_north"}),
+        "longitude": ("longitude", grid[1], {"standard_name": "longitude", "units": "degrees_east"}),
+    }
+    upright = {"standard_name": "air_pressure", "units": "hPa", "axis": "Z", "positive": "down"}
+    groups: dict[str, xr.Dataset] = {}
+    for group, variables in DYNAMICAL_46_DAYS.items():
+        upper = {"pressure_level": ("pressure_level", np.array(LEVELS), upright)} if group != "/" else {}
+        data = groups[group] = xr.Dataset(coords=axes | upper, attrs={"forecast_resolution": "Forecast step 24 hourly"})
+        for name, (of, level, *words) in variables.items():
+            values = _filled(of, level or (0,), starts, grid, numbers.tolist(), leads)
+            if words[3] == "degree_Celsius":
+                values = values - np.float32(273.15)
+            values = values * np.float32({"z": 1 / 9.80665, "tp": 1000 / 86400}.get(of, 1.0))
+            values[:, :, [lead == 0 for lead in leads]] *= np.float32("nan") if words[4] == "avg" else 1
+            keys = ("long_name", "short_name", "standard_name", "units", "step_type", "comment")
+            about = {key: word for key, word in zip(keys, words, strict=True) if word}
+            array = xr.DataArray(values, dims=(*usual, "latitude", "longitude"), attrs=about)
+            array = array if upper else array.squeeze("pressure_level")
+            data[name] = array.transpose("init_time", "lead_time", "ensemble_member", ...)
+    sizes = {"init_time": 1, "pressure_level": 1, "latitude": 4, "longitude": 4}
+    coding: dict[str, Any] = {}
+    for group, data in groups.items() if version == 3 else ():
+        for name, array in data.data_vars.items():
+            chunks = tuple(sizes.get(str(dim), array.sizes[dim]) for dim in array.dims)
+            shards = (*chunks[:-2], *(2 * size for size in chunks[-2:]))
+            coding.setdefault(group, {})[str(name)] = {"chunks": chunks, "shards": shards}
+    path = folder / "dynamical_46_days.zarr"
+    tree = xr.DataTree.from_dict(groups)
+    tree.to_zarr(path, zarr_format=version, encoding=coding, consolidated=True, write_inherited_coords=not shared)
+    return path
+
+
 # --- Met Office -------------------------------------------------------------------------------------------------------
 
 MOGREPS = {  # name of the file -> name of the variable, weather in it, level, units, height, hours, CF's method

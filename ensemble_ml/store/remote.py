@@ -51,12 +51,13 @@ Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suff
 
 def is_remote(path: Any) -> bool:
     """Return whether a path is a URL, or a short name of one."""
-    return isinstance(path, str) and (path.startswith(_SCHEMES) or path in NAMES)
+    return isinstance(path, str) and (path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES)
 
 
 def url_of(path: str) -> str:
     """Return the URL of a remote store or file, without a slash at its end."""
-    return NAMES.get(path, path).rstrip("/")
+    store, mark, group = path.partition(GROUP)
+    return f"{NAMES.get(store, store).rstrip('/')}{mark}{group}"
 
 
 def _head(url: str) -> bytes:
@@ -175,6 +176,34 @@ def open_zarr_array(path: str, name: str) -> Any:
     return zarr.open_array(os.path.join(path, name), mode="r")
 
 
+def remote_groups(path: str) -> list[str]:
+    """Return the URLs of all groups in a remote Zarr store, sorted, as far as its own metadata name them.
+
+    Args:
+        path: the URL of the store, or a short name of one. That of a group in it has no further groups.
+    """
+    import zarr
+
+    if GROUP in url_of(path):
+        return []
+    together = zarr.open_group(_store(_root(path)), mode="r").metadata.consolidated_metadata
+    nodes = together.flattened_metadata if together else {}
+    groups = [name for name, node in nodes.items() if name and type(node).__name__ == "GroupMetadata"]
+    return [f"{path}{GROUP}{name}" for name in sorted(groups)]
+
+
+def without_group(path: str) -> str:
+    """Return the URL of the group above the one that a URL names, that of the store at last."""
+    root, _, group = path.partition(GROUP)
+    above = group.rpartition("/")[0]
+    return f"{root}{GROUP}{above}" if above else root
+
+
+def group_in(path: str) -> str:
+    """Return the group in a remote Zarr store that a URL names; an empty text for the store's own."""
+    return url_of(path).partition(GROUP)[2]
+
+
 def read_part(path: str, key: str, first: int, length: int) -> bytes:
     """Read some bytes of an object of a remote store.
 
@@ -206,7 +235,7 @@ def _root(path: str) -> str:
 
 def _in_store(path: str, key: str) -> str:
     """Return the key in the whole store of an object of the group that a path names."""
-    group = url_of(path).partition(GROUP)[2]
+    group = group_in(path)
     return f"{group}/{key}" if group else key
 
 

@@ -1,0 +1,67 @@
+"""Zarr stores whose arrays lie in groups: which groups there are, and the coordinates that they share.
+
+dynamical.org keeps fields at the surface in the root of a store and those on pressure levels in a group of it. Each
+group is read like a store of its own. What its dimensions lack of coordinates is taken from the groups above it, as
+xarray's DataTree does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import xarray as xr
+
+from data_prep.cf_missing import open_zarr
+from ensemble_ml.store.remote import is_remote, remote_groups, without_group
+
+_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
+
+
+def is_zarr(path: str | os.PathLike) -> bool:
+    """Return whether a folder is a Zarr group of version 2 or 3."""
+    return any(os.path.isfile(os.path.join(path, mark)) for mark in _MARKS)
+
+
+def groups_of(path: str) -> list[str]:
+    """Return the paths of all groups in a Zarr store, sorted.
+
+    Behind a URL, only metadata that the root consolidates name them.
+
+    Args:
+        path: folder or URL of the store.
+    """
+    return remote_groups(path) if is_remote(path) else sorted(_groups_in(path))
+
+
+def _groups_in(folder: str) -> Iterator[str]:
+    """Yield the groups in a folder, and those in them. Folders of arrays may hold millions of chunks and stay shut."""
+    for entry in os.scandir(folder):
+        if entry.is_dir() and is_zarr(entry.path) and not _is_array(entry.path):
+            yield entry.path
+            yield from _groups_in(entry.path)
+
+
+def _is_array(folder: str) -> bool:
+    """Return whether a folder with metadata of Zarr is an array of version 3, whose metadata have a group's name."""
+    try:
+        with open(os.path.join(folder, "zarr.json"), encoding="utf-8") as file:
+            return json.load(file).get("node_type") == "array"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def with_shared_coordinates(data: xr.Dataset, path: str) -> xr.Dataset:
+    """Return the Dataset of a group with coordinates of the groups above it for dimensions that have none.
+
+    Args:
+        data: the Dataset.
+        path: folder or URL of its group.
+    """
+    above = without_group(path) if is_remote(path) else os.path.dirname(os.path.abspath(path))
+    if above == path or not (is_remote(path) or is_zarr(above)) or data.sizes.keys() <= data.coords.keys():
+        return data
+    shared = with_shared_coordinates(open_zarr(above), above)
+    lacking = [dim for dim in data.sizes if dim not in data.variables and dim in shared.coords]
+    return data.assign_coords({dim: shared[dim] for dim in lacking if shared.sizes[dim] == data.sizes[dim]})
