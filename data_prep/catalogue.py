@@ -102,7 +102,9 @@ class Catalogue:
         wanted: Wanted = ALL,
     ):
         self.path = _shown(paths)
-        self.readers: list[Reader] = open_readers(archive_files(paths, role=role), index, overrides, wanted)
+        self.readers: list[Reader] = open_readers(
+            archive_files(paths, role=role, wanted=wanted), index, overrides, wanted
+        )
         self.files = [reader.path for reader in self.readers]
         self.stamps = [(_whole(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.without_units = _check_units(self.path, self.readers)

@@ -25,6 +25,7 @@ from data_prep.zarr_groups import groups_of, is_zarr
 from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
+from ensemble_ml.store.archive_names import is_rule, urls_of_rule
 from ensemble_ml.store.folder import is_building
 from ensemble_ml.store.remote import is_grib, is_remote, reopen, url_of
 from ensemble_ml.wording import shortened
@@ -48,7 +49,7 @@ _COMPRESSED = {  # first bytes of compressed files -> the program that unpacks t
 _TAR = slice(257, 262)  # position of "ustar" in a tar archive
 
 
-def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
+def archive_files(paths: Any, *, role: str = FORECAST, wanted: Wanted = ALL) -> list[Any]:
     """Return the data files of an archive, sorted and each once, and open Datasets after them.
 
     A folder with `archive.json` (made by `ensemble-ml simulate`) stands for its part in the given role. Tensor stores
@@ -57,6 +58,7 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
     Args:
         paths: files, folders, globs, or a list of them and of open Datasets.
         role: "forecast", "truth", "grid" or "static".
+        wanted: the part of archives that is asked for, where a short name stands for many files.
 
     Raises:
         UserError: there is no such file.
@@ -65,7 +67,7 @@ def archive_files(paths: Any, *, role: str = FORECAST) -> list[Any]:
     given = as_list(paths)
     datasets = [part for one in given if is_dataset(one) for part in _datasets(one)]
     for path in (one for one in given if not is_dataset(one)):
-        for name in _expand(path, role):
+        for name in _expand(path, role, wanted):
             found.setdefault(name)
     if not found and not datasets:
         raise UserError(f"{role} archive {paths!r}: no path given")
@@ -79,8 +81,11 @@ def _datasets(data: Any) -> list[Any]:
     return [node.to_dataset() for node in data.subtree if node.data_vars]
 
 
-def _expand(path: str, role: str) -> list[str]:
-    """Return the files of one path: a file, a folder or a glob. A URL is that of one Zarr store."""
+def _expand(path: str, role: str, wanted: Wanted) -> list[str]:
+    """Return the files of one path: a file, a folder, a glob, a URL or a short name."""
+    if is_rule(path):
+        parts = {name: getattr(wanted, name) for name in ("variables", "levels", "leads", "dates")}
+        return urls_of_rule(path, **parts)
     if is_remote(path):
         reopen(path)
         return [url_of(path)]
@@ -91,7 +96,7 @@ def _expand(path: str, role: str) -> list[str]:
     matches = _without_stores(path, glob.glob(path, recursive=True)) if glob.has_magic(path) else []
     if not matches:
         raise UserError(f"{path}: no such file or folder; give the {role} archive's path, a folder or a glob")
-    return [name for match in matches for name in _expand(match, role)]
+    return [name for match in matches for name in _expand(match, role, wanted)]
 
 
 def _without_stores(where: str, paths: list[str]) -> list[str]:

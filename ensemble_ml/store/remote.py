@@ -24,16 +24,9 @@ from urllib.parse import urlsplit
 import google_crc32c
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.archive_names import NAMES, is_rule
 
 _SCHEMES = ("https://", "http://", "s3://", "gs://")
-_WB2 = "gs://weatherbench2/datasets"
-NAMES = {  # short names of stores that anybody can read; their licences are those of who made them
-    "wb2:ifs_ens/64x32": f"{_WB2}/ifs_ens/2018-2022-64x32_equiangular_conservative.zarr",
-    "wb2:ifs_ens/240x121": f"{_WB2}/ifs_ens/2018-2022-240x121_equiangular_with_poles_conservative.zarr",
-    "wb2:ifs_ens/1440x721": f"{_WB2}/ifs_ens/2018-2022-1440x721.zarr",
-    "wb2:era5/64x32": f"{_WB2}/era5/1959-2023_01_10-6h-64x32_equiangular_conservative.zarr",
-    "arco:era5": "gs://gcp-public-data-arco-era5/ar/full_37-1h-0p25deg-chunk-1.zarr-v3",
-}
 GROUP = "#"  # stands between the URL of a Zarr store and a group in it
 _MARKS = ("zarr.json", ".zmetadata", ".zgroup")
 _HEAD = 512  # bytes by which GRIB and NetCDF are recognised
@@ -50,8 +43,8 @@ Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suff
 
 
 def is_remote(path: Any) -> bool:
-    """Return whether a path is a URL, or a short name of one."""
-    return isinstance(path, str) and (path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES)
+    """Return whether a path is a URL, or a short name of one or of several."""
+    return isinstance(path, str) and (path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES or is_rule(path))
 
 
 def url_of(path: str) -> str:

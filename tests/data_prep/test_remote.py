@@ -1,6 +1,7 @@
 """Archives by URL, from a server on this machine: read as the files are, or refused in one line."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import public_archives
@@ -9,10 +10,11 @@ import pytest
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
 from data_prep import grib_remote, open_archive, prepare
 from ensemble_ml import cli
-from ensemble_ml.config import PrepareConfig
+from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
-from ensemble_ml.store.remote import NAMES, is_remote, url_of
+from ensemble_ml.store.archive_names import NAMES, RULES
+from ensemble_ml.store.remote import is_remote, url_of
 
 pytest.importorskip("obstore", reason="URLs need the extra `remote`")
 
@@ -39,7 +41,7 @@ def assert_same(one, other):
 
 
 def test_short_names():
-    assert all(is_remote(name) and url_of(name).startswith("gs://") for name in NAMES)
+    assert all(is_remote(name) and url_of(name).startswith(("gs://", "https://")) for name in NAMES)
     assert not is_remote("/tmp/a.zarr") and not is_remote("ens10.zarr") and url_of("s3://a/b.zarr/") == "s3://a/b.zarr"
 
 
@@ -164,3 +166,48 @@ class TestGrib:
         with pytest.raises(UserError, match=text) as raised:
             source.read(Part.FORECAST, 0)
         assert "\n" not in str(raised.value)
+
+
+class TestNamesOfManyFiles:
+    """Short names whose files lie on this machine, where the rule's own root stands for them."""
+
+    def opened(self, monkeypatch, name, folder, how, **changes):
+        """Return an archive by its name, and by its folder, with the same settings."""
+        rule = name.partition("/")[0]
+        monkeypatch.setitem(RULES, rule, replace(RULES[rule], **changes))
+        return open_archive(name, **how), open_archive(folder, **how)
+
+    @pytest.mark.parametrize("since_50r1", [False, True])
+    def test_ecmwfs_open_data(self, tmp_path, served, plan, monkeypatch, since_50r1):
+        folder = public_archives.ecmwf_open_data(tmp_path, since_50r1=since_50r1)
+        name = f"opendata:ifs/202{6 if since_50r1 else 5}-11-01T00"
+        how = {"leads": [3, 6], "variables": ["t", "t2m", "tp"], "control": Control.include}
+        one, other = self.opened(monkeypatch, name, folder, how, root=served)
+        assert_same(one, other)
+        assert one.layout.realization == (0, 1, 2)
+        assert not [asked for asked in plan.asked if "-0h-" in asked]  # a lead that nobody asked for
+
+    def test_gefs(self, tmp_path, served, monkeypatch):
+        folder, _ = public_archives.gefs(tmp_path, degrees=30, dates=1, members=2)
+        how = {"leads": [24, 48], "variables": ["t", "z", "t2m"]}
+        changes = {"root": f"{served}/ensemble", "first": "2020-01-01", "members": ("c00", "p01", "p02")}
+        assert_same(*self.opened(monkeypatch, "gefs:operational/2020-01-01T00", folder, how, **changes))
+
+    def test_gefs_reforecast(self, tmp_path, served, monkeypatch):
+        folder = public_archives.gefs_reforecast(tmp_path / "2000")
+        files = [str(one) for one in folder.rglob("*.grib2") if "abv700mb" not in one.name]
+        how = {"levels": [850], "variables": ["t", "t2m", "tp"]}
+        changes = {"root": served, "members": ("c00", "p01", "p02")}
+        assert_same(*self.opened(monkeypatch, "gefs:reforecast/2000-01-05", files, how, **changes))
+
+    def test_a_store_remembers_the_name(self, tmp_path, served, monkeypatch):
+        public_archives.ecmwf_open_data(tmp_path)
+        monkeypatch.setitem(RULES, "opendata:ifs", replace(RULES["opendata:ifs"], root=served))
+        name = "opendata:ifs/2025-11-01T00"
+        how = {"output": str(tmp_path / "a.zarr"), "workers": 1, "variables": ["t2m"], "leads": [3]}
+        assert open_store(prepare(PrepareConfig(input=name, **how))).provenance["input"] == [name]
+
+    def test_a_file_that_is_not_there(self, tmp_path, served, monkeypatch):
+        monkeypatch.setitem(RULES, "opendata:ifs", replace(RULES["opendata:ifs"], root=served))
+        with pytest.raises(UserError, match=rf"^{served}/20251101/00z/ifs/0p25/enfo/.*-3h-enfo-ef.grib2: .*\(404\)"):
+            open_archive("opendata:ifs/2025-11-01T00", leads=[3])
