@@ -38,6 +38,7 @@ from data_prep.intervals import (
     uncut,
 )
 from data_prep.records import CONTROL, IS_ACCUMULATED, IS_SURFACE, MEMBER, identities
+from data_prep.reduced import READ_WITH, ReducedGrid
 from data_prep.selecting import (
     chosen,
     control_as_member,
@@ -394,6 +395,8 @@ def open_archive(
         paths, role=role, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
     )
     _check_asked(catalogue, variables or ())
+    if isinstance(catalogue.grid, ReducedGrid) and not several_grids:
+        raise UserError(f"{catalogue.path}: {catalogue.grid.describe()} {READ_WITH}")
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}

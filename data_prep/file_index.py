@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 UNKNOWN, FILLED, EMPTY = 0, 1, 2  # states of a field: not read yet, has a value, is all NaN
 
 Found = TypeVar("Found")
-_FORMAT = 8
+_FORMAT = 9
 _LOOK = 0.2  # seconds between checks for the table of a file that another process scans
 # The rows depend on the columns and on the registry, so an index made by another version must not be used.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
@@ -89,7 +89,10 @@ class FileIndex:
         def table(head: dict[str, Any], rows: bytes) -> Table:
             if len(rows) != head["count"] * RECORD.itemsize:
                 raise ValueError("rows are missing")
-            scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
+            scans = tuple(
+                Scan(tuple(lat), tuple(lon), west, columns, tuple(counts))
+                for lat, lon, west, columns, counts in head["scans"]
+            )
             origins = tuple(Origin(*codes) for codes in head["origins"])
             return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"], head["methods"], origins)
 

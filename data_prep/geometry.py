@@ -17,6 +17,8 @@ a cap, and where longitude wraps.
 At masked points the mean is over the valid area, and a new point is masked if less than half of its area is valid. A
 crop only selects points, so packed integers stay as they are.
 
+Values on reduced Gaussian grids have no cells that share edges, so new ones are interpolated (`data_prep.reduced`).
+
 Axes: Y latitude, X longitude.
 """
 
@@ -31,6 +33,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from data_prep.records import RawField
+from data_prep.reduced import READ_WITH, ReducedGrid, bilinear
 from ensemble_ml.domains import coarse_grid, cut, even_grid
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import TOLERANCE, Grid
@@ -56,6 +59,10 @@ class GridChange:
         Raises:
             UserError: the settings do not fit the grid of the data, or `Geometry` refuses the grid.
         """
+        if isinstance(self.regrid, ReducedGrid):
+            raise UserError(f"regrid: {self.regrid.describe()}: stores are on regular grids; give one, or a spacing")
+        if isinstance(source, ReducedGrid) and self.regrid is None:
+            raise UserError(f"grid: {source.describe()} {READ_WITH}")
         whole = source
         if isinstance(self.regrid, Grid):
             whole = self.regrid
@@ -68,7 +75,7 @@ class GridChange:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """A mapping from the grid `source` to the grid `target`: nothing, a crop, or conservative weights.
+    """A mapping from the grid `source` to the grid `target`: nothing, a crop, or weights, conservative or bilinear.
 
     `whole` is the grid of which `target` is a region, if that is known. For a single row or column, only this grid says
     how large a cell is.
@@ -82,7 +89,7 @@ class Geometry:
     whole: Grid | None = None
 
     def __post_init__(self) -> None:
-        if self.crop is None:
+        if self.crop is None and not self.reduced:
             if 1 in self.cells.shape:
                 raise UserError(
                     f"grid: {self.target.describe()}: means over its cells are asked for, and the size of a cell"
@@ -94,6 +101,8 @@ class Geometry:
     @cached_property
     def crop(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the rows (Y',) and columns (X',) of the source that are the target's points; None for new points."""
+        if self.reduced and not self.same:
+            return None
         if self.cells is not self.target and not self.same and _region(self.cells, self.source) is None:
             return None  # points of a coarser grid may also be points of the source, but their values are means
         return _region(self.source, self.target)
@@ -102,6 +111,11 @@ class Geometry:
     def cells(self) -> Grid:
         """Return the grid over whose cells the means are taken, all of them or some."""
         return self.target if self.whole is None else self.whole
+
+    @property
+    def reduced(self) -> bool:
+        """Return whether the source is a Gaussian grid, from which values are interpolated."""
+        return isinstance(self.source, ReducedGrid)
 
     @cached_property
     def same(self) -> bool:
@@ -122,8 +136,17 @@ class Geometry:
         assert rows is not None and columns is not None  # a region of it
         return csr_matrix(latitude[rows]), csr_matrix(longitude[columns])
 
+    @cached_property
+    def points(self) -> csr_matrix:
+        """Return the weights of the points of a Gaussian grid in the new ones, (Y' X', Y X)."""
+        assert isinstance(self.source, ReducedGrid)
+        return bilinear(self.source, self.target)
+
     def means(self, values: np.ndarray) -> np.ndarray:
-        """Return the means of values (Y, X), NaN where masked, over the new cells: (Y', X') float64."""
+        """Return the means of values (Y, X), NaN where masked, over the new cells: (Y', X') float64.
+
+        From a Gaussian grid, these are interpolated values.
+        """
         values = np.asarray(values, np.float64)
         if self.crop is not None:
             return values[np.ix_(*self.crop)]
@@ -142,6 +165,8 @@ class Geometry:
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
         """Return the weighted sums of values (Y, X) over the new cells, (Y', X')."""
+        if self.reduced:
+            return (self.points @ values.ravel()).reshape(self.target.shape)
         rows, columns = self.weights
         return np.ascontiguousarray((columns @ np.ascontiguousarray((rows @ values).T)).T)
 

@@ -44,8 +44,8 @@ class GribFile:
         index: keeps the tables of files; None keeps none.
 
     Raises:
-        UserError: the file is missing, truncated, damaged, changes while it is read, or is on a grid that is not
-            regular.
+        UserError: the file is missing, truncated, damaged, changes while it is read, or is on a grid that is neither
+            regular nor Gaussian.
     """
 
     keyed = True
@@ -117,7 +117,7 @@ class _Message:
 
     def __init__(self, path: str, file: OpenFile | RemoteGrib, record: np.void, place: Place, rows: slice):
         self.path, self.file, self.record, self.place, self.rows = path, file, record, place, rows
-        self.points = place.grid.shape[0] * place.grid.shape[1]
+        self.points = place.scan.points
         self.bits = int(record["bits"])
 
     def packed(self, out: np.ndarray | None) -> RawField:
@@ -151,17 +151,17 @@ class _Message:
         if not self.bits:
             out[...] = 0
             return out, None
-        columns, first, last = out.shape[1], 0, self.place.grid.shape[0]
+        count, start = self.points, 0
         if self.place.by_rows and self.bits % 8 == 0:  # only the wanted rows are read
             first, last = self.place.stretch(self.rows)
-        count, start = (last - first) * columns, packed_size(first * columns, self.bits)
+            count, start = (last - first) * out.shape[1], packed_size(first * out.shape[1], self.bits)
         octets = self._read(int(self.record["data"]) + start, packed_size(count, self.bits))
         self._place(unpack(octets, self.bits, count), out)
         return out, None
 
     def _place(self, values: np.ndarray, out: np.ndarray) -> None:
         """Write a message's values into the wanted rows; `values` are those of the whole grid or of these rows."""
-        if values.size == out.size:
+        if out.shape == self.place.grid.shape or (values.size == out.size and self.place.by_rows):
             self.place.put(values, out)
         else:
             out[...] = self.place.put(values, np.empty(self.place.grid.shape, values.dtype))[self.rows]
@@ -334,7 +334,7 @@ class _Indexer:
         level = kind.row["level"] if head.level is None else head.level
         if level < 1 and not (IS_SURFACE | IS_STATIC)[kind.row["field"]]:
             raise UserError(f"level {level} hPa: is none; the file is damaged, fetch it again")
-        points = place.grid.shape[0] * place.grid.shape[1]
+        points = kind.scan.points
         needed = packed_size(points if not head.bitmap else head.count or 0, kind.row["bits"])
         if kind.row["simple"] and needed > head.room:
             raise UserError(f"{needed} bytes of values are needed, {head.room} are there; fetch the file again")
@@ -413,7 +413,7 @@ def _records(
     implied = (hours > 0) & ~records["bounded"] & (records["lead"] > 0)
     records["lead_start"] = np.where(implied, np.maximum(records["lead"] - hours, 0), records["lead_start"])
     records["bounded"] |= implied
-    points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
+    points = np.array([scan.points for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
     simple = records["simple"]

@@ -29,15 +29,18 @@ from data_prep.grib_fields import (
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
 from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, SINGLE, Origin
+from data_prep.reduced import gaussian_latitudes, reduced_grid, spread_rows
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id
-from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.grid import TOLERANCE, Grid, canonical
 from ensemble_ml.units import GRAVITY, unit_conversion
 
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
 
 _UNSTATED = Origin()
+_GRIDS = ("regular_ll", "reduced_gg", "regular_gg")
+_ROW_LENGTHS = "pl"  # key of the number of points of each row of a reduced grid
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,20 @@ class Kind:
 class Scan:
     """The order in which a message stores the points of its grid.
 
-    `latitude` and `longitude` are (first, last, number of points) in degrees, in the message's order.
+    `latitude` and `longitude` are (first, last, number of points) in degrees, in the message's order. `counts` is the
+    number of points of each row of a Gaussian grid, and empty for other grids.
     """
 
     latitude: tuple[float, float, int]
     longitude: tuple[float, float, int]
     westwards: bool = False
     by_columns: bool = False
+    counts: tuple[int, ...] = ()
+
+    @property
+    def points(self) -> int:
+        """Return the number of points."""
+        return sum(self.counts) or self.latitude[2] * self.longitude[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +99,12 @@ class Place:
     @property
     def by_rows(self) -> bool:
         """Return whether a band of rows is contiguous in the message."""
-        return not self.scan.by_columns
+        return not (self.scan.by_columns or self.scan.counts)
 
     @property
     def straight(self) -> bool:
         """Return whether the message's order of points is the program's."""
-        return self.southwards and not (self.shift or self.scan.by_columns or self.scan.westwards)
+        return self.southwards and not (self.shift or self.scan.westwards) and self.by_rows
 
     def stretch(self, rows: slice) -> tuple[int, int]:
         """Return the first and last row (exclusive) of a band, counted in the message's order.
@@ -112,6 +122,10 @@ class Place:
             values: the points of these rows in the message's order.
             out: (rows, X) in the program's order.
         """
+        if self.scan.counts:
+            rows = spread_rows(values, np.array(self.scan.counts), np.empty(self.grid.shape, values.dtype))
+            out[...] = rows if self.southwards else rows[::-1]
+            return out
         columns = self.grid.shape[1]
         lines = values.reshape(columns, -1).T if self.scan.by_columns else values.reshape(-1, columns)
         lines = lines[:: 1 if self.southwards else -1, :: -1 if self.scan.westwards else 1]
@@ -131,6 +145,13 @@ def place_of(scan: Scan) -> Place:
     Raises:
         UserError: the grid cannot be read.
     """
+    if scan.counts:
+        south = scan.latitude[1] < scan.latitude[0]
+        ends = gaussian_latitudes(len(scan.counts))[[0, -1] if south else [-1, 0]]
+        whole = len(scan.counts) == scan.latitude[2] and min(scan.counts) > 0 and abs(scan.longitude[0]) < TOLERANCE
+        if not whole or np.abs(ends - scan.latitude[:2]).max() > TOLERANCE or scan.westwards or scan.by_columns:
+            raise UserError("a part of a Gaussian grid, or one that is turned; only whole ones are read")
+        return Place(scan, reduced_grid(scan.counts[:: 1 if south else -1]), south, 0)
     south, west = scan.latitude[1] < scan.latitude[0] or scan.latitude[2] == 1, scan.westwards
     first, last = (scan.longitude[1], scan.longitude[0]) if west else scan.longitude[:2]
     latitude = np.round(np.linspace(*scan.latitude), 9)
@@ -218,6 +239,8 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
 
         def get(key: str, default: Any = None, kind: type | None = None) -> Any:
             try:
+                if key == _ROW_LENGTHS:
+                    return tuple(codes.codes_get_array(handle, key).tolist())
                 return codes.codes_get(handle, key, kind)
             except codes.KeyValueNotFoundError:
                 return default
@@ -275,20 +298,22 @@ def _kind(get: Get) -> Kind:
     if placed is None:
         return Kind(None, None, f"{name}, at level {get('level')} of that kind")
     index, level = placed
-    if get("gridType") != "regular_ll":
+    if get("gridType") not in _GRIDS:
         raise UserError(
-            f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
-            "are read: interpolate first, e.g. in MARS with grid=0.5/0.5 or with cdo remapbil"
+            f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) and "
+            "Gaussian ones are read: interpolate first, e.g. in MARS with grid=0.5/0.5 or with cdo remapbil"
         )
     factor, shift = _conversion(index, get("units"), get("paramId"))
     start, end, bounded = _steps(str(get("stepRange", kind=str)))
     if other := _other_end(get, end):
         return Kind(None, None, f"{name}, {other}")
     scan, bits, packing = _scan(get), get("bitsPerValue"), get("packingType")
-    points = scan.latitude[2] * scan.longitude[2]
+    points = scan.points
     bitmap = bool(get("bitmapPresent"))
     whole = get("numberOfDataPoints") == points and (bitmap or get("numberOfValues") == points)
-    if not whole:
+    # ecCodes counts the points of a Gaussian grid of edition 1 by its values, which are cut off here. Their number is
+    # checked with the size of each message.
+    if not whole and not (scan.counts and get("edition") == 1):
         raise UserError(f"{get('shortName')}: its grid and its number of values do not agree; fetch the file again")
     member = get("number", get("perturbationNumber"))
     row = {
@@ -414,10 +439,13 @@ def _scan(get: Get) -> Scan:
     if get("alternativeRowScanning", 0):  # ecCodes states no coordinates of points for these
         remedy = "rewrite it with grib_set -s swapScanningAlternativeRows=1"
         raise UserError(f"{get('shortName')}: each second row is scanned the other way, which is not read; {remedy}")
-    flags = (bool(get(name, 0)) for name in ("iScansNegatively", "jPointsAreConsecutive"))
-    size = get("Nj"), get("Ni")
+    westwards, by_columns = (bool(get(name, 0)) for name in ("iScansNegatively", "jPointsAreConsecutive"))
+    counts = get(_ROW_LENGTHS, ()) if get("gridType") == "reduced_gg" else ()
+    size = get("Nj"), max(counts, default=get("Ni"))
     if not all(isinstance(count, int) and 0 < count <= _MOST_POINTS for count in size):
         raise UserError(f"{get('shortName')}: a grid of {size[0]} x {size[1]} points; the file is damaged")
-    scan = Scan((*latitude, size[0]), (*longitude, size[1]), *flags)
+    if get("gridType") == "regular_gg":
+        counts = (size[1],) * size[0]
+    scan = Scan((*latitude, size[0]), (*longitude, size[1]), westwards, by_columns, counts)
     place_of(scan)  # refuses a grid that cannot be read
     return scan

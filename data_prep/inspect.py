@@ -15,6 +15,7 @@ from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
 from data_prep.records import CONTROL, IS_ACCUMULATED
+from data_prep.reduced import ReducedGrid
 from data_prep.zarr_groups import is_zarr
 from ensemble_ml.config import as_list, is_dataset, shown_input
 from ensemble_ml.fields import FIELDS
@@ -72,9 +73,10 @@ def describe_archive(paths: Any) -> dict[str, Any]:
 
 
 def _grids(source: ArchiveSource) -> str:
-    """Return the grid of the files; if there are several, all of them and what `prepare` needs then."""
+    """Return the grid of the files; if there are several, or it is Gaussian, also what `prepare` needs then."""
     shown = "; ".join(grid.describe() for grid in source.catalogue.grids)
-    return f"{shown} (prepare with regrid=DEGREES)" if len(source.catalogue.grids) > 1 else shown
+    several = len(source.catalogue.grids) > 1 or isinstance(source.catalogue.grid, ReducedGrid)
+    return f"{shown} (prepare with regrid=DEGREES)" if several else shown
 
 
 def _unread(source: ArchiveSource, used: np.ndarray) -> dict[str, int]:

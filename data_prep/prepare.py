@@ -142,7 +142,7 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
     for name, spans in source.cut.items():
         log.info("%s: %s; the intervals between are at leads that are left out", name, spans)
     if not geometry.same:
-        how = "cut out of" if geometry.crop else "conservative means of"
+        how = "cut out of" if geometry.crop else "interpolated from" if geometry.reduced else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())
     if not both.static():
         log.info("no static fields: orography and land mask stay off; give them with static=FILE")
