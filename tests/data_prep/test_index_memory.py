@@ -38,7 +38,7 @@ class Indexed:
 
 
 def test_the_index_of_an_archive_takes_few_bytes_a_message(monkeypatch):
-    monkeypatch.setattr(catalogue, "archive_files", lambda paths, role: [f"{n}.grib" for n in range(6)])
+    monkeypatch.setattr(catalogue, "archive_files", lambda paths, role, wanted: [f"{n}.grib" for n in range(6)])
     monkeypatch.setattr(
         catalogue, "open_readers", lambda files, index, overrides, wanted: [Indexed(n) for n in range(len(files))]
     )
