@@ -53,7 +53,7 @@ from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
 from ensemble_ml.config.tournament import ContestConfig, TournamentConfig, TournamentData, TournamentKeep
-from ensemble_ml.config.training import DataConfig, TrackingConfig, TrainConfig
+from ensemble_ml.config.training import DataConfig, Objective, TrackingConfig, TrainConfig
 
 __all__ = [
     "Control",
@@ -107,6 +107,7 @@ __all__ = [
     "MomentumKept",
     "MomentumSync",
     "Nonfinite",
+    "Objective",
     "OptimConfig",
     "OptimName",
     "VoteScale",

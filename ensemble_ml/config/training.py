@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
@@ -12,6 +13,13 @@ from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.config.optim import ExchangeName, OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
 from ensemble_ml.config.tournament import TournamentConfig
+
+
+class Objective(Enum):
+    """What the distribution that a model predicts is the distribution of."""
+
+    truth = "truth"
+    members = "members"
 
 
 @dataclass
@@ -63,6 +71,7 @@ class TrainConfig:
     run: str = opt(MISSING, "name of the run: results go to OUTPUT/RUN")
     output: str = opt("runs", "folder of all runs")
     seed: int = opt(0, "seed of weights, of the small networks and the points they are fitted to, order of dates and member subsets")
+    objective: Objective = opt(Objective.truth, "what is predicted: the truth, or in its place a member that the model is not shown, for pretraining on init times that nobody verified")
     steps: int = opt(1000, "optimizer steps; 0 leaves the model as the fits before the first step make it")
     batch_size: int = opt(4, "init times a step, over all ranks; where they are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
@@ -92,6 +101,9 @@ class TrainConfig:
         require("parallel.shard", self.parallel.shard, whole or self.optim.exchange is ExchangeName.allreduce, f"optim.exchange={self.optim.exchange.value} needs all weights on each rank (in a vote each rank has a momentum of its own); use exchange=allreduce, or leave shard out")
         require("parallel.shard", self.parallel.shard, whole or self.model.name == "unet3d", f"model.name={self.model.name} trains on one rank; leave it out")
         require("parallel.shard", self.parallel.shard, whole or self.parallel.trainer == 1, "trainers that compete hand whole weights to each other; give one of parallel.shard and parallel.trainer")
+        members = self.objective is Objective.members
+        require("objective", self.objective.value, not members or self.model.postprocess, "without a distribution (model.postprocess=false) nothing is predicted of a member; leave it out")
+        require("objective", self.objective.value, not members or self.model.name != "emos", "model.name=emos is fitted to a truth and has no weights to go on from; give another model")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")

@@ -12,6 +12,7 @@ from typing import Any
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
+from ensemble_ml.training.checkpoint import predicts_members
 from ensemble_ml.training.tournament import lineage, tree
 
 _LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
@@ -62,7 +63,8 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     """Return the table of what the model predicts, from which inputs, and how it was trained."""
     every = meta.get("full_members")
     predicts = [f"the full ensemble's spread{f', of {every} members' if every else ''}"] * spec.config.spread
-    predicts += ["the distribution of the truth"] * spec.config.postprocess
+    of = "another member, in place of the truth" if predicts_members(meta) else "the truth"
+    predicts += [f"the distribution of {of}"] * spec.config.postprocess
     rows = [
         ("predicts", " and ".join(predicts)),
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members{_shown(meta)}"),
@@ -240,6 +242,13 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
     if _told(meta.get("widths")) and spec.config.postprocess:
         text = "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate."
         lines.append(text)
+    if predicts_members(meta):
+        text = (
+            "Trained to predict a member that it was not given (objective=members), as if that were the truth: sigma is"
+        )
+        lines.append(
+            f"{text} the spread of members, and lacks the error of their model. A start for training on a truth."
+        )
     if not spec.config.postprocess:
         lines.append("Predicts the spread of the ensemble, which need not be the error of its mean.")
     if scores is not None:

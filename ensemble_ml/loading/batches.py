@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.order import Order, member_subset
+from ensemble_ml.loading.order import Order, member_subset, withheld_member
 from ensemble_ml.loading.plan import to_holders
 from ensemble_ml.loading.reader import Reader, day_of_year, iso
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
@@ -29,10 +29,19 @@ NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """One sample: an init time (an index into those of the store) and the positions of the members that it shows."""
+    """One sample: an init time (an index into those of the store) and the positions of the members that it shows.
+
+    `withheld` is the member that stands for the truth; None where the store's own truth is the target.
+    """
 
     date: int
     members: np.ndarray
+    withheld: int | None = None
+
+    @property
+    def read(self) -> np.ndarray:
+        """Return the positions of all members that are read: those that are shown, then the withheld one."""
+        return self.members if self.withheld is None else np.append(self.members, self.withheld)
 
 
 @dataclass(eq=False)
@@ -101,7 +110,6 @@ class Batches:
         if not len(dates):
             raise UserError("data.train: no init time; name years, dates or ranges that the store holds")
         self.reader, self.dates = reader, np.asarray(dates)
-        self._spare = spare_members(reader.spec)
         self.order = Order(seed, len(dates), batch_size)
         self.sizes = self._usable(sizes)
         self.steps, self.start_step, self.share = steps, start_step, share
@@ -133,26 +141,30 @@ class Batches:
         if holders is not None and parts > 1:
             to = to_holders(holders[samples], np.array([len(share) for share in shares]))
             shares = [samples[to == part] for part in range(parts)]
-        return [[Draw(int(self.dates[s]), self.draw(epoch, int(s))) for s in share] for share in shares]
+        return [[self.draw(epoch, int(s)) for s in share] for share in shares]
 
     def stand_in(self, step: int) -> Draw:
         """Return the sample that a rank reads if its share of a step is empty: the first one of the step."""
         epoch, samples = self.order.step(step)
-        return Draw(int(self.dates[samples[0]]), self.draw(epoch, int(samples[0])))
+        return self.draw(epoch, int(samples[0]))
 
-    def draw(self, epoch: int, sample: int) -> np.ndarray:
-        """Draw the members that a sample shows, among those that are complete on its date.
+    def draw(self, epoch: int, sample: int) -> Draw:
+        """Draw a sample: members that are complete on its date, and where it is one, the member that is the truth.
 
         Args:
             epoch: Number of the epoch, from 0.
             sample: Position of the date among the training dates.
 
         Returns:
-            (size,) positions of members, ascending.
+            The sample, with its members ascending.
         """
-        there = self.reader.available(int(self.dates[sample]))
-        sizes = [size for size in self.sizes if size <= len(there) - self._spare]
-        return member_subset(self.order.seed, epoch, sample, self.reader.full_size, sizes, there)
+        date, seed, withheld = int(self.dates[sample]), self.order.seed, None
+        there = self.reader.available(date)
+        sizes = [size for size in self.sizes if size <= len(there) - self.reader.spare]
+        if self.reader.withhold is not None:
+            withheld = withheld_member(seed, 1 + epoch, date, there)
+            there = there[there != withheld]
+        return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, there), withheld)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that leave something to learn.
@@ -163,7 +175,7 @@ class Batches:
         Raises:
             UserError: No size is left.
         """
-        most = self.reader.full_size - self._spare
+        most = self.reader.full_size - self.reader.spare
         allowed = [size for size in sizes if size <= most]
         if not allowed:
             raise UserError(
@@ -187,7 +199,7 @@ def fixed_batches(
     Args:
         reader: Reader of the store.
         dates: Indices of init times.
-        members: Positions among the complete members of each date.
+        members: Positions among the complete members of each date, without the withheld one.
         batch_size: Dates per batch.
         share: (which, of how many) of the batches, which are dealt out one by one.
     """
@@ -218,7 +230,7 @@ def batches_by_size(
         read = [_read_sizes(reader, draw, sizes) for draw in group]
         # `read` holds the samples by date and then by size; a batch needs them by size.
         for size, samples in zip(sizes, zip(*read, strict=True), strict=True):
-            yield size, join(reader, [Draw(draw.date, draw.members[:size]) for draw in group], samples)
+            yield size, join(reader, [replace(draw, members=draw.members[:size]) for draw in group], samples)
 
 
 def fixed_draws(
@@ -226,17 +238,8 @@ def fixed_draws(
 ) -> list[list[Draw]]:
     """Return the samples of all batches of `fixed_batches`, before they are dealt out."""
     chosen = np.asarray(members)
-    draws = [Draw(int(date), reader.available(int(date))[chosen]) for date in dates]
+    draws = [Draw(int(date), reader.shown(int(date))[chosen], reader.withheld(int(date))) for date in dates]
     return [draws[i : i + batch_size] for i in range(0, len(draws), batch_size)]
-
-
-def spare_members(spec: ModelSpec) -> int:
-    """Return how many members of a date no sample may show.
-
-    It is one where only the spread is learned: the target is made of all members, so one must be held out. Otherwise it
-    is zero.
-    """
-    return 0 if spec.config.postprocess else 1
 
 
 def collate(reader: Reader, draws: Sequence[Draw], *, idle: bool = False) -> Batch:
@@ -254,17 +257,21 @@ def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays
 
     All results share the memory of the targets.
     """
-    members, targets = reader.forecast(draw.date, draw.members), dict[str, np.ndarray]()
-    for part, name, wanted in target_parts(reader.spec):
-        if wanted:
-            fields = reader.target(part, draw.date)
-            targets |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
+    members, targets = reader.forecast(draw.date, draw.read), dict[str, np.ndarray]()
+    if draw.withheld is not None and reader.spec.config.postprocess:
+        at = list(reader.spec.lead_positions)
+        targets |= {"truth_p": members.pressure[-1, at], "truth_s": members.surface[-1, at]}
+    for part, name in target_parts(reader):
+        fields = reader.target(part, draw.date)
+        targets |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
     return [_inputs(reader, Fields(members.pressure[:size], members.surface[:size])) | targets for size in sizes]
 
 
-def target_parts(spec: ModelSpec) -> tuple[tuple[Part, str, bool], ...]:
-    """Return the parts of the store that are targets, their names in a batch, and whether the model learns them."""
-    return (Part.TRUTH, "truth", spec.config.postprocess), (Part.SPREAD, "target_spread", spec.config.spread)
+def target_parts(reader: Reader) -> list[tuple[Part, str]]:
+    """Return the parts of the store that are targets of the model, and their names in a batch."""
+    learned = reader.spec.config
+    truth = [(Part.TRUTH, "truth")] if learned.postprocess and reader.withhold is None else []
+    return truth + [(Part.SPREAD, "target_spread")] * learned.spread
 
 
 def join(

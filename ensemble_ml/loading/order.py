@@ -30,6 +30,7 @@ class Stream(IntEnum):
     MEMBERS = 2
     TRAINERS = 3
     PAIRS = 4
+    WITHHELD = 5
 
 
 def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.ndarray:
@@ -109,6 +110,21 @@ def member_subset(
         among[there] = True
         order = order[among[order]]
     return np.sort(order[:size])
+
+
+def withheld_member(seed: int, turn: int, date: int, there: np.ndarray) -> int:
+    """Draw the member of a date that stands for the truth, and that no sample of this turn may show.
+
+    Args:
+        seed: Seed of the run.
+        turn: 0 for fits and validation, which must not change from one to the next; 1 + the epoch for training.
+        date: Index of the init time.
+        there: Positions of the members that the date has complete.
+
+    Returns:
+        One of `there`.
+    """
+    return int(there[int(words(seed, Stream.WITHHELD, turn, date, 1)[0] % np.uint64(len(there)))])
 
 
 @dataclass(frozen=True)

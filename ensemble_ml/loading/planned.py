@@ -152,7 +152,7 @@ class Engine:
         for number, turn in enumerate(self.schedule):
             # Uses are numbered over all data coordinates in order (`Trace.of`), so the uses of the other coordinates
             # are counted as well.
-            before = sum(1 + len(draw.members) for c in range(self._coordinate) for draw in turn.read_by(c))
+            before = sum(1 + len(draw.read) for c in range(self._coordinate) for draw in turn.read_by(c))
             after = [turn.read_by(c) for c in range(self._coordinate + 1, len(turn.shares))]
             draws = turn.read_by(self._coordinate)
             use += before
@@ -161,10 +161,10 @@ class Engine:
                 if job is None:
                     return
                 for place, draw in enumerate(draws):
-                    count = 1 + len(draw.members)
+                    count = 1 + len(draw.read)
                     yield job, place, range(use, use + count)
                     use += count
-            use += sum(1 + len(draw.members) for share in after for draw in share)
+            use += sum(1 + len(draw.read) for share in after for draw in share)
         with self._change:
             self._ended = True
             self._change.notify_all()

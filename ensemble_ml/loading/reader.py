@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.order import withheld_member
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_nature
 
@@ -27,12 +28,16 @@ class Reader:
         source: Tensor store or archive.
         spec: Fields that the model needs.
         window: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
+        withhold: Seed by which a member of each date is withheld, to stand for the truth; None reads the truth of the
+            source. Nothing else in a run knows what its truth is, but for the draws of the training batches.
 
     The attribute `zeros` lists the places (lead, surface variable) whose value is zero without being stored.
     """
 
-    def __init__(self, source: Source, spec: ModelSpec, *, window: tuple[Span, Span] | None = None):
-        self.source, self.spec = source, spec
+    def __init__(
+        self, source: Source, spec: ModelSpec, *, window: tuple[Span, Span] | None = None, withhold: int | None = None
+    ):
+        self.source, self.spec, self.withhold = source, spec, withhold
         self.window: tuple[Span, Span] = window or ((0, len(spec.latitude)), (0, len(spec.longitude)))
         self.members = len(source.layout.realization)
         places = [(t, s) for t in range(len(spec.leads_in)) for s in range(len(spec.surface))]
@@ -48,10 +53,28 @@ class Reader:
         other.source = source
         return other
 
+    def within(self, window: tuple[Span, Span]) -> Reader:
+        """Return the same reader of a part of the grid."""
+        return Reader(self.source, self.spec, window=window, withhold=self.withhold)
+
     @property
     def full_size(self) -> int:
         """Return the number of members that the source holds, N."""
         return self.members
+
+    @property
+    def spare(self) -> int:
+        """Return how many members of a date no training sample may show.
+
+        It is one where a member stands for the truth. It is also one where only the spread is learned: the target is
+        made of all members, so one must be held out. Otherwise it is zero.
+        """
+        return 0 if self.spec.config.postprocess and self.withhold is None else 1
+
+    @property
+    def most(self) -> int:
+        """Return how many members of a date a sample may show at most, as fits and validation see the date."""
+        return self.members - (self.withhold is not None)
 
     def forecast(
         self,
@@ -96,6 +119,16 @@ class Reader:
                 whole &= there.reshape(self.members, -1).all(1)
             self._there[date] = np.flatnonzero(whole)
         return self._there[date]
+
+    def withheld(self, date: int) -> int | None:
+        """Return the position of the member that stands for the truth of a date in fits and validation, or None."""
+        whole = self.available(date)
+        return withheld_member(self.withhold, 0, date, whole) if self.withhold is not None and len(whole) else None
+
+    def shown(self, date: int) -> np.ndarray:
+        """Return the positions of the members that fits and validation may show of a date: not the withheld one."""
+        whole, withheld = self.available(date), self.withheld(date)
+        return whole if withheld is None else whole[whole != withheld]
 
     def usable(self, dates: Iterable[int], least: int, what: str) -> np.ndarray:
         """Return those of `dates` on which at least `least` members have all input fields; log the others.
@@ -143,10 +176,15 @@ class Reader:
     def target(self, part: Part, date: int) -> Fields:
         """Read the truth, or the ensemble's mean or spread, at the predicted leads.
 
+        The truth is the withheld member of the date where members stand for it.
+
         Returns:
             Fields (T_out, V, Z, Y, X) and (T_out, S, Y, X) float32, NaN where absent.
         """
-        fields = self._read(part, date)
+        if part is Part.TRUTH and (withheld := self.withheld(date)) is not None:
+            fields = self.forecast(date, [withheld], strict=False, leads=self.spec.leads_out)
+        else:
+            fields = self._read(part, date)
         return Fields(fields.pressure[0], fields.surface[0])
 
     def time(self, date: int) -> np.datetime64:

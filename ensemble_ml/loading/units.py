@@ -58,7 +58,7 @@ class Units:
         assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
         self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
         self.each = reader.full_size + 1
-        self._parts = (Part.FORECAST, *(part for part, _, wanted in target_parts(reader.spec) if wanted))
+        self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
         with ThreadPoolExecutor(_THREADS) as pool:
             self.store.keep_factors(self._parts, self.dates.tolist(), pool)
             self._found = list(pool.map(self._date, self.dates.tolist()))
@@ -67,7 +67,7 @@ class Units:
     def of(self, draw: Draw) -> np.ndarray:
         """Return the numbers of the units of a sample: those of its members, then that of its targets."""
         slot = int(np.searchsorted(self.dates, draw.date))
-        return slot * self.each + np.append(draw.members, self.each - 1)
+        return slot * self.each + np.append(draw.read, self.each - 1)
 
     def read(self, unit: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.

@@ -76,7 +76,13 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     """
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
     # Older runs do not have these settings.
-    later = {"model.departures": False, "optim.quorum": "all", "optim.bound": 10, "parallel.trainer": 1}
+    later = {
+        "model.departures": False,
+        "optim.quorum": "all",
+        "optim.bound": 10,
+        "parallel.trainer": 1,
+        "objective": "truth",
+    }
     for key, value in (later | flat(plain_config(TournamentConfig()), "tournament.")).items():
         theirs.setdefault(key, value)
     # `auto` became a number when the run began.

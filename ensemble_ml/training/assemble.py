@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ensemble_ml.config import Precision, TrainConfig
+from ensemble_ml.config import Objective, Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import consecutive_groups, process_group
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
@@ -22,7 +22,7 @@ from ensemble_ml.distributed.shard import Shard
 from ensemble_ml.distributed.sharding import shard_weights, split_groups
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
-from ensemble_ml.loading.batches import Batch, spare_members
+from ensemble_ml.loading.batches import Batch
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
@@ -32,7 +32,14 @@ from ensemble_ml.optim import Exchange, build
 from ensemble_ml.optim.schedule import schedule_of
 from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
-from ensemble_ml.training.checkpoint import CLOCK, Checkpoint, find_checkpoint, load_checkpoint, load_weights
+from ensemble_ml.training.checkpoint import (
+    CLOCK,
+    Checkpoint,
+    find_checkpoint,
+    load_checkpoint,
+    load_weights,
+    predicts_members,
+)
 from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.exchanges import run_exchange
@@ -178,7 +185,7 @@ def assemble(
     _refuse_idle_voters(config, session, len(own_train))
     setup.refuse_shards(config.parallel.shard, session.topology.data * session.topology.spatial, session)
     shard = _shard(reader.spec, session)
-    own = reader if shard is None else _part_reader(reader, shard)
+    own = reader if shard is None else reader.within((shard.own_rows, shard.own_columns))
     if checkpoint is None:
         state, found = _begin(config, reader, own, train, validation, session, progress)
         state.varied = topology.place.trainer
@@ -264,12 +271,6 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     return shard_of(spec, topology)
 
 
-def _part_reader(reader: Reader, shard: Shard) -> Reader:
-    """Return a reader of this rank's rows and columns."""
-    window = shard.own_rows, shard.own_columns
-    return Reader(reader.source, reader.spec, window=window)
-
-
 def _share(session: Session) -> tuple[int, int]:
     """Return (which, of how many) parts of a batch this rank takes."""
     return session.topology.place.data, session.topology.data
@@ -280,7 +281,8 @@ def whole_dates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the dates that have enough members.
 
-    A training date needs as many as the training draws; a validation date needs its first M members.
+    A training date needs as many as the training draws; a validation date needs its first M members. Where a member
+    stands for the truth, each needs one more.
 
     Args:
         config: settings of the run.
@@ -291,8 +293,8 @@ def whole_dates(
     Returns:
         The training and the validation dates that are left.
     """
-    least = min(config.data.members, default=1) + spare_members(reader.spec)
-    most = min(config.data.validation_members, reader.full_size)
+    least = min(config.data.members, default=1) + reader.spare
+    most = min(config.data.validation_members, reader.most) + (reader.full_size - reader.most)
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
         text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
         log.warning(text, config.data.validation_members, reader.full_size)
@@ -337,8 +339,11 @@ def _begin(
     if given is not None:
         if config.model.precision is Precision.float64:
             model.double()  # before the weights are loaded, which would lose their last bits in float32
-        load_weights(model, given)
-        log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
+        # What was fitted to members says nothing about the truth, nor the other way round, so only weights go over.
+        same = predicts_members(given.meta) is (config.objective is Objective.members)
+        load_weights(model, given, climate=same)
+        what = "weights and climate" if same else "weights"
+        log.info("init_from: %s of %s, step %d", what, given.path, given.meta["step"])
         found["earlier_dates"] = earlier
         found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
     steps = config.steps
@@ -346,7 +351,7 @@ def _begin(
         steps = 0
         found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
-    if given is not None:  # the old calibration factors stay until the first validation
+    if given is not None and same:  # the old calibration factors stay until the first validation
         state.widths = given.meta.get("widths")
         # The factors for other numbers of members are relative to those for `validation_members`.
         if given.meta["config"]["data"]["validation_members"] == members:

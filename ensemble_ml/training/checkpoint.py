@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ensemble_ml.config import Precision
+from ensemble_ml.config import Objective, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.models.heads import Heads
@@ -222,9 +223,24 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
         model.double()  # before the weights are loaded, which would lose their last bits in float32
     load_weights(model, checkpoint)
     _tell_of_other_step(path, checkpoint.meta)
+    if predicts_members(checkpoint.meta):
+        text = "checkpoint %s: trained by objective=members: its distribution is that of another member, and its sigma"
+        log.warning(f"{text} lacks the error of the model; train on with objective=truth init_from=...", path)
     if checkpoint.meta.get("widths") is not None:
         model.register_forward_hook(_widening(checkpoint))
     return model.eval(), checkpoint.meta
+
+
+def predicts_members(meta: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint was trained on members that stood for the truth.
+
+    Args:
+        meta: the content of checkpoint.json.
+
+    Returns:
+        True or False.
+    """
+    return bool(meta.get("config", {}).get("objective") == Objective.members.value)
 
 
 def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput], Prediction], Prediction]:
@@ -253,12 +269,13 @@ def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: bool = True) -> None:
     """Load the weights and buffers of a checkpoint into a model.
 
     Args:
         model: the model, changed in place.
         checkpoint: the checkpoint.
+        climate: load the buffers, too, which hold what was fitted before the first step.
 
     Raises:
         UserError: names or shapes differ.
@@ -282,7 +299,23 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path}: its layout differs from the model's in {len(differ)} tensors, first"
             f" {differ[0]}: {there} there, {here} here; use the same model and data settings"
         )
+    if not climate:
+        weights |= {name: values for name, values in fitted_buffers(model) if name in weights}
     model.load_state_dict(weights)
+
+
+def fitted_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a model that fits give, by name: not those that training changes, which norms have.
+
+    Args:
+        model: the model.
+
+    Yields:
+        Name and buffer.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            yield from module.named_buffers(prefix, recurse=False)
 
 
 def point(folder: Path, link: str, target: str) -> None:

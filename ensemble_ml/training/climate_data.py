@@ -91,7 +91,7 @@ class Dates:
     ):
         self.reader, self.spec, self.seed = reader, reader.spec, seed
         self.progress, self.team = progress or Progress(), team or Team()
-        self.members = min(members, reader.full_size)
+        self.members = min(members, reader.most)
         self._latest = _Latest(reader)
 
     def of(self, members: int) -> Dates:
@@ -104,7 +104,7 @@ class Dates:
             A reader that shares the cache of the last date.
         """
         other = copy.copy(self)  # a shallow copy shares the cache of the last date
-        other.members = min(members, self.reader.full_size)
+        other.members = min(members, self.reader.most)
         return other
 
     @property
@@ -128,7 +128,7 @@ class Dates:
         """
         whole = self.reader.available(date)
         if chosen is None:
-            chosen = (whole if len(whole) >= self.members else np.arange(self.members))[: self.members]
+            chosen = self._among(date, self.members)[: self.members]
         members = self._latest.members(int(date), chosen)
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
         # With masks, a mean is taken over the members that have a value. A field that some member lacks altogether is
@@ -155,9 +155,15 @@ class Dates:
         Returns:
             Their positions, ascending.
         """
-        whole = self.reader.available(date)
-        among = whole if len(whole) >= size else np.arange(self.reader.full_size)
-        return np.sort(draw.permutation(among)[:size])
+        return np.sort(draw.permutation(self._among(date, size))[:size])
+
+    def _among(self, date: int, size: int) -> np.ndarray:
+        """Return the members that a sample of a date may show: complete ones if there are enough, else any."""
+        shown = self.reader.shown(date)
+        if len(shown) >= size:
+            return shown
+        every = np.arange(self.reader.full_size)
+        return every[every != self.reader.withheld(date)]
 
     def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
         """Yield this rank's part of the dates, as the steps of a stage of the fits.

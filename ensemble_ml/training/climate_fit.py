@@ -125,7 +125,7 @@ def fit_climate(
     dates, scales = Dates(reader, members, seed, progress, team), Scales(reader.spec.grid)
     dates.progress.begin(_stages(reader.spec))
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
-    if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
+    if not any(len(reader.shown(int(date))) >= dates.members for date in chosen):
         raise UserError(
             f"data.validation_members={members}: no training date of {reader.source.path} has so many whole members;"
             " give fewer, or other dates"

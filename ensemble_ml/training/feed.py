@@ -69,7 +69,7 @@ def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Sche
 
 def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
     """Return the samples of a validation, in batches that are dealt out to `parts` of the ranks."""
-    members = np.arange(min(config.data.validation_members, reader.full_size))
+    members = np.arange(min(config.data.validation_members, reader.most))
     return fixed_draws(reader, dates, members, validation_size(config, parts))
 
 
@@ -158,11 +158,10 @@ def describe(
         return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
     train, validation = dates
     # Ranks are planned for that do not run here. So the window of rows comes from the topology, not from the session.
-    window = None
+    reader = whole
     if topology.spatial > 1:
         shard = shard_of(whole.spec, topology)
-        window = shard.own_rows, shard.own_columns
-    reader = Reader(whole.source, whole.spec, window=window)
+        reader = whole.within((shard.own_rows, shard.own_columns))
     schedule = Schedule(
         batches_of(config, reader, train, 0, config.steps),
         _validation_draws(config, reader, validation, topology.data),

@@ -128,6 +128,7 @@ def _key(
         "spec": spec,
         "dates": [np.asarray(dates).tolist() for dates in (train, validation)],
         "members": [members, *sorted(set(sizes))],
+        "withhold": reader.withhold,
         "seed": seed if any(units for units, _ in surroundings_shapes(reader.spec).values()) else 0,
         "code": _CODE,
         # How much memory there is decides how many points are fitted to; threads and instructions change last bits.

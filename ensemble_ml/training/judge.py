@@ -70,7 +70,7 @@ class Judge:
         if loader is not None:
             yield from map(self.moved, loader.validation(self.state.step))
         else:
-            members = np.arange(min(self.setup.config.data.validation_members, run.reader.full_size))
+            members = np.arange(min(self.setup.config.data.validation_members, run.reader.most))
             size = validation_size(self.setup.config, run.share[1])
             batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
             yield from map(self.moved, batches)

@@ -30,7 +30,6 @@ from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, write_whole
-from ensemble_ml.loading import Reader
 from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
 from ensemble_ml.models.speed import candidates as candidate_speeds
@@ -455,7 +454,7 @@ def plan(config: PlanConfig) -> Path:
         spec = setup.build_spec(config, source)
         config = setup.with_depth(config, spec)
         # Impossible settings are refused before the measurements, which take a minute.
-        reader = Reader(source, spec)
+        reader = setup.open_reader(config, source, spec)
         dates = checked_dates(config, reader) if config.data.train else None
         here = torch.cuda.device_count() or cores()
         ranks = config.plan.ranks or (session.world.size if session.world.size > 1 else here)

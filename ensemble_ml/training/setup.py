@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, LoaderName, TournamentData, TrainConfig
+from ensemble_ml.config import DataConfig, LoaderName, Objective, TournamentData, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.folders import check_writable
 from ensemble_ml.loading.order import Stream, words
+from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
@@ -117,11 +118,13 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     static = tuple(name for name in STATIC if name in source.static())
     if not static:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
+    verified = config.objective is Objective.truth
     # Without a truth, the spread of the full ensemble can still be learned.
-    if model.postprocess and not source.has(Part.TRUTH):
+    if verified and model.postprocess and not source.has(Part.TRUTH):
         if not model.spread or model.name == "emos":
             alone = ", or set model.spread=true" if model.name != "emos" else ""  # EMOS needs the truth in any case
-            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{alone}")
+            more = f"{alone}, or objective=members"
+            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{more}")
         log.info("truth: the store holds none, so the spread alone is learned")
         model = replace(model, postprocess=False)
     if not model.postprocess and not config.spread_weight:
@@ -131,7 +134,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
     upper = _chosen("data.variables", data.variables, layout.variables)
     flat = _chosen("data.surface", data.surface, layout.surface)
-    if model.postprocess:
+    if verified and model.postprocess:
         # Variables that the user did not name may be left out if they have no truth.
         by_default = (*(upper if data.variables is None else ()), *(flat if data.surface is None else ()))
         upper, flat = _verified(source, by_default, upper, flat)
@@ -170,6 +173,20 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
             why = f", the most that the longitudes allow (usually {model.usual_depth})" if fewer else ""
             log.info(text, spec.config.depth, rows, columns, why)
     return spec
+
+
+def open_reader(config: TrainConfig, source: Source, spec: ModelSpec) -> Reader:
+    """Return the reader of a run: of the truth, or of members that stand for it, as `objective` says.
+
+    Args:
+        config: settings of the run.
+        source: the store.
+        spec: the model's spec.
+
+    Returns:
+        A reader of the whole grid.
+    """
+    return Reader(source, spec, withhold=config.seed if config.objective is Objective.members else None)
 
 
 def with_depth(config: C, spec: ModelSpec) -> C:

@@ -31,7 +31,7 @@ from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.quorum import QuorumVote
 from ensemble_ml.distributed.sharding import local, split_groups
 from ensemble_ml.errors import Stopped, UserError
-from ensemble_ml.loading import Batch, Reader
+from ensemble_ml.loading import Batch
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import build
@@ -124,7 +124,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
             config, spec = settled(config, spec, session)
         spec = replace(spec, config=replace(spec.config, recompute=config.model.recompute))
         checkpoint = replace(checkpoint, spec=spec) if checkpoint else None
-        reader, left = Reader(source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
+        reader, left = setup.open_reader(config, source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
         progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
         if session.first:
             stack.enter_context(Pulse(progress.text))

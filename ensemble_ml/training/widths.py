@@ -46,10 +46,10 @@ def widths_by_size(
         Factors (T, F) by the number of members, for the numbers that enough validation dates have; empty if the
         validation dates give none.
     """
-    full = reader.full_size
+    full = reader.most
     usual = min(data.validation_members, full)
     # All numbers of members are compared on the same dates, so a date needs as many members as the largest number.
-    there = np.array([len(reader.available(int(date))) for date in dates])
+    there = np.array([len(reader.shown(int(date))) for date in dates])
     asked = sorted({usual, *(size for size in data.members if size <= full)})
     sizes = [size for size in asked if (there >= max(size, usual)).sum() >= FEWEST_TO_WIDEN]
     if len(sizes) < 2 or not reader.spec.config.postprocess:

@@ -205,11 +205,11 @@ def test_batches_of_a_store_with_gaps(settings, stores, caplog):
     ours, theirs = (Batches(reader, dates, **given) for reader in (gaps, whole))
     for step in range(0, 150):
         epoch, (sample,) = ours.order.step(step)
-        drawn = ours.draw(epoch, int(sample))
+        drawn = ours.draw(epoch, int(sample)).members
         if dates[sample] == 3:
             assert 1 not in drawn and len(drawn) in (1, 2, 4)  # five are there, so six are no size
         else:
-            assert np.array_equal(drawn, theirs.draw(epoch, int(sample)))
+            assert np.array_equal(drawn, theirs.draw(epoch, int(sample)).members)
     batch = next(fixed_batches(gaps, [3], range(3)))
     members = stores["gaps"].read(Part.FORECAST, 3).pressure[[0, 2, 3]]
     assert np.array_equal(batch.inputs.mean_p[0], mean_and_spread(members)[0])
