@@ -15,15 +15,34 @@ On fake tensors this costs nothing; `footprint.Footprint` counts it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from ensemble_ml.distributed.echo import Traffic
+from ensemble_ml.distributed.echo import Message, Traffic
 from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
 
-_AXES = ("shard",)
+SHARD_AXES = ("shard",)
+
+
+def sums_of_copies(messages: Sequence[Message], copies: int) -> list[Message]:
+    """Return the messages in which groups of ranks, each with all weights, add up their gradients.
+
+    After a group has summed and scattered the gradients of a block, each of its ranks sums its part over the groups.
+
+    Args:
+        messages: the messages of a dry run of one group.
+        copies: number of groups.
+    """
+    found = []
+    for message in messages:
+        if copies > 1 and message.axes == SHARD_AXES and message.kind == "reduce_scatter":
+            part = message.sent // (message.ranks - 1)
+            sent = 2 * part * (copies - 1) // copies
+            found.append(replace(message, axes=("copies",), kind="all_reduce", ranks=copies, sent=sent, received=sent))
+    return found
 
 
 @dataclass(eq=False)
@@ -90,7 +109,7 @@ class EchoShards:
         if self.gloo:
             torch.empty_like(whole)
         sent = whole.nbytes * (self.shards - 1) // self.shards
-        self.traffic.note(_AXES, kind, self.shards, sent, sent)
+        self.traffic.note(SHARD_AXES, kind, self.shards, sent, sent)
 
     def _gather(self, unit: int) -> None:
         if unit not in self._gathered:

@@ -24,6 +24,7 @@ from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.costs import Link, Links, Piece, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message
 from ensemble_ml.distributed.echo_exchange import MODEL_AXES, check_exchange, exchange_traffic
+from ensemble_ml.distributed.echo_sharding import sums_of_copies
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.partition import shard_of
@@ -328,6 +329,7 @@ class Planner:
             self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
         )
         messages = [_between(m, c.topology) for m in traced.traffic.messages]
+        messages += sums_of_copies(messages, c.data * c.lat * c.lon // self.config.parallel.shard)
         cost = step_cost(piece, messages, buckets, links, overlap=overlap)
         return replace(c, cost=cost)
 
@@ -524,7 +526,7 @@ def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list
     fitting = [c for c in found if not c.why]
     links = {axes: link for some in planner.measured.links.values() for axes, link in some.items()}
     points = scaling.simulated(planner, fitting, planner.measured.pieces, links)
-    text = scaling.table(points)
+    text = scaling.table(points, planner.config.parallel.shard)
     print(f"\n{text}")
     plot = scaling.plot(points, folder / "scaling.png")
     image = base64.b64encode(plot.read_bytes()).decode()

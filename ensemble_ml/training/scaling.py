@@ -3,6 +3,10 @@
 Strong scaling keeps the batch of the run while devices are added. In weak scaling the batch grows with the devices:
 each spatial group keeps the number of samples that it has on the fewest devices that hold one.
 
+A run with `parallel.shard` shares its weights among as many ranks at any number of devices, and devices that are no
+multiple of it are left out. More devices are more such groups, each with all weights, which add up their gradients.
+What is gathered and summed of weights counts in full, as if nothing were computed meanwhile.
+
 The local part of a step was measured at the shapes that the planner measured. At other shapes it is estimated from the
 arithmetic that the model takes there (`costs.reckoned`), and messages are estimated from the links. So the prediction
 knows nothing of congestion, slow ranks, and slower links between distant nodes.
@@ -106,28 +110,32 @@ def _best(
     return pick(costed) if costed else None
 
 
-def table(points: Sequence[Point]) -> str:
+def table(points: Sequence[Point], shards: int = 1) -> str:
     """Return the points as lines of text. Efficiency is relative to the fewest devices of the same kind.
 
     Args:
         points: the points.
+        shards: ranks that share the weights.
 
     Returns:
         The table.
     """
-    widths = (8, 9, 7, 6, 5, 5, 11, 10, 10, 11, 12)
+    widths = (8, 9, 8, 7, 6, 5, 5, 12, 10, 10, 10, 11, 12, 9)
     head = (
         "scaling",
         "devices",
+        "shards",
         "batch",
         "data",
         "lat",
         "lon",
         "compute ms",
         "halo ms",
+        "sums ms",
         "exch. ms",
         "dates/s",
         "efficiency",
+        "memory",
     )
     lines = ["".join(f"{name:>{n}}" for name, n in zip(head, widths, strict=True))]
     for kind in ("strong", "weak"):
@@ -135,8 +143,9 @@ def table(points: Sequence[Point]) -> str:
         for p in own:
             efficiency = p.rate / own[0].rate * own[0].devices / p.devices
             c = p.cost
-            words: list[object] = [kind, p.devices, p.batch, *p.best.degrees, f"{1e3 * c.compute:.2f}"]
-            words += [f"{1e3 * c.halo:.2f}", f"{1e3 * c.exposed:.2f}", f"{p.rate:.2f}", f"{100 * efficiency:.0f} %"]
+            words: list[object] = [kind, p.devices, shards, p.batch, *p.best.degrees, f"{1e3 * c.compute:.2f}"]
+            words += [f"{1e3 * part:.2f}" for part in (c.halo, c.norm, c.exposed)]
+            words += [f"{p.rate:.2f}", f"{100 * efficiency:.0f} %", f"{p.best.memory / 1e9:.3g} GB"]
             lines.append("".join(f"{word:>{n}}" for word, n in zip(words, widths, strict=True)))
     return "\n".join(lines)
 

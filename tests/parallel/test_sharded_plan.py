@@ -8,10 +8,12 @@ from torch.profiler import ProfilerActivity, profile
 from ensemble_ml.config import DataConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Topology, solo
 from ensemble_ml.distributed.choice import consecutive_groups, process_group
+from ensemble_ml.distributed.costs import Link
+from ensemble_ml.distributed.echo_sharding import sums_of_copies
 from ensemble_ml.distributed.sharding import shard_weights
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import Speed
-from ensemble_ml.training import plan
+from ensemble_ml.models import Climate, EnsembleModel, Speed
+from ensemble_ml.training import plan, scaling
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 
 
@@ -60,6 +62,33 @@ def test_weights_of_a_rank_are_its_part():
     blocks = 5 + 1  # two poolings, and what lies between blocks
     assert kinds.count("all_gather") == 2 * blocks and kinds.count("reduce_scatter") == blocks
     assert len(shared.parameters) + 5 * 7 + 8 == len(alone.parameters)
+
+
+def test_groups_that_hold_all_weights_add_up_their_gradients():
+    spec = make_spec(9, 16, hidden=64, max_hidden=256, variables=("t",), surface=("t2m",), linear=False)
+    messages = trace(config_of(4), spec, Topology(data=4), 1, Speed()).traffic.messages
+    assert not sums_of_copies(messages, 1)
+    found = sums_of_copies(messages, 256)
+    unet = sum(p.numel() for p in EnsembleModel(spec, Climate.default(spec)).unet.parameters())
+    # Each rank sums a fourth of all gradients over 256 ranks, by a ring or what is no worse.
+    assert sum(m.sent for m in found) == pytest.approx(2 * 255 / 256 * 4 * unet / 4, rel=1e-3)
+    assert {(m.kind, m.ranks) for m in found} == {("all_reduce", 256)} and len(found) == 6
+
+
+def test_scaling_to_a_thousand_devices():
+    """Four ranks share the weights; more are groups of four, which sum their gradients in messages of their own."""
+    spec = make_spec(33, 64, hidden=16, max_hidden=64, recompute=True)
+    settings = plan.PlanSettings(gflops=1e4, alpha=1e-5, beta=1e-11, memory_gb=100.0, devices=1024)
+    planner = plan.Planner(config_of(4), spec, settings, solo(), 4)
+    found = planner.candidates()
+    points = scaling.simulated(planner, [c for c in found if not c.why], {}, {(): Link(1e-5, 1e-11)})
+    weak = {p.devices: p for p in points if p.kind == "weak"}
+    assert list(weak) == [4 * 2**k for k in range(9)]
+    assert weak[1024].best.data * weak[1024].best.lat * weak[1024].best.lon == 1024
+    # Beside one group there are sums of 2 alpha log2(256) for each unit of the network.
+    assert weak[1024].cost.norm - weak[4].cost.norm > 6 * 2 * 1e-5 * 8
+    last = scaling.table(points, 4).splitlines()[-1].split()
+    assert last[:4] == ["weak", "1024", "4", "1024"] and last[-1] == "GB"
 
 
 @pytest.mark.slow
