@@ -49,6 +49,7 @@ from ensemble_ml.config.optim import (
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
 from ensemble_ml.config.plan import PlanConfig, PlannerBenchmark, PlanSettings
 from ensemble_ml.config.race import RaceConfig
+from ensemble_ml.config.shard import ShardConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
@@ -78,6 +79,7 @@ __all__ = [
     "CompressionConfig",
     "BenchmarkConfig",
     "BenchmarkSize",
+    "ShardConfig",
     "SkillConfig",
     "RaceConfig",
     "SpatialConfig",

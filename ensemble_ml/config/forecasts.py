@@ -14,6 +14,7 @@ from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
 from ensemble_ml.config.plan import PlannerBenchmark
 from ensemble_ml.config.race import RaceConfig
+from ensemble_ml.config.shard import ShardConfig
 from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 from ensemble_ml.config.stragglers import StragglersConfig
@@ -130,7 +131,7 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "lion | loading | mlperf | planner | prepare | quickstart | remote | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
+    benchmark: str = opt(MISSING, "lion | loading | mlperf | planner | prepare | quickstart | remote | shard | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each competitor")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
@@ -144,6 +145,7 @@ class BenchmarkConfig:
     mlperf: MlperfConfig = part(MlperfConfig, "for benchmark=mlperf: store, target, hosts")
     planner: PlannerBenchmark = part(PlannerBenchmark, "for benchmark=planner: hosts, links, models")
     race: RaceConfig = part(RaceConfig, "for benchmark=loading")
+    shard: ShardConfig = part(ShardConfig, "for benchmark=shard: ranks, networks, pretraining")
     spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
     stragglers: StragglersConfig = part(StragglersConfig, "for benchmark=stragglers: hosts, delays, quality")
     tournament: ContestConfig = part(ContestConfig, "for benchmark=tournament: hosts, quality, storage")

@@ -26,8 +26,9 @@ from ensemble_ml.models.blocks.unet3d import ResidualBlock
 
 
 def shard_weights(
-    model: EnsembleModel, mesh: Mesh, outer: Communicator, inner: Communicator, *, after_forward: bool = True
-) -> None:
+    model: EnsembleModel, mesh: Mesh, outer: Communicator, inner: Communicator, *, after_forward: bool = True,
+    by_block: bool = True,
+) -> None:  # fmt: skip
     """Shard the weights of a model's U-Net over ranks, in place. All ranks of `mesh.model` call this.
 
     Call it after `partition_model`, and make the optimizer afterwards: the sharded parameters are new ones.
@@ -38,6 +39,8 @@ def shard_weights(
         outer: the ranks that hold the same part of the weights (`choice.consecutive_groups`).
         inner: the ranks that hold all weights together.
         after_forward: free gathered weights after the forward pass, and gather them again for the backward pass.
+        by_block: gather the weights of one residual block at a time, and not those of the whole U-Net. A run does so;
+            the benchmark compares it with what these two leave out.
 
     Raises:
         UserError: the weights of the ranks differ.
@@ -61,7 +64,7 @@ def shard_weights(
     # Autocast rounds weights to bfloat16 in any case, so half of the bytes give the same numbers.
     if model.speed.low:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    blocks = [module for module in model.unet.modules() if isinstance(module, ResidualBlock)]
+    blocks = [module for module in model.unet.modules() if by_block and isinstance(module, ResidualBlock)]
     for module in (*blocks, model.unet):
         # Torch would leave the outermost weights gathered after a pass without a backward pass, and whoever looks at
         # the model's parameters then would take them for weights that are not sharded.

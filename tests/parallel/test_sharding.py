@@ -22,7 +22,7 @@ GRID = (17, 16), ()
 REFERENCE = whole(*GRID)
 
 
-def sharded(session, model, shards, *, recompute=False, overlap=False):
+def sharded(session, model, shards, *, recompute=False, overlap=False, **how):
     """A model of this rank: its part of the grid, recomputed or not, its part of the weights."""
     mine = copy.deepcopy(model)
     mine.zero_grad()
@@ -30,7 +30,8 @@ def sharded(session, model, shards, *, recompute=False, overlap=False):
     for module in mine.modules():
         if isinstance(module, ResidualBlock):
             module.recompute = recompute
-    shard_weights(mine, session.mesh, *consecutive_groups(session.topology, shards, process_group))
+    groups = consecutive_groups(session.topology, shards, process_group)
+    shard_weights(mine, session.mesh, *groups, **how)
     return mine, shard
 
 
@@ -96,6 +97,26 @@ def test_equal_to_one_process(mesh, shards, recompute, overlap):
         assert max(forward, grads, steps, norm) < 1e-12
         assert names
         assert count == len(list(REFERENCE.model.unet.parameters()))
+
+
+def gradients(session, model, x, how):
+    """All gradients of a sharded model, and the gathered weights that are left after the forward pass."""
+    mine, _ = sharded(session, model, 2, **how)
+    found = mine(x)
+    blocks = [module for module in mine.unet.modules() if isinstance(module, ResidualBlock)]
+    left = sum(shards_of(p) is None for block in blocks for p in block.parameters())
+    sum(v.sum() for v in tensors(found).values()).backward()
+    return [gathered(p.grad) for p in mine.unet.parameters()], left
+
+
+def test_other_times_of_gathering_give_the_same_gradients():
+    """The rivals of the benchmark: weights that stay after the forward pass, and a U-Net that is one unit."""
+    spec = make_spec(9, 16)
+    model, x = make_model(spec), make_input(spec)
+    rivals = {}, {"after_forward": False}, {"by_block": False}
+    ours, kept, one = (run_ranks(gradients, 2, model, x, how, data=2)[0] for how in rivals)
+    assert all(torch.equal(a, b) for other in (kept, one) for a, b in zip(ours[0], other[0], strict=True))
+    assert ours[1] == one[1] == 0 < kept[1]
 
 
 def bytes_held(session, model, x, shards):
