@@ -34,17 +34,20 @@ OURS, KEPT, ONE_UNIT, DDP = "sharded by block", "kept after the forward pass", "
 _RATE = 1e-2
 
 
-def shared(session: Session, model: EnsembleModel, shards: int, **how: bool) -> None:
+def shared(
+    session: Session, model: EnsembleModel, shards: int, *, after_forward: bool = True, by_block: bool = True
+) -> None:
     """Shard the weights of a model over consecutive ranks.
 
     Args:
         session: the ranks.
         model: the model.
         shards: ranks that share the weights.
-        **how: settings of `shard_weights`.
+        after_forward: as of `shard_weights`.
+        by_block: as of `shard_weights`.
     """
     groups = consecutive_groups(session.topology, shards, process_group)
-    shard_weights(model, session.mesh, *groups, **how)
+    shard_weights(model, session.mesh, *groups, after_forward=after_forward, by_block=by_block)
 
 
 def _most(session: Session, values: Sequence[float]) -> list[float]:
@@ -131,6 +134,7 @@ def memory(session: Session, job: dict[str, Any]) -> dict[str, float]:
     """
     spec = benchmark_spec(*job["shape"], **job["config"], recompute=job["recompute"])
     shards = session.topology.data
+    torch.manual_seed(0)
     mine = Rehearsal(_run(1), spec, session.mesh, 1, Speed())
     shared(session, mine.model, shards)
     mine.step()  # FSDP2 makes its lists in the first one
