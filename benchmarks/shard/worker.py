@@ -79,7 +79,8 @@ def exactness(session: Session, job: dict[str, Any]) -> dict[str, float]:
 def _compared(session: Session, shards: int, kind: OptimName, *, recompute: bool) -> tuple[float, float, float]:
     """Return this rank's largest errors of predictions, gradients and weights after a step."""
     topology = session.topology
-    spec, batch = small_case(topology.lat, topology.lon, even=True)
+    spec, _ = small_case(topology.lat, topology.lon, even=True)
+    batch = random_batch(spec, max(2, topology.data)).to(torch.float64)
     alone = perturbed(spec).double()
     mine = copy.deepcopy(alone)
     for module in mine.modules():

@@ -41,12 +41,17 @@ def test_sharded_weights(tmp_path):
     assert len(times) == 4 and min(times) > 0
 
 
+@pytest.mark.slow
 def test_without_a_gpu_and_without_a_store(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found, claims = results(tmp_path, ["plan", "pretraining", "gpu"])
-    [claim] = claims.values()
-    assert "weights, 7 x 361 x 720, bfloat16, recomputed: a rank of 8 needs" in claim["claim"] and claim["holds"]
-    assert [note.split(":")[0] for note in found["notes"]] == ["Pretraining was left out", "No GPU here"]
+    needed, efficiency = claims.values()
+    assert "weights, 7 x 361 x 720, bfloat16, recomputed: a rank of 8 needs" in needed["claim"] and needed["holds"]
+    [rows] = found["tables"].values()
+    assert [row["devices"] for row in rows] == [8 * row["dates a step"] for row in rows] == [8 * 2**k for k in range(8)]
+    # Groups add up their gradients, which costs a little.
+    assert 50 < efficiency["value"] < 100 and "to 1024 devices" in efficiency["claim"]
+    assert [note.split(":")[0] for note in found["notes"]] == ["On paper", "Pretraining was left out", "No GPU here"]
     weights, seconds = shard.large_step("cpu", (2, 8, 16), 1, hidden=8, max_hidden=8, depth=1)
     assert weights > 1000 and len(seconds) == 1 and seconds[0] > 0
 
