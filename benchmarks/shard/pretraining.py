@@ -87,9 +87,10 @@ def pretraining(bench: Bench) -> None:
                 contest.add(name, _scored(run, store, given.test), seconds + spent * (name == _BOTH))
     for count, contest in contests.items():
         _tell(bench, f"{count} labelled dates", contest)
+    cut = [f"{values} {unit}" for values, unit in ((given.levels, "hPa"), (given.leads, "h")) if values]
     fits = "with the fits of ours" if given.fits else "the U-Net alone (model.linear=false, local_terms=false)"
     bench.notes.append(
-        f"Pretraining: {fits}; {first} steps on the members of {len(every)} dates and {then} on the truth, against"
+        f"Pretraining: {'; '.join([fits, *cut])}; {first} steps on the members of {len(every)} dates and {then} on the truth, against"
         f" {first + then} on the truth; brackets are 95 % intervals of the mean over {given.seeds} seeds (t)."
     )
 
@@ -138,7 +139,10 @@ def _trained(
     config = TrainConfig(
         run=run, output=str(folder.parent), seed=seed, steps=steps, threads=1, spread_weight=0.3, average=0.98,
         validate_every=20, checkpoint_every=10**6, resume=(folder / "checkpoints" / "last").exists(),
-        data=DataConfig(store=given.store, train=[iso(t) for t in times], validation=given.validation),
+        data=DataConfig(
+            store=given.store, train=[iso(t) for t in times], validation=given.validation, levels=given.levels,
+            leads_out=given.leads,
+        ),
         model=ModelConfig(
             hidden=16, max_hidden=64, precision=Precision.float32, linear=given.fits, local_terms=given.fits
         ),

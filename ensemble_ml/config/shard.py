@@ -18,6 +18,8 @@ class ShardConfig:
     train: list[str] = opt(lambda: ["2001"], "init times to pretrain on, and to take labelled ones from")
     validation: list[str] = opt(lambda: ["2002"], "init times that choose")
     test: list[str] = opt(lambda: ["2003"], "init times to score")
+    levels: list[int] | None = opt(None, "pressure levels of these trainings, hPa; null takes all")
+    leads: list[int] | None = opt(None, "lead times that they predict, hours; null takes all")
     labelled: list[int] = opt(lambda: [8, 16, 60], "numbers of init times whose truth is used")
     steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; from scratch the sum of both")
     seeds: int = opt(3, "trainings of each kind")
