@@ -51,6 +51,8 @@ class ModelConfig:
     name: str = opt("unet3d", "unet3d | emos | drn | ens10_unet | poet: our network, or a published baseline")
     hidden: int = opt(32, "channels of the finest level, doubled at each pooling up to max_hidden; drn: of every layer")
     max_hidden: int = opt(128, "most channels of a level")
+    widths: list[int] | None = opt(None, "unet3d: channels of each level, finest first; null doubles hidden at each pooling up to max_hidden")
+    inner: list[int] | None = opt(None, "unet3d: channels between the two convolutions of each residual block, those of the encoder first, each from the finest level on; null takes those of its level")
     depth: Any = opt("auto", "number of poolings L; latitude is processed in blocks of 2^L rows; auto takes the most that the grid allows, up to 3 (ens10_unet: 2); drn: hidden layers, auto: 2")
     blocks: int = opt(1, "residual blocks a level")
     vertical: Vertical = opt(Vertical.affine, "shared | affine | separable | full: how weights act across pressure levels")
@@ -77,6 +79,10 @@ class ModelConfig:
         at_least(self, 4, "max_hidden", group="model.")
         heads = self.name != "poet" or self.max_hidden % 4 == 0
         require("model.max_hidden", self.max_hidden, heads, "model.name=poet needs a multiple of 4")
+        for key in ("widths", "inner"):
+            numbers = getattr(self, key)
+            require(f"model.{key}", numbers, numbers is None or self.name == "unet3d", f"model.name={self.name} has none; leave it out")
+            require(f"model.{key}", numbers, all(n >= 4 and n % 4 == 0 for n in numbers or ()), "positive multiples of 4 are needed")
         at_least(self, 0, "surroundings", "residuals", group="model.")
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}
@@ -99,3 +105,19 @@ class ModelConfig:
     def pools(self) -> bool:
         """Return whether `depth` counts poolings of the grid. In the networks of single points it does not."""
         return self.name not in ("emos", "drn")
+
+    def channels(self) -> tuple[list[int], list[int]]:
+        """Return the channels of each level of the 3D U-Net, and those inside each residual block. `depth` is a number.
+
+        Raises:
+            UserError: `widths` or `inner` has too few or too many numbers.
+        """
+        widths = self.widths or [min(self.hidden * 2**level, self.max_hidden) for level in range(self.depth + 1)]
+        if not self.widths:  # `max_hidden` bounds the coarser levels alone; the stems need the finest one as it is set
+            widths[0] = self.hidden
+        levels = self.depth + 1
+        require("model.widths", widths, len(widths) == levels, f"model.depth={self.depth} has {levels} levels; give a number for each")
+        inner = self.inner or [width for width in (*widths, *widths[:-1]) for _ in range(self.blocks)]
+        blocks = self.blocks * (2 * levels - 1)
+        require("model.inner", inner, len(inner) == blocks, f"model.depth={self.depth} model.blocks={self.blocks} make {blocks} residual blocks; give a number for each")
+        return widths, inner

@@ -106,6 +106,9 @@ def _of(meta: Mapping[str, Any]) -> str:
 def _channels(spec: ModelSpec) -> str:
     """Return the numbers of channels in words, for a network that has several resolutions."""
     config = spec.config
+    if config.widths or config.inner:
+        widths, inner = config.channels()
+        return f", {_listed(widths)} channels at its levels, {_listed(inner)} inside its residual blocks"
     return f", {config.hidden} to {config.max_hidden} channels" if config.pools else ""
 
 

@@ -81,6 +81,8 @@ class ModelSpec:
         _check_spec(self)
         if self.config.depth == "auto":
             object.__setattr__(self, "config", replace(self.config, depth=self._depth()))
+        if self.config.name == "unet3d":
+            self.config.channels()  # raises a UserError for lists that do not fit the depth
 
     def _depth(self) -> int:
         """Return the depth that "auto" stands for: the usual one, or less where the longitudes allow no more."""

@@ -58,14 +58,13 @@ class EnsembleModel(nn.Module):
         self.pressure = _PlaneSet(spec, climate, self.features, surface=False) if spec.variables else None
         self.surface = _PlaneSet(spec, climate, self.features, surface=True) if spec.surface else None
         planes = sum(part.planes for part in (self.pressure, self.surface) if part is not None)
-        widths = [min(config.hidden * 2**level, config.max_hidden) for level in range(config.depth + 1)]
-        # `max_hidden` bounds the coarser levels alone; the stems need the finest one as it is set.
-        widths[0] = config.hidden
+        widths, inner = config.channels()
         common = Convolution(plane_count(spec), widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
         self.common_stem = common
         # Where one kernel serves all planes, this is what lets the network tell them apart.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
-        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, recompute=config.recompute is True)
+        recompute = config.recompute is True
+        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, inner, recompute=recompute)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.surroundings, self.residuals = (
@@ -229,12 +228,12 @@ class _PlaneSet(nn.Module):
         self.planes = 1 if surface else len(spec.levels)
         geometry = geometries(spec.grid, config.pole, config.depth)[0]
         pad = Padder(geometry, *features.pole_rule(surface=surface))
-        channels = features.channels(surface=surface)
-        self.stem = Convolution(channels, config.hidden, self.planes, config.vertical, pad, bias=True)
+        channels, hidden = features.channels(surface=surface), config.channels()[0][0]
+        self.stem = Convolution(channels, hidden, self.planes, config.vertical, pad, bias=True)
         self.heads = Heads.of(spec, climate, surface=surface, local_terms=config.local_terms)
         self.leads, self.variables = len(spec.leads_out), len(spec.surface if surface else spec.variables)
         self.surface = surface
-        self.out = nn.Linear(config.hidden, self.heads.outputs * self.leads * self.variables)
+        self.out = nn.Linear(hidden, self.heads.outputs * self.leads * self.variables)
         # The last layer starts at zero, so that the untrained model is the fitted statistical correction.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)

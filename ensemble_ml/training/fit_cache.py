@@ -48,7 +48,8 @@ _KEPT = 8  # how many files are kept; the oldest are removed
 _DAY = 86400  # seconds
 _CODE = hash_of_code("training", "models", "loading", "store")
 _OF_THE_NETWORK = (
-    "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision", "recompute",
+    "hidden", "max_hidden", "widths", "inner", "depth", "blocks", "vertical", "local_terms", "min_members", "precision",
+    "recompute",
 )  # fmt: skip
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_models import awake
+from small_models import awake, make_input, make_model, make_spec, tensors
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ensemble_ml.config import Pole, Vertical
+from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
+from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
 from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
 from ensemble_ml.models.padding import Padder, geometries
@@ -120,3 +122,40 @@ def test_memory_order_changes_nothing():
     last = x.contiguous(memory_format=torch.channels_last_3d)
     assert net(last).is_contiguous(memory_format=torch.channels_last_3d)
     torch.testing.assert_close(net(last), net(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("vertical", list(Vertical))
+def test_widths_and_inner_channels_are_taken_as_given(vertical):
+    spec = make_spec(depth=1, blocks=2, widths=[12, 4], inner=[4, 8, 16, 20, 12, 24], vertical=vertical)
+    model = make_model(spec)
+    blocks = [module for module in model.unet.modules() if isinstance(module, ResidualBlock)]
+    assert [block.scale1.weight.shape[-1] for block in blocks] == [12, 12, 4, 4, 12, 12]
+    assert [block.scale2.weight.shape[-1] for block in blocks] == [4, 8, 16, 20, 12, 24]
+    found = model(make_input(spec))
+    sum(values.square().mean() for values in tensors(found).values()).backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_widths_as_the_default_gives_them_change_nothing():
+    plain, same = make_spec(depth=2), make_spec(depth=2, widths=[8, 16, 16], inner=[8, 16, 16, 8, 16])
+    torch.manual_seed(0)
+    one = make_model(plain)
+    torch.manual_seed(0)
+    two = make_model(same)
+    assert all(torch.equal(a, two.state_dict()[name]) for name, a in one.state_dict().items())
+    again = ModelSpec.from_json(same.to_json()).config
+    assert (again.widths, again.inner) == (same.config.widths, same.config.inner)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"widths": [8, 6, 8]}, r"model.widths=\[8, 6, 8\]: positive multiples of 4"),
+        ({"widths": [8, 16]}, r"model.widths=\[8, 16\]: model.depth=2 has 3 levels"),
+        ({"inner": [8, 8]}, r"model.inner=\[8, 8\]: model.depth=2 model.blocks=1 make 5 residual blocks"),
+        ({"name": "drn", "spread": False, "widths": [8]}, r"model.widths=\[8\]: model.name=drn has none"),
+    ],
+)
+def test_widths_that_cannot_be(given, message):
+    with pytest.raises(UserError, match=message):
+        make_spec(depth=2, **given)

@@ -124,18 +124,23 @@ class ResidualBlock(nn.Module):
         planes: Z.
         vertical: how weights act across planes.
         geometry: rows, columns and edges of this level of the U-Net.
+        inner: channels between the two convolutions; None for as many as outside.
         recompute: keep only the input for the backward pass, and compute the rest again there.
     """
 
-    def __init__(self, channels: int, planes: int, vertical: Vertical, geometry: Geometry, *, recompute: bool = False):
+    def __init__(
+        self, channels: int, planes: int, vertical: Vertical, geometry: Geometry, inner: int | None = None,
+        *, recompute: bool = False,
+    ):  # fmt: skip
         super().__init__()
+        inner = inner or channels
         self.recompute = recompute
         pad = Padder(geometry)
         self.scale1 = ScaleShift(channels)
         # No bias: the shift of `scale2` follows and does the same.
-        self.conv1 = Convolution(channels, channels, planes, vertical, pad, bias=False)
-        self.scale2 = ScaleShift(channels, planes if vertical is Vertical.affine else None)
-        self.conv2 = Convolution(channels, channels, planes, vertical, pad, bias=True)
+        self.conv1 = Convolution(channels, inner, planes, vertical, pad, bias=False)
+        self.scale2 = ScaleShift(inner, planes if vertical is Vertical.affine else None)
+        self.conv2 = Convolution(inner, channels, planes, vertical, pad, bias=True)
         self.conv2.start_at_zero()
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
@@ -159,21 +164,23 @@ class UNet3d(nn.Module):
         widths: channels of each level.
         blocks: residual blocks of each level, in the encoder and again in the decoder.
         vertical: how weights act across planes.
+        inner: channels inside each block, encoder first (`ModelConfig.channels`); None for those of its level.
         recompute: keep only the input of each block for the backward pass, and compute the rest again there.
     """
 
     def __init__(
         self, geometries: Sequence[Geometry], planes: int, widths: Sequence[int], blocks: int, vertical: Vertical,
-        *, recompute: bool = False,
+        inner: Sequence[int] | None = None, *, recompute: bool = False,
     ):  # fmt: skip
         super().__init__()
+        depth = len(geometries) - 1
+        insides = iter(inner or [None] * (blocks * (2 * depth + 1)))
 
         def stage(level: int) -> nn.Sequential:
             """Build the residual blocks of one level."""
             given = widths[level], planes, vertical, geometries[level]
-            return nn.Sequential(*(ResidualBlock(*given, recompute=recompute) for _ in range(blocks)))
+            return nn.Sequential(*(ResidualBlock(*given, next(insides), recompute=recompute) for _ in range(blocks)))
 
-        depth = len(geometries) - 1
         self.encoder = nn.ModuleList(stage(level) for level in range(depth + 1))
         self.decoder = nn.ModuleList(stage(level) for level in range(depth))
         self.down = nn.ModuleList(PointLinear(widths[i], widths[i + 1]) for i in range(depth))
