@@ -174,12 +174,14 @@ class UNet3d(nn.Module):
     ):  # fmt: skip
         super().__init__()
         depth = len(geometries) - 1
-        insides = iter(inner or [None] * (blocks * (2 * depth + 1)))
+        insides = iter(inner or ())
 
         def stage(level: int) -> nn.Sequential:
             """Build the residual blocks of one level."""
             given = widths[level], planes, vertical, geometries[level]
-            return nn.Sequential(*(ResidualBlock(*given, next(insides), recompute=recompute) for _ in range(blocks)))
+            return nn.Sequential(
+                *(ResidualBlock(*given, next(insides, None), recompute=recompute) for _ in range(blocks))
+            )
 
         self.encoder = nn.ModuleList(stage(level) for level in range(depth + 1))
         self.decoder = nn.ModuleList(stage(level) for level in range(depth))

@@ -1,0 +1,131 @@
+"""Cut channels of the U-Net, and hidden units of the two networks of points, out of a model.
+
+What is left is an ordinary, smaller model of an ordinary spec (`model.widths`, `model.inner`, `model.surroundings`,
+`model.residuals`). Nothing is masked.
+
+Channels that add up, or that one layer hands to the next, have to go together. They form these groups:
+
+    stream L      the channels of level L, which the residual branches of that level, and the way to and from its
+                  neighbours, add to; those of level 0 are also the stems' and the heads'
+    inner K       the channels between the two convolutions of residual block K, in the order of `model.inner`
+    surroundings  hidden units of the spread MLP
+    residuals     hidden units of the error MLP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.models.inputs import ModelSpec
+
+NETWORKS = ("surroundings", "residuals")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels or hidden units that are cut together.
+
+    Attributes:
+        size: how many there are.
+        parts: the names of the tensors that have them, with the axis.
+    """
+
+    size: int
+    parts: tuple[tuple[str, int], ...]
+
+
+def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
+    """Return the groups of a model.
+
+    Args:
+        spec: the spec of an `EnsembleModel`.
+        names: the names in its state_dict.
+
+    Returns:
+        Groups by name, in the order of this module's docstring.
+    """
+    # Convolutions also hold the buffers of their padding, which have no channel of the network.
+    keys = [name for name in names if name.endswith((".weight", ".bias", ".first"))]
+    config = spec.config
+    widths, inner = config.channels()
+
+    def those(*prefixes: str, axis: int = 0) -> list[tuple[str, int]]:
+        """Return the tensors below some modules with one axis."""
+        return [(key, axis) for key in keys if key.startswith(tuple(f"{prefix}." for prefix in prefixes))]
+
+    def made(*convolutions: str) -> list[tuple[str, int]]:
+        """Return the axis of the outputs of convolutions. The second kernel of a separable one has them twice."""
+        both = [(key, 1) for key, _ in those(*(f"{one}.along" for one in convolutions)) if key.endswith("weight")]
+        return those(*convolutions) + both
+
+    def read(*layers: str) -> list[tuple[str, int]]:
+        """Return the axis of the inputs of convolutions and linear layers."""
+        weights = [(key, axis) for key, axis in those(*layers, axis=1) if key.endswith("weight")]
+        return [(key, axis) for key, axis in weights if ".along." not in key]
+
+    stages = [("encoder", level) for level in range(len(widths))] + [("decoder", n) for n in range(len(widths) - 1)]
+    blocks = [(f"unet.{side}.{level}.{n}", level) for side, level in stages for n in range(config.blocks)]
+    found: dict[str, Group] = {}
+    for level, width in enumerate(widths):
+        own = [block for block, of in blocks if of == level]
+        parts = those(*(f"{block}.scale1" for block in own), axis=-1)
+        parts += read(*(f"{block}.conv1" for block in own)) + made(*(f"{block}.conv2" for block in own))
+        parts += read(f"unet.down.{level}", f"unet.up.{level - 1}") + those(
+            f"unet.down.{level - 1}", f"unet.up.{level}"
+        )
+        if level == 0:
+            parts += [*made("common_stem", "pressure.stem", "surface.stem"), ("plane_bias", 0)]
+            parts += those("scale", axis=-1) + read("pressure.out", "surface.out")
+        found[f"stream {level}"] = Group(width, tuple(parts))
+    for number, (block, _) in enumerate(blocks):
+        parts = made(f"{block}.conv1") + those(f"{block}.scale2", axis=-1) + read(f"{block}.conv2")
+        found[f"inner {number}"] = Group(inner[number], tuple(parts))
+    for name in NETWORKS:
+        if f"{name}.first" in keys:
+            found[name] = Group(getattr(config, name), ((f"{name}.first", 0), (f"{name}.second", 1)))
+    return found
+
+
+def cut(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], kept: Mapping[str, Sequence[int]]
+) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Keep some channels and hidden units of a model and drop all others.
+
+    Args:
+        spec: the spec of an `EnsembleModel`.
+        tensors: its state_dict, or some of it; left as it is.
+        kept: indices of what stays, by group. Groups that are not named stay whole.
+
+    Returns:
+        The spec and the tensors of the smaller model.
+    """
+    found, every = dict(tensors), groups(spec, tensors)
+    for name, indices in kept.items():
+        for key, axis in every[name].parts:
+            tensor = found[key]
+            # The second layer of a network of points has a constant behind its hidden units, which stays.
+            behind = range(every[name].size, tensor.shape[axis])
+            index = torch.tensor([*indices, *behind], device=tensor.device)
+            found[key] = tensor.index_select(axis, index)
+    return resized(spec, {name: len(indices) for name, indices in kept.items()}), found
+
+
+def resized(spec: ModelSpec, sizes: Mapping[str, int]) -> ModelSpec:
+    """Return the spec of a model whose groups have other sizes.
+
+    Args:
+        spec: the spec of an `EnsembleModel`.
+        sizes: sizes by group. Groups that are not named keep theirs.
+    """
+    widths, inner = spec.config.channels()
+    changes: dict[str, Any] = {
+        "widths": [sizes.get(f"stream {level}", width) for level, width in enumerate(widths)],
+        "inner": [sizes.get(f"inner {number}", width) for number, width in enumerate(inner)],
+    }
+    changes |= {name: sizes[name] for name in NETWORKS if name in sizes}
+    return replace(spec, config=replace(spec.config, **changes))
