@@ -89,6 +89,12 @@ def _train(config: schema.TrainConfig) -> object:
     return train(config)
 
 
+def _compact(config: schema.CompactConfig) -> object:
+    from ensemble_ml.training.compact import compact
+
+    return compact(config)
+
+
 def _plan(config: schema.PlanConfig) -> object:
     from ensemble_ml.training.plan import plan
 
@@ -150,6 +156,10 @@ TASKS: dict[str, Task] = {
         schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
         "runs/RUN/{config.yaml, log.jsonl, tensorboard, checkpoints/last}, and checkpoints/best where validation dates "
         "can be scored",
+    ),
+    "compact": Task(
+        schema.CompactConfig, _compact, "checkpoint=runs/first data.store=store.zarr run=first-fast speedup=2",
+        "OUTPUT/RUN, a run as train leaves it",
     ),
     "plan": Task(
         schema.PlanConfig, _plan, "experiment=quickstart run=plan data.store=store.zarr plan.ranks=8 plan.memory_gb=16",

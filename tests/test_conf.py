@@ -26,6 +26,7 @@ GIVEN = {
     "inspect": ["store=a.zarr"],
     "train": ["run=a", "data.store=b.zarr"],
     "plan": ["data.store=b.zarr"],
+    "compact": ["checkpoint=a", "data.store=b.zarr", "run=c"],
     "predict": ["checkpoint=a", "input=b", "output=c"],
     "export": ["checkpoint=a", "output=c"],
     "evaluate": ["forecast=a", "ensemble=b", "output=c"],

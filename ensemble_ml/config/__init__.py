@@ -31,6 +31,7 @@ from ensemble_ml.config.base import (
     shown_input,
     text_settings,
 )
+from ensemble_ml.config.compact import CompactBenchmark, CompactConfig, CompactData
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
 from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig, parse_bytes
@@ -79,6 +80,9 @@ __all__ = [
     "CompressionConfig",
     "BenchmarkConfig",
     "BenchmarkSize",
+    "CompactBenchmark",
+    "CompactConfig",
+    "CompactData",
     "ShardConfig",
     "SkillConfig",
     "RaceConfig",

@@ -85,6 +85,8 @@ class TrainConfig:
     threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's. Resumed runs need the same number to be equal bit for bit")
     resume: Any = opt(False, "go on from checkpoints/last of the same run; auto does so where SLURM has requeued the job")
     init_from: str | None = opt(None, "start from the weights of this checkpoint, or of the best one of a run, with a new schedule")
+    teacher: str | None = opt(None, "checkpoint of a model of the same fields, or a run, whose forecasts are learned beside the truth (distillation)")
+    distill: float = opt(1.0, "weight of the squared distance to the teacher's forecasts, in units of the losses beside it")
     data: DataConfig = part(DataConfig, "dates, variables, levels, leads, members")
     model: ModelConfig = part(ModelConfig, "network")
     optim: OptimConfig = part(OptimConfig, "optimizer")
@@ -95,7 +97,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "validate_every", "checkpoint_every")
-        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed", "until")
+        at_least(self, 0, "patience", "checkpoint_minutes", "max_minutes", "spread_weight", "steps", "threads", "seed", "until", "distill")
         require("optim.quorum", self.optim.quorum, self.optim.waits or not self.parallel.planned, "the planner lets ranks share a sample, and these wait for each other; give numbers for parallel.lat and parallel.lon")
         whole = self.parallel.shard == 1
         require("parallel.shard", self.parallel.shard, whole or self.optim.exchange is ExchangeName.allreduce, f"optim.exchange={self.optim.exchange.value} needs all weights on each rank (in a vote each rank has a momentum of its own); use exchange=allreduce, or leave shard out")

@@ -13,6 +13,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.training.checkpoint import predicts_members
+from ensemble_ml.training.compact import described, in_words
 from ensemble_ml.training.tournament import lineage, tree
 
 _LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
@@ -70,6 +71,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members{_shown(meta)}"),
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
+        *_compacted(meta),
         ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
         (
             "calibration",
@@ -79,6 +81,16 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
+
+
+def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row on the larger model that this one was cut out of; none if there was none."""
+    facts = meta.get("compacted")
+    if facts is None:
+        return []
+    after = meta["scores"].get("crps_ratio") if meta.get("validated_step", meta["step"]) == meta["step"] else None
+    text = f"cut out of the checkpoint with sha256 `{facts['from']}`: {described(facts)} there"
+    return [("compaction", f"{text}; {in_words(facts, after)}")]
 
 
 def _shown(meta: Mapping[str, Any]) -> str:

@@ -161,7 +161,7 @@ class Surroundings(nn.Module):
         Returns:
             (B, outputs, Y, X).
         """
-        hidden = F.gelu(_layer(self.first, inputs_BKYX.flatten(2)))
+        hidden = apply_first(self.first, inputs_BKYX.flatten(2))
         return _layer(self.second, hidden).unflatten(2, inputs_BKYX.shape[2:])
 
     def at_points(self, inputs_KN: Tensor) -> Tensor:
@@ -234,6 +234,19 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
     # The mirror image of a southern point has the season of the north, half a year away.
     common = with_own_season(common_BPYX.to(centre.dtype), side)
     return torch.cat([*stencils, mean.abs(), slope, logs, common], 1)
+
+
+def apply_first(first: Tensor, inputs_BKN: Tensor) -> Tensor:
+    """Compute the hidden units gelu(W1 [x, 1]).
+
+    Args:
+        first: (H, K + 1) W1 or W3.
+        inputs_BKN: x without the constant.
+
+    Returns:
+        (B, H, N).
+    """
+    return F.gelu(_layer(first, inputs_BKN))
 
 
 def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:

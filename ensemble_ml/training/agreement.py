@@ -82,6 +82,7 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
         "optim.bound": 10,
         "parallel.trainer": 1,
         "objective": "truth",
+        "distill": 1.0,
     }
     for key, value in (later | flat(plain_config(TournamentConfig()), "tournament.")).items():
         theirs.setdefault(key, value)

@@ -216,6 +216,8 @@ def assemble(
     # Where ranks may be steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
     sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
     loss = _loss(config, reader.spec, state, shard, sharing)
+    if config.teacher is not None:
+        loss.teacher, loss.distill = _teacher(config, reader.spec, state, session, overlap), config.distill
     run = Run(config, own, own_train, validation, state, loss, facts, session)
     # Without a partition there is no halo exchange, and nothing to overlap.
     if config.parallel.overlap == "auto" and shard is not None:
@@ -226,6 +228,26 @@ def assemble(
         state.restore(checkpoint)
         run.take_settings(state.varied)
     return run
+
+
+def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
+    """Load the model that this one learns from, with the precision that it had and the partition of this run."""
+    assert config.teacher is not None
+    given = load_checkpoint(find_checkpoint(config.teacher))
+    fields = ("variables", "levels", "surface", "leads_in", "leads_out", "latitude", "longitude", "static", "families")
+    differ = [name for name in fields if getattr(spec, name) != getattr(given.spec, name)]
+    if differ:
+        raise UserError(f"teacher={config.teacher}: has other {', '.join(differ)}; give a model of the same fields")
+    model, like = build_model(given.spec, Climate.default(given.spec)), next(state.model.parameters())
+    speed = Speed.from_json(given.meta["precision"])
+    if speed.low and not has_bfloat16(session.device):
+        speed = Speed()
+    speed.apply(model)
+    load_weights(model, given)
+    model.to(like.device, like.dtype).eval().requires_grad_(False)
+    if isinstance(model, EnsembleModel):
+        partition_model(model, session.mesh, overlap)
+    return model
 
 
 def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -> None:
@@ -383,7 +405,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    kept = "precision", "input_range", "emos", CLOCK, "fits_cut", "earlier_dates", "unwritten"
+    kept = "precision", "input_range", "emos", CLOCK, "fits_cut", "earlier_dates", "unwritten", "compacted"
     return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 

@@ -9,6 +9,9 @@
     S              spread of the full ensemble
     spread_error   squared error of the untrained spread on training dates, also by the number of members
 
+With a teacher there is a third term: the squared distance of location, scale and spread to the teacher's, relative to
+error^2 and spread_error, and times `distill`. A teacher says something where the target is missing, too.
+
 Every field starts near one, and a percent of one field counts as much as a percent of another, as in the geometric
 means that scores are reported in.
 
@@ -31,7 +34,7 @@ from ensemble_ml import distributions
 from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import ModelSpec, Prediction
+from ensemble_ml.models import AnyModel, ModelSpec, Prediction
 from ensemble_ml.models.positions import integers, take
 
 
@@ -48,6 +51,8 @@ class Loss:
         area: (Y, X) areas of the cells, with mean one over the whole grid.
         spread_weight: weight of the spread's part.
         ranks: the ranks that share the batch.
+        teacher: a model of the same fields whose forecasts are learned, too.
+        distill: weight of the distance to these.
     """
 
     spec: ModelSpec
@@ -58,6 +63,8 @@ class Loss:
     area: Tensor
     spread_weight: float = 1.0
     ranks: Communicator = field(default_factory=NullCommunicator)
+    teacher: AnyModel | None = None
+    distill: float = 1.0
 
     def __call__(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Compute this rank's part of the loss.
@@ -67,8 +74,8 @@ class Loss:
             batch: inputs and targets.
 
         Returns:
-            `loss`, and its parts `crps` and `spread`, each if the model has that head. A part whose targets are all NaN
-            is zero.
+            `loss`, and its parts `crps` and `spread`, each if the model has that head, and `distill` if there is a
+            teacher. A part whose targets are all NaN is zero.
         """
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         families_p, families_s = self.spec.families
@@ -84,9 +91,23 @@ class Loss:
                 self._square(prediction.spread_p, batch.target_spread_p, self.spread_error_p[members]),
                 self._square(prediction.spread_s, batch.target_spread_s, self.spread_error_s[members]),
             )
+        if self.teacher is not None:
+            sums["distill"] = self._distance(prediction, batch)
         terms = self._over_weights(sums)
         total = terms.get("crps", 0.0) + self.spread_weight * terms.get("spread", 0.0)
+        total = total + self.distill * terms["distill"] if "distill" in terms else total
         return {"loss": torch.as_tensor(total), **terms}
+
+    def _distance(self, prediction: Prediction, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of squared distances to the teacher's forecasts, and the sum of weights."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            wanted, members = self.teacher(batch.inputs), batch.inputs.count.long()
+        units = {
+            "location_p": self.error_p**2, "scale_p": self.error_p**2, "spread_p": self.spread_error_p[members],
+            "location_s": self.error_s**2, "scale_s": self.error_s**2, "spread_s": self.spread_error_s[members],
+        }  # fmt: skip
+        return _added(*(self._square(getattr(prediction, k), getattr(wanted, k), unit) for k, unit in units.items()))
 
     def _over_weights(self, sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
         """Divide each sum of values by the sum of weights over all ranks; zero where nothing has a weight."""

@@ -40,6 +40,7 @@ from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup, tournament
 from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.checkpoint import Checkpoint
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import beside, open_loader
 from ensemble_ml.training.judge import Judge
@@ -63,11 +64,12 @@ _HEAR = 1.0  # seconds between two questions whether another trainer has stopped
 _MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, begin: Checkpoint | None = None) -> Path:
     """Train a model. The docstring of this module lists the files of a run.
 
     Args:
         config: the settings of `ensemble-ml train`.
+        begin: the state that a new run begins with (`training.compact`); None makes the fits for it.
 
     Returns:
         The run folder.
@@ -80,10 +82,10 @@ def train(config: TrainConfig) -> Path:
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         session.agree(agreement.common_settings(config))
-        return _train(config, session)
+        return _train(config, session, begin)
 
 
-def _train(config: TrainConfig, session: Session) -> Path:
+def _train(config: TrainConfig, session: Session, begin: Checkpoint | None) -> Path:
     """Open the run and its data, fit the climate or load the checkpoint, and run the steps on this rank."""
     began = time.perf_counter()
     whole = Path(config.output) / config.run
@@ -111,7 +113,8 @@ def _train(config: TrainConfig, session: Session) -> Path:
         source = open_store(config.data.store)
         # The path of the store may differ between hosts, so its contents are compared.
         session.agree({"contents of data.store": source.fingerprint()})
-        spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
+        known = checkpoint or begin
+        spec = known.spec if known else setup.build_spec(config, source)
         config = setup.with_depth(config, spec)
         if config.parallel.planned:
             # This import takes a second, and most runs do not need it.
@@ -123,12 +126,12 @@ def _train(config: TrainConfig, session: Session) -> Path:
 
             config, spec = settled(config, spec, session)
         spec = replace(spec, config=replace(spec.config, recompute=config.model.recompute))
-        checkpoint = replace(checkpoint, spec=spec) if checkpoint else None
+        known = replace(known, spec=spec) if known else None
         reader, left = setup.open_reader(config, source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
         progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
         if session.first:
             stack.enter_context(Pulse(progress.text))
-        run = assemble(config, reader, checkpoint, threads, session, progress)
+        run = assemble(config, reader, known, threads, session, progress)
         at_work = Trainer(run, folder, mllog)
         if checkpoint is None and config.max_minutes and at_work.state.steps:
             progress.doing("validation and steps are timed, for max_minutes")
@@ -593,7 +596,12 @@ class Trainer:
             if best["step"]:
                 tracker.say(f"done: best at step {best['step']}, score {score}: {where}")
             else:
+                start = (
+                    "the fits to the training dates"
+                    if "compacted" not in self.setup.facts
+                    else "the model as it was cut"
+                )
                 tracker.say(
                     f"done: no validation after a step was better than that of the start, score {score}, so the best"
-                    f" model is the start, the fits to the training dates without any step: {where}"
+                    f" model is the start, {start} without any step: {where}"
                 )

@@ -1,0 +1,1 @@
+"""Compaction against flat widths, separable kernels, the same widths from scratch, and no network at all."""

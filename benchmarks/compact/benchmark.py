@@ -1,0 +1,270 @@
+"""Compare a compacted model with the whole one, and with other ways to a smaller network.
+
+    ensemble-ml benchmark benchmark=compact compact.store=STORE [compact.checkpoint=RUN] [only=[quality,speed,predict]]
+
+Quality: the U-Net alone, without the fits, which hide what it gains. Every competitor trains on the same dates in the
+same order, and is scored by the CRPS ratio of the validation dates after its last step:
+
+    whole             hidden 16, max_hidden 64
+    compacted         cut out of the whole network, then a quarter of the steps
+    same widths       the widths of the compacted network, from scratch, for the processor time of both trainings above
+    flat              hidden 16, max_hidden 16, from scratch
+    separable         vertical=separable, from scratch
+    none              the statistical start, which no network changes
+
+Speed: forward passes of one init time with the default network of `train`, on random weights, in both precisions. All
+channels of a group are worth the same there, so it shows what speed there is to be had. Predict: `ensemble-ml predict`
+as a whole, before and after the compaction of a checkpoint.
+
+Milliseconds are processor time of one thread, and the least of the turns counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.results import Figure
+from benchmarks.common.sections import Bench, run_sections
+from benchmarks.lion.trials import quickstart_config
+from benchmarks.step.benchmark import benchmark_spec, random_batch
+from ensemble_ml.api.inputs import open_input
+from ensemble_ml.config import (
+    BenchmarkConfig,
+    CompactConfig,
+    CompactData,
+    ModelConfig,
+    OptimConfig,
+    OptimName,
+    Precision,
+    PredictConfig,
+    TrackingConfig,
+    TrainConfig,
+    Vertical,
+)
+from ensemble_ml.inference import predict
+from ensemble_ml.loading import Reader, fixed_batches
+from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, build_model
+from ensemble_ml.models.compact import NETWORKS, groups
+from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.store import open_store
+from ensemble_ml.training import load_model, train
+from ensemble_ml.training.checkpoint import load_meta, load_spec
+from ensemble_ml.training.compact import Clock, Importance, compact, reach, without_network
+from ensemble_ml.training.tracking import read_log
+
+log = logging.getLogger(__name__)
+
+_STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95 % of n values, n - 1 degrees of freedom
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Run all sections, or those of `only`, and write results.json and report.html.
+
+    Args:
+        config: the settings of the benchmark.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: `only` names an unknown section, or a network cannot become as fast as is asked for.
+    """
+    torch.set_num_threads(1)
+    bench = Bench(config, Path(config.output) / "compact")
+    lacking = [name for name in ("store", "checkpoint") if getattr(config.compact, name) is None]
+    bench.notes += [f"compact.{name} was not given: its sections were left out." for name in lacking]
+    return run_sections(bench, {"quality": _quality, "speed": _speed, "predict": _predict}).publish(
+        "Compacted networks"
+    )
+
+
+def _quality(bench: Bench) -> None:
+    """Train all competitors with each seed, and compare their scores and the milliseconds of their passes."""
+    given = bench.config.compact
+    if given.store is None:
+        return
+    scores: dict[str, list[float]] = {}
+    shutil.rmtree(bench.folder / "runs", ignore_errors=True)
+    for seed in range(given.seeds):
+        runs = _trained(bench, seed)
+        for name, folder in runs.items():
+            scores.setdefault(name, []).append(load_meta(folder / "checkpoints" / "last")["scores"]["crps_ratio"])
+            log.info("quality: seed %d, %s: crps_ratio %.4f", seed, name, scores[name][-1])
+        start = next(line for line in read_log(runs["whole"] / "log.jsonl") if "validation" in line)
+        scores.setdefault("none", []).append(start["validation"]["crps_ratio"])
+        if seed == 0:
+            _passes(bench, runs)
+    for name, values in scores.items():
+        bench.figures[f"crps_ratio, {name}"] = Figure.of(values, "ratio")
+    none, whole, ours = (scores[name] for name in ("none", "whole", "compacted"))
+    loss = [100 * (b / a - 1) for a, b in zip(whole, ours, strict=True)]
+    kept = [100 * (n - b) / (n - a) for n, a, b in zip(none, whole, ours, strict=True)]
+    bench.figures["share of the gain of the whole network over none that the compacted one keeps"] = Figure.of(
+        kept, "%"
+    )
+    bench.claim("CRPS that compaction loses, mean of the seeds", statistics.mean(loss), "%", 1.0, at_most=True)
+    bench.claim(
+        "share of the network's gain that compaction keeps, mean of the seeds", statistics.mean(kept), "%", 80.0
+    )
+    for name in ("same widths", "flat"):
+        ahead = [100 * (b / a - 1) for a, b in zip(ours, scores[name], strict=True)]
+        low = _low(ahead)
+        bench.figures[f"CRPS of {name} from scratch above the compacted one's"] = Figure.of(ahead, "%")
+        words = f"CRPS of {name} from scratch above the compacted one's, lower end of the 95 % interval"
+        bench.claim(words, low, "%", 0.0)
+
+
+def _low(values: list[float]) -> float:
+    """Return the lower end of the 95 % interval of a mean by Student's t; NaN of a single value."""
+    if len(values) < 2:
+        return math.nan
+    factor = _STUDENT_T.get(len(values), 2.6)
+    return statistics.mean(values) - factor * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _settings(bench: Bench, seed: int, name: str, **model: Any) -> TrainConfig:
+    """Return the settings of a training of the U-Net alone."""
+    given = bench.config.compact
+    assert given.store is not None
+    plain = quickstart_config(given.store, seed=seed, steps=given.steps, optim={})
+    size = {"hidden": 16, "max_hidden": 64, "linear": False, "local_terms": False, "precision": Precision.float32}
+    optim = OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05)
+    return replace(
+        plain, run=f"seed{seed}-{name.replace(' ', '-')}", output=str(bench.folder / "runs"),
+        model=ModelConfig(**size | model), optim=optim,
+        validate_every=10**6, checkpoint_every=10**6, checkpoint_minutes=0, tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+
+
+def _trained(bench: Bench, seed: int) -> dict[str, Path]:
+    """Train all competitors with a seed, and return the folders of their runs. One seed is enough for separable."""
+    given, runs = bench.config.compact, dict[str, Path]()
+    if seed == 0:
+        train(replace(_settings(bench, seed, "fits"), steps=0))  # which all seeds have in common
+    began = time.process_time()
+    runs["whole"] = train(_settings(bench, seed, "whole"))
+    assert given.store is not None
+    config = CompactConfig(
+        str(runs["whole"]), f"seed{seed}-compacted", str(bench.folder / "runs"), given.speedup, threads=1,
+        data=CompactData(given.store),
+    )  # fmt: skip
+    runs["compacted"] = compact(config)
+    both = time.process_time() - began
+    small = load_spec(runs["compacted"] / "checkpoints" / "last").config
+    sizes = {"widths": small.widths, "inner": small.inner}
+    # A few steps say how many of this network take as long as both trainings together.
+    trial, began = min(10, given.steps), time.process_time()
+    train(replace(_settings(bench, seed, "trial", **sizes), steps=trial))
+    steps = max(given.steps, int(both / (time.process_time() - began) * trial))
+    bench.notes.append(f"Seed {seed}: {small.widths}, inside blocks {small.inner}; same widths: {steps} steps.")
+    runs["same widths"] = train(replace(_settings(bench, seed, "same widths", **sizes), steps=steps))
+    runs["flat"] = train(_settings(bench, seed, "flat", max_hidden=16))
+    if seed == 0:
+        runs["separable"] = train(_settings(bench, seed, "separable", vertical=Vertical.separable))
+    return runs
+
+
+def _passes(bench: Bench, runs: Mapping[str, Path]) -> None:
+    """Time forward passes of trained models by turns."""
+    assert bench.config.compact.store is not None
+    models = {name: load_model(folder / "checkpoints" / "last")[0] for name, folder in runs.items()}
+    reader = Reader(open_store(bench.config.compact.store), models["whole"].spec)
+    inputs = next(iter(fixed_batches(reader, [0], range(min(5, reader.full_size))))).inputs
+    bare = models["whole"]
+    assert isinstance(bare, EnsembleModel)
+    for model in models.values():
+        Speed(Precision.float32, True).apply(model)
+    _by_turns(bench, "at the quickstart's size, fits off, float32", models | {"none": without_network(bare)}, inputs)
+
+
+def _by_turns(bench: Bench, where: str, models: Mapping[str, torch.nn.Module], inputs: Any) -> dict[str, list[float]]:
+    """Time forward passes of models by turns, and keep the figures."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(2 + bench.config.repeats):
+        for name, model in models.items():
+            began = time.process_time()
+            with torch.no_grad():
+                model(inputs)
+            if turn >= 2:
+                found[name].append(1e3 * (time.process_time() - began))
+    for name, values in found.items():
+        bench.figures[f"forward pass {where}, {name}"] = Figure.of(values, "ms")
+    return found
+
+
+def _speed(bench: Bench) -> None:
+    """Cut networks to half their time at two sizes, in both precisions."""
+    cases: list[tuple[tuple[int, int, int], dict[str, int]]] = [
+        ((8, 64, 128), {"residuals": 2048}),
+        ((4, 33, 64), {"hidden": 16, "max_hidden": 64}),
+    ]
+    if bench.tiny:
+        cases = [((2, 16, 32), {"surroundings": 64, "residuals": 64, "depth": 2})]
+    for shape, size in cases:
+        for precision in [Precision.float32] + [Precision.bfloat16] * has_bfloat16(torch.device("cpu")):
+            where = f"at {' x '.join(map(str, shape))}, hidden {size.get('hidden', 32)}, {precision.value}"
+            _halve(bench, where, benchmark_spec(*shape, **size), Speed(precision, True))
+
+
+def _halve(bench: Bench, where: str, spec: ModelSpec, speed: Speed) -> None:
+    """Cut a network to half its time, and time it beside its competitors."""
+
+    def made(**changes: Any) -> EnsembleModel:
+        """Return a network at this speed."""
+        own = replace(spec, config=replace(spec.config, **changes))
+        model = build_model(own, Climate.default(own))
+        assert isinstance(model, EnsembleModel)
+        speed.apply(model)
+        return model.eval()
+
+    whole, inputs = made(), random_batch(spec, 1)
+    every = groups(whole.spec, whole.state_dict())
+    terms = {name: torch.full((group.size,), 1 / group.size) for name, group in every.items()}
+    moments = {name: torch.eye(every[name].size + 1, dtype=torch.float64) for name in NETWORKS}
+    small, _ = reach(Clock(whole, inputs), Importance(terms, moments), 1.2 if bench.tiny else 2.0, speed.precision)
+    widths, inner = small.spec.config.channels()
+    units = small.spec.config.surroundings, small.spec.config.residuals
+    bench.notes.append(f"{where}: channels {widths}, inside blocks {inner}, hidden units {units}.")
+    entrants = {
+        "whole": whole, "compacted": small, "flat": made(max_hidden=spec.config.hidden),
+        "separable": made(vertical=Vertical.separable), "none": without_network(whole),
+    }  # fmt: skip
+    found = _by_turns(bench, where, entrants, inputs)
+    ratio = min(found["whole"]) / min(found["compacted"])
+    bench.claim(f"speedup of the forward pass {where}", ratio, "times", 2.0)
+
+
+def _predict(bench: Bench) -> None:
+    """Compact a checkpoint without any step after it, and time predictions by turns."""
+    given = bench.config.compact
+    if given.store is None or given.checkpoint is None:
+        return
+    output = bench.folder / "predict"
+    shutil.rmtree(output, ignore_errors=True)
+    small = compact(
+        CompactConfig(given.checkpoint, "small", str(output), 2.0, steps=0, threads=1, data=CompactData(given.store))
+    )
+    times: dict[str, list[float]] = {"whole": [], "compacted": []}
+    for turn in range(1 + bench.config.repeats):
+        for name, folder in (("whole", Path(given.checkpoint)), ("compacted", small)):
+            config = PredictConfig(
+                str(folder / "checkpoints" / "best"), given.store, output=str(output / "forecast"), members_in=5,
+                dates=["2002"], overwrite=True, threads=1,
+            )  # fmt: skip
+            began = time.process_time()
+            predict(config, open_input(config))
+            if turn:
+                times[name].append(time.process_time() - began)
+    for name, values in times.items():
+        bench.figures[f"predict as a whole, {name}"] = Figure.of(values, "s")
+    bench.claim("speedup of predict as a whole", min(times["whole"]) / min(times["compacted"]), "times", 1.5)

@@ -1,0 +1,624 @@
+"""Compaction: cut a trained model down to an ordinary, smaller one that predicts faster, and train what is left.
+
+1. Importance. A channel, or hidden unit, has the importance
+
+       I_c = mean over batches of (sum over its weights of theta dL / dtheta)^2
+
+   of the averaged weights on training batches (Molchanov et al. 2019, doi:10.1109/CVPR.2019.01152).
+2. Hidden units of the two networks of points: their last layers are linear, so they are refitted by ridge regression to
+   the outputs of the whole network. The second moments of the hidden units say beforehand what that leaves of the
+   error, so the importance of the units that go is multiplied by this share.
+3. Widths. Milliseconds of every part of the forward pass are measured at the sizes that are tried, because three
+   channels fewer may save nothing. The cut that loses least importance for each millisecond is made, again and again,
+   until the pass is as fast as was asked for, which is then measured.
+4. What is left begins an ordinary run with a lower learning rate, and learns the forecasts of the whole model too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor, nn
+
+from ensemble_ml.config import (
+    CompactConfig,
+    ExchangeName,
+    Launcher,
+    OptimConfig,
+    ParallelConfig,
+    Precision,
+    TournamentConfig,
+    TrainConfig,
+    require,
+)
+from ensemble_ml.distributed.world import read_world
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Reader
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, build_model, choose
+from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock
+from ensemble_ml.models.compact import NETWORKS, Group, cut, groups
+from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.speed import Speed, settle
+from ensemble_ml.models.surroundings import Surroundings, apply_first
+from ensemble_ml.store import open_store
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.checkpoint import Checkpoint, copies, find_checkpoint, load_checkpoint, load_meta
+from ensemble_ml.training.judge import Judge
+from ensemble_ml.training.state import learned
+from ensemble_ml.training.trainer import train
+
+log = logging.getLogger(__name__)
+
+_BATCHES = 16  # training batches that importance is measured on
+_STRIDE = 4  # every such point of these gives second moments of hidden units
+_RIDGE = 1e-5  # of the mean second moment of hidden units
+_PASSES, _SECONDS = (5, 30), 0.3  # fewest and most timed calls, of which the fastest counts, and how long they may take
+_ROUNDS = 6  # of choosing sizes and timing the whole pass
+_LEAST = 8  # channels: fewer are slower again
+_SMALL = 0.002  # of the pass: what saves less time saves none
+
+
+@dataclass(frozen=True)
+class Importance:
+    """What a model loses with channels and hidden units.
+
+    Attributes:
+        terms: importance of each channel or unit, by group.
+        moments: (H + 1, H + 1) mean products of hidden units and the constant, by network.
+    """
+
+    terms: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+    def kept(self, name: str, size: int) -> list[int]:
+        """Return the indices of the most important channels of a group, in their order."""
+        return sorted(self.terms[name].topk(size).indices.tolist())
+
+
+def compact(config: CompactConfig) -> Path:
+    """Compact a model, and train what is left.
+
+    Args:
+        config: the settings of `ensemble-ml compact`.
+
+    Returns:
+        The folder of the new run.
+
+    Raises:
+        UserError: the checkpoint cannot be compacted, the run exists, or the speed cannot be reached.
+    """
+    if read_world(dict(os.environ), Launcher.auto).size > 1:
+        raise UserError("compact: runs in one process; start one, then go on with ensemble-ml train on several ranks")
+    last = Path(config.output) / config.run / "checkpoints" / "last"
+    if config.resume and last.exists():
+        meta = load_meta(last)
+        require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; go on there")
+        own = {"output": config.output, "run": config.run, "threads": config.threads}
+        settings = replace(train_config(meta["config"], config.data.store), resume=True, **own)
+        folder, facts = train(settings), meta["compacted"]
+    else:
+        settings, begin = _begin(config)
+        folder, facts = train(settings, begin), begin.meta["compacted"]
+    _report(config, folder, facts)
+    return folder
+
+
+def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
+    """Cut the model. Return the settings of the new run and the state that it begins with."""
+    path = find_checkpoint(config.checkpoint)
+    checkpoint = load_checkpoint(path, training=True)
+    _refuse(path, checkpoint)
+    given = train_config(checkpoint.meta["config"], config.data.store)
+    settings = fine_tuning(config, given, checkpoint)
+    setup.open_run(settings)  # refuses a run that exists, before minutes are spent
+    setup.use_threads(settings)
+    reader = Reader(open_store(config.data.store), checkpoint.spec)
+    run = assemble(given, reader, checkpoint, torch.get_num_threads())
+    with run.state.predicting() as model:
+        assert isinstance(model, EnsembleModel)
+        spec, weights, speed, facts = shrink(run, model, config.speedup)
+        facts |= {"from": checkpoint.sha256, "step": checkpoint.meta["step"]}
+    named = [name for name, _ in learned(build_model(spec, Climate.default(spec)))]
+    training = {"spread_error": checkpoint.training["spread_error"]}
+    training |= {f"raw.{name}": weights[name] for name in named} if settings.average else {}
+    kept = "data_fingerprint", "input_range", "earlier_dates", "widths", "widths_by_size"
+    meta = {name: checkpoint.meta[name] for name in kept if name in checkpoint.meta}
+    meta |= {"step": 0, "steps": settings.steps, "best": None, "scores": {}, "precision": speed.to_json()}
+    meta |= {"compacted": facts, "files": {}}
+    model_settings = replace(
+        settings.model,
+        **{name: getattr(spec.config, name) for name in ("widths", "inner", *NETWORKS)},
+    )
+    return replace(settings, model=model_settings), Checkpoint(checkpoint.path, spec, weights, training, meta)
+
+
+def _refuse(path: Path, checkpoint: Checkpoint) -> None:
+    """Raise a UserError if a checkpoint is of another network, or of no step."""
+    name, step = checkpoint.spec.config.name, checkpoint.meta["step"]
+    where = f"checkpoint {path}"
+    if name != "unet3d":
+        raise UserError(f"{where}: is of model.name={name}; compact works on model.name=unet3d")
+    if not step:
+        raise UserError(f"{where}: is of step 0, where no channel has done anything yet; give one of a later step")
+
+
+def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
+    """Return the settings that a checkpoint recorded, on a store of another path.
+
+    Args:
+        plain: the settings as JSON values.
+        store: the path of the store.
+
+    Raises:
+        UserError: this version has other settings.
+    """
+    try:
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), dict(plain)))
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"checkpoint: its settings are not those of this version ({str(error).splitlines()[0]})"
+        ) from error
+    assert isinstance(settings, TrainConfig)
+    return replace(settings, data=replace(settings.data, store=store), parallel=ParallelConfig())
+
+
+def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """Return the settings of the steps after the cut: a quarter as many, at half the learning rate.
+
+    Args:
+        config: the settings of the compaction.
+        given: the settings of the checkpoint.
+        checkpoint: the checkpoint.
+    """
+    whole = checkpoint.meta["steps"]
+    steps = -(-whole // 4) if config.steps is None else config.steps
+    optim = given.optim
+    usual = OptimConfig()
+    # What votes are made of means nothing to one rank.
+    alone = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
+    alone |= {
+        key: getattr(usual, key)
+        for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept", "clip_by")
+    }
+    optim = replace(optim, lr=optim.lr / 2, warmup=optim.warmup // 4, **alone)
+    return replace(
+        given, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads, resume=False,
+        init_from=None, max_minutes=0.0, until=0.0, validate_every=max(1, min(given.validate_every, -(-steps // 2))),
+        tournament=TournamentConfig(), teacher=str(checkpoint.path) if config.distill else None, distill=config.distill,
+    )  # fmt: skip
+
+
+def shrink(
+    run: Run, model: EnsembleModel, speedup: float
+) -> tuple[ModelSpec, dict[str, Tensor], Speed, dict[str, Any]]:
+    """Choose sizes and cut a model to them.
+
+    Args:
+        run: the run of the model.
+        model: the model, with the weights that predict.
+        speedup: how many times as fast a forward pass has to become.
+
+    Returns:
+        The spec, the weights and the speed of the smaller model, and what a checkpoint records of it.
+
+    Raises:
+        UserError: the model cannot become as fast.
+    """
+    log.info("compact: importance of channels and hidden units, on %d batches", _BATCHES)
+    importance = measure_importance(run, model)
+    clock = Clock(model, first_of(run.batches(0, 1).batch(0).to(run.device, run.dtype).inputs))
+    small, times = reach(clock, importance, speedup, run.config.model.precision)
+    bare = without_network(model)
+    scores = {name: _scores(run, one).get("crps_ratio") for name, one in (("whole", model), ("without", bare))}
+    facts = _sizes_of(model.spec, importance.terms) | {
+        "ms": times, "crps_ratio": scores["whole"],
+        "without": {"ms": clock.passes(bare), "crps_ratio": scores["without"]},
+    }  # fmt: skip
+    after = _sizes_of(small.spec, importance.terms)
+    text = "compact: %.4g ms a pass before (%s), %.4g after (%s)"
+    log.info(text, times[0], described(facts), times[1], described(after))
+    return small.spec, copies(small.state_dict()), small.speed, facts
+
+
+def reach(
+    clock: Clock, importance: Importance, speedup: float, precision: Precision
+) -> tuple[EnsembleModel, list[float]]:
+    """Cut the model of a clock until its forward pass is as fast as is wanted.
+
+    Args:
+        clock: times the passes of the model and its parts.
+        importance: what channels and hidden units are worth.
+        speedup: how many times as fast a forward pass has to become.
+        precision: the setting `model.precision`; `auto` times the smaller model anew.
+
+    Returns:
+        The smaller model, and the milliseconds of a pass of the whole one and of this one.
+
+    Raises:
+        UserError: the model cannot become as fast.
+    """
+    whole = clock.passes(clock.model)
+    sizes, target = {name: len(terms) for name, terms in importance.terms.items()}, whole / speedup
+    for _ in range(_ROUNDS):
+        sizes, reached = choose_sizes(clock, importance, sizes, target, whole)
+        small = _built(*cut_to(clock.model, importance, sizes), clock.model)
+        if precision is Precision.auto:  # what was fastest of the whole model need not be of this one
+            choose(small, partial(_quietly, small, clock.inputs))
+        measured = clock.passes(small)
+        if measured <= whole / speedup:
+            return small, [whole, measured]
+        if not reached:
+            break
+        target = clock.total(sizes, whole) - (measured - whole / speedup)
+    nets = clock.networks({name: len(terms) for name, terms in importance.terms.items()})
+    raise UserError(
+        f"speedup={speedup:g}: {whole / measured:.2f} times is the most (of {whole:.3g} ms the two networks of points"
+        f" take {nets:.3g}, and not all of the rest gets faster with its channels); give less, or train with a smaller"
+        " model.surroundings and model.residuals"
+    )
+
+
+def _sizes_of(spec: ModelSpec, names: Iterable[str]) -> dict[str, Any]:
+    """Return the channels of a model, and the hidden units of those networks of points that are among `names`."""
+    widths, inner = spec.config.channels()
+    return {"widths": widths, "inner": inner} | {name: getattr(spec.config, name) for name in NETWORKS if name in names}
+
+
+def first_of(inputs: EnsembleInput) -> EnsembleInput:
+    """Return the first sample of a batch of inputs.
+
+    Args:
+        inputs: the batch.
+    """
+    first = {k: v[:1] if isinstance(v, Tensor) else v for k, v in vars(inputs).items()}
+    return replace(inputs, **first)
+
+
+def _built(spec: ModelSpec, weights: Mapping[str, Tensor], like: EnsembleModel) -> EnsembleModel:
+    """Return a model with these weights, of the dtype, device and speed of another."""
+    model, reference = build_model(spec, Climate.default(spec)), next(like.parameters())
+    assert isinstance(model, EnsembleModel)
+    model.to(reference.device, reference.dtype)
+    like.speed.apply(model)
+    model.load_state_dict(dict(weights))
+    return model.eval()
+
+
+@torch.no_grad()
+def _quietly(model: nn.Module, inputs: Any) -> Any:
+    """Run a forward pass that keeps nothing for a backward one."""
+    return model(inputs)
+
+
+def _scores(run: Run, model: EnsembleModel) -> dict[str, float]:
+    """Return the scores of a model on the validation dates of a run."""
+    return Judge(replace(run, state=replace(run.state, model=model, average=None))).scores(None).scores
+
+
+def without_network(model: EnsembleModel) -> EnsembleModel:
+    """Return a copy of a model in which the U-Net is not run and adds nothing.
+
+    Args:
+        model: the model.
+    """
+    bare = copy.deepcopy(model)
+    width, planes = bare.plane_bias.shape
+    for part in (bare.pressure, bare.surface):
+        if part is not None:
+            nn.init.zeros_(part.out.bias)
+
+    def nothing(channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
+        return common.new_zeros(len(common), width, *common.shape[-2:], planes)
+
+    bare._trunk = nothing  # type: ignore[method-assign]
+    return bare
+
+
+def measure_importance(run: Run, model: EnsembleModel) -> Importance:
+    """Measure importance on the first training batches.
+
+    Args:
+        run: the run of the model.
+        model: the model.
+    """
+    every = groups(model.spec, model.state_dict())
+    networks = {name: getattr(model, name) for name in NETWORKS if name in every}
+    sums = {name: torch.zeros(group.size, device=run.device) for name, group in every.items()}
+    with _second_moments(networks) as moments:
+        tensors = dict(model.named_parameters())
+        for name, network in networks.items():  # they are buffers, which no step of training changes
+            tensors |= {f"{name}.{key}": getattr(network, key).requires_grad_() for key in ("first", "second")}
+        for batch in run.batches(0, _BATCHES):
+            moved = batch.to(run.device, run.dtype)
+            loss = run.loss(model(moved.inputs), moved)["loss"]
+            found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+            gradients = {key: g for key, g in zip(tensors, found, strict=True) if g is not None}
+            for name, group in every.items():
+                sums[name] += _terms(group, tensors, gradients) ** 2
+    for network in networks.values():
+        for key in ("first", "second"):
+            getattr(network, key).requires_grad_(False)
+    return Importance({name: values / _BATCHES for name, values in sums.items()}, moments)
+
+
+def _terms(group: Group, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of weights times gradients of each channel of a group."""
+    found = torch.zeros(group.size, device=next(iter(gradients.values())).device)
+    for key, axis in group.parts:
+        if key in gradients:
+            products = (tensors[key] * gradients[key]).detach().movedim(axis, 0)[: group.size]
+            found += products.reshape(group.size, -1).sum(1)
+    return found
+
+
+@contextmanager
+def _second_moments(networks: Mapping[str, Surroundings]) -> Iterator[dict[str, Tensor]]:
+    """Sum up the products of hidden units, and of the constant, of all that the networks compute within the context."""
+    found: dict[str, Tensor] = {}
+    hooks = []
+    for name, network in networks.items():
+
+        def add(module: Surroundings, inputs: tuple[Tensor], name: str = name) -> None:
+            """Add the products at some points of a strip."""
+            with torch.no_grad():
+                points = inputs[0].flatten(2)[..., ::_STRIDE].float()
+                hidden = apply_first(module.first.float(), points).movedim(1, 0).flatten(1).double()
+                hidden = torch.cat([hidden, torch.ones_like(hidden[:1])])
+                found[name] = found.get(name, 0) + hidden @ hidden.T
+
+        hooks.append(network.register_forward_pre_hook(add))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refitted(second: Tensor, moments: Tensor, kept: list[int]) -> tuple[Tensor, float]:
+    """Fit the last layer of a network of points to the outputs of the whole network, from some of its hidden units.
+
+    With G the second moments and S what is kept, W' = W G_S (G_SS + ridge)^-1.
+
+    Args:
+        second: (O, H + 1) the last layer W.
+        moments: (H + 1, H + 1) the second moments G.
+        kept: indices of hidden units; the constant is always kept.
+
+    Returns:
+        (O, kept + 1) the new layer, and the error that it leaves, as a share of what the cut alone leaves.
+    """
+    chosen = torch.tensor([*kept, len(moments) - 1], device=moments.device)
+    weights, inner = second.double(), moments[chosen][:, chosen]
+    ridge = _RIDGE * inner.diagonal().mean() * torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+    fitted = torch.linalg.solve(inner + ridge, moments[chosen] @ weights.T).T
+
+    def error(layer: Tensor) -> Tensor:
+        """Return the sum of squared differences to the outputs of the whole network."""
+        difference = weights.index_add(1, chosen, -layer)
+        return ((difference @ moments) * difference).sum()
+
+    return fitted.to(second.dtype), float(error(fitted) / error(weights[:, chosen]).clamp(min=1e-300))
+
+
+def cut_to(
+    model: EnsembleModel, importance: Importance, sizes: Mapping[str, int]
+) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """Cut a model to some sizes and refit the last layers of its networks of points.
+
+    Args:
+        model: the model.
+        importance: what says which channels stay.
+        sizes: sizes by group.
+
+    Returns:
+        The spec and the weights of the smaller model.
+    """
+    state = model.state_dict()
+    kept = {name: importance.kept(name, size) for name, size in sizes.items()}
+    spec, weights = cut(model.spec, state, kept)
+    for name in NETWORKS:
+        if name in kept:
+            weights[f"{name}.second"] = refitted(state[f"{name}.second"], importance.moments[name], kept[name])[0]
+    return spec, weights
+
+
+class Clock:
+    """Milliseconds of the parts of a forward pass of one init time. Each part is timed once for each of its sizes.
+
+    Args:
+        model: the model whose parts they are.
+        inputs: inputs of one init time.
+    """
+
+    def __init__(self, model: EnsembleModel, inputs: EnsembleInput):
+        self.model, self.inputs = model, inputs
+        self.device, self.dtype = model.plane_bias.device, model.plane_bias.dtype
+        config, self.planes = model.spec.config, model.plane_bias.shape[1]
+        self.levels = geometries(model.spec.grid, config.pole, config.depth)
+        numbers = [*range(len(self.levels)), *range(len(self.levels) - 1)]
+        self.of_block = [level for level in numbers for _ in range(config.blocks)]  # the level of each block
+        self.block, self.stem, self.network = cache(self._block), cache(self._stem), cache(self._network)
+        # Widths that are no multiple of a vector of the processor, or of a tile of a GPU, save nothing.
+        self.unit = 8 if self.device.type == "cuda" else 16
+
+    def smaller(self, name: str, size: int) -> list[int]:
+        """Return the sizes that a group may be cut to."""
+        if name in NETWORKS:
+            return [size * eighths // 8 for eighths in range(1, 8)] if size >= 64 else []
+        return [_LEAST] * (size > _LEAST < self.unit) + list(range(self.unit, size, self.unit))
+
+    def passes(self, model: EnsembleModel) -> float:
+        """Return the milliseconds of a forward pass of a model."""
+        return self._fastest(partial(_quietly, model, self.inputs))
+
+    def networks(self, sizes: Mapping[str, int]) -> float:
+        """Return the milliseconds of the two networks of points."""
+        return sum(self.network(name, sizes[name]) for name in NETWORKS if name in sizes)
+
+    def total(self, sizes: Mapping[str, int], whole: float) -> float:
+        """Return the milliseconds of a pass at some sizes, given those of the whole model."""
+        before = {name: group.size for name, group in groups(self.model.spec, self.model.state_dict()).items()}
+        return whole + self._parts(sizes) - self._parts(before)
+
+    def _parts(self, sizes: Mapping[str, int]) -> float:
+        """Return the milliseconds of all parts whose sizes can change."""
+        blocks = (
+            self.block(level, sizes[f"stream {level}"], sizes[f"inner {n}"]) for n, level in enumerate(self.of_block)
+        )
+        return sum(blocks) + self.stem(sizes["stream 0"]) + self.networks(sizes)
+
+    def _block(self, level: int, stream: int, inner: int) -> float:
+        """Time a residual block."""
+        geometry = self.levels[level]
+        return self._of_grid(
+            ResidualBlock(stream, self.planes, self.model.spec.config.vertical, geometry, inner), stream, level
+        )
+
+    def _stem(self, stream: int) -> float:
+        """Time the stem of the variables on pressure levels, or that of the surface where there are none."""
+        surface = self.model.pressure is None
+        channels = self.model.features.channels(surface=surface)
+        pad = Padder(self.levels[0])
+        stem = Convolution(channels, stream, self.planes, self.model.spec.config.vertical, pad, bias=True)
+        return self._of_grid(stem, channels, 0)
+
+    def _of_grid(self, module: nn.Module, channels: int, level: int) -> float:
+        """Time a module of the U-Net on random values."""
+        geometry, speed = self.levels[level], self.model.speed
+        module.to(self.device, self.dtype)
+        speed.apply(module)
+        shape = 1, channels, geometry.rows, geometry.columns, self.planes
+        x = speed.arrange(torch.randn(shape, device=self.device, dtype=self.dtype))
+
+        def call() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=speed.low):
+                _quietly(module, x)
+
+        return self._fastest(call)
+
+    def _network(self, name: str, units: int) -> float:
+        """Time a network of points, on one strip after another."""
+        network: Surroundings = copy.deepcopy(getattr(self.model, name))
+        network.first, network.second = network.first[:units].clone(), network.second[:, : units + 1].clone()
+        points, (rows, columns) = 4096, self.model.cells
+        cells = min(points, rows * columns)
+        x = torch.randn(1, network.first.shape[1] - 1, 1, cells, device=self.device, dtype=self.dtype)
+
+        def call() -> None:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.speed.low):
+                _quietly(network, x)
+
+        return self._fastest(call) * rows * columns / cells
+
+    def _fastest(self, call: Callable[[], object]) -> float:
+        """Return the milliseconds of the fastest of some calls."""
+        # The processor time of a single thread does not count what other processes do to it.
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        now = time.process_time if alone else time.perf_counter
+        call()  # loads kernels and fills caches
+        settle(self.device)
+        found: list[float] = []
+        while len(found) < _PASSES[0] or (len(found) < _PASSES[1] and sum(found) < 1e3 * _SECONDS):
+            began = now()
+            call()
+            settle(self.device)
+            found.append(1e3 * (now() - began))
+        return min(found)
+
+
+def choose_sizes(
+    clock: Clock, importance: Importance, sizes: Mapping[str, int], target: float, whole: float
+) -> tuple[dict[str, int], bool]:
+    """Cut what loses least importance for each millisecond, until the pass should be as fast as is wanted.
+
+    Args:
+        clock: times parts of the pass.
+        importance: what channels and hidden units are worth.
+        sizes: the sizes to begin with.
+        target: milliseconds to reach.
+        whole: milliseconds of the whole model.
+
+    Returns:
+        The sizes, and whether the target is reached.
+    """
+
+    @cache
+    def loss(name: str, size: int) -> float:
+        """Return what is lost of a group that has been cut to `size`."""
+        terms = importance.terms[name]
+        gone = float(terms.sum() - terms.topk(size).values.sum())
+        if name not in NETWORKS or size == len(terms):
+            return gone
+        second = getattr(clock.model, name).second
+        return gone * refitted(second, importance.moments[name], importance.kept(name, size))[1]
+
+    found = dict(sizes)
+    now = clock.total(found, whole)
+    while now > target:
+        steps = []
+        for name, size in found.items():
+            for smaller in clock.smaller(name, len(importance.terms[name])):
+                if smaller < size:
+                    saved = now - clock.total(found | {name: smaller}, whole)
+                    steps.append(((loss(name, smaller) - loss(name, size)) / max(saved, 1e-9), saved, name, smaller))
+        useful = [step for step in steps if step[1] > _SMALL * whole]
+        if not useful:
+            return found, False
+        _, saved, name, smaller = min(useful)
+        found[name], now = smaller, now - saved
+    return found, True
+
+
+def described(sizes: Mapping[str, Any]) -> str:
+    """Return the sizes of a model in words.
+
+    Args:
+        sizes: `widths`, `inner` and, of each network of points that there is, its hidden units.
+    """
+    units = [f"{sizes[name]} hidden units of {name}" for name in NETWORKS if name in sizes]
+    return "; ".join([f"channels {sizes['widths']}, inside blocks {sizes['inner']}", *units])
+
+
+def in_words(facts: Mapping[str, Any], after: float | None) -> str:
+    """Return what a compaction has gained and lost, as a sentence for the log and the model card.
+
+    Args:
+        facts: what the checkpoint records.
+        after: the CRPS ratio of the compacted model, if there is one.
+    """
+    before, without = facts["crps_ratio"], facts["without"]
+    text = f"a forward pass takes {facts['ms'][1]:.3g} ms instead of {facts['ms'][0]:.3g}"
+    bare = f"without the U-Net: {without['ms']:.3g} ms"
+    if before is None or after is None:
+        return f"{text}; {bare}"
+    gain, rise = without["crps_ratio"] - before, 100 * (after / before - 1)
+    share = "the U-Net gained nothing"
+    if gain > 0:
+        share = f"{100 * (without['crps_ratio'] - after) / gain:.0f} % of what the U-Net gains"
+    scores = f"crps_ratio {before:.4f} before, {after:.4f} after ({rise:+.2f} %, {share})"
+    return f"{text}; {scores}; {bare}, crps_ratio {without['crps_ratio']:.4f}"
+
+
+def _report(config: CompactConfig, folder: Path, facts: Mapping[str, Any]) -> None:
+    """Log what was gained and lost, and warn if it is more than the limit."""
+    meta = load_meta(folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "last"))
+    after, before = meta["scores"].get("crps_ratio"), facts["crps_ratio"]
+    log.info("compact: %s", in_words(facts, after))
+    if after is not None and before is not None and 100 * (after / before - 1) > config.limit:
+        text = (
+            "limit=%g: crps_ratio rose by %.2f %%, from %.4f to %.4f; the run is kept; give more steps or less speedup"
+        )
+        log.warning(text, config.limit, 100 * (after / before - 1), before, after)

@@ -1,0 +1,115 @@
+"""Compaction: from a trained run to a smaller one, with a clock that counts weights in the place of time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from training.running import assert_equal_runs, stop_at, weights
+
+from ensemble_ml.config import CompactConfig, CompactData, ExportConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference import export
+from ensemble_ml.models import Climate, build_model
+from ensemble_ml.training import compact as module
+from ensemble_ml.training import load_model, train
+from ensemble_ml.training.compact import Clock, compact, refitted
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """Let every weight of the model take a millisecond."""
+    monkeypatch.setattr(Clock, "passes", lambda self, model: float(sum(p.numel() for p in model.parameters())))
+    monkeypatch.setattr(Clock, "_block", lambda self, level, stream, inner: 2.0 * 27 * stream * inner)
+    monkeypatch.setattr(Clock, "_stem", lambda self, stream: 100.0 * stream)
+    monkeypatch.setattr(Clock, "_network", lambda self, name, units: 100.0 * units)
+
+
+@pytest.fixture
+def teacher(config_of):
+    return train(
+        config_of(run="whole", steps=8, average=0.9, model__hidden=16, model__max_hidden=32, model__residuals=64)
+    )
+
+
+def settings(teacher, config_of, **changes):
+    given = {"run": "fast", "output": str(teacher.parent), "speedup": 3.0, "steps": 4, "threads": 1} | changes
+    return CompactConfig(checkpoint=str(teacher), data=CompactData(config_of().data.store), **given)
+
+
+def test_a_compacted_run_is_an_ordinary_smaller_one(teacher, config_of, counting, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    run = compact(settings(teacher, config_of, limit=0.0))
+    whole, small = weights(teacher, "best"), weights(run)
+    config = small.spec.config
+    assert config.widths[0] in (8, 16) and sum(config.widths) < 48 and config.residuals <= 64
+    facts = small.meta["compacted"]
+    assert facts["from"] == whole.sha256 and facts["ms"][0] >= 3 * facts["ms"][1] and facts["widths"] == [16, 32]
+    assert facts["crps_ratio"] == pytest.approx(whole.meta["scores"]["crps_ratio"], abs=1e-6)
+    assert small.meta["step"] == 4 and small.meta["config"]["teacher"] == str(whole.path)
+    build_model(small.spec, Climate.default(small.spec)).load_state_dict(small.state_dict)
+    load_model(run / "checkpoints" / "best")
+    assert "compact: a forward pass takes" in caplog.text and "without the U-Net: " in caplog.text
+    assert '"distill"' in (run / "log.jsonl").read_text()
+    assert ("limit=0: crps_ratio rose by" in caplog.text) == (
+        weights(run, "best").meta["scores"]["crps_ratio"] > facts["crps_ratio"]
+    )
+    card = (export(ExportConfig(str(run), str(tmp_path / "model"))) / "MODEL_CARD.md").read_text()
+    assert f"cut out of the checkpoint with sha256 `{whole.sha256}`: channels [16, 32]" in card
+
+
+def test_steps_that_were_stopped_go_on_bit_for_bit(teacher, config_of, counting, monkeypatch):
+    straight = compact(settings(teacher, config_of))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 2)
+        compact(settings(teacher, config_of, run="stopped"))
+    assert_equal_runs(compact(settings(teacher, config_of, run="stopped", resume=True)), straight)
+
+
+def test_no_step_leaves_the_model_as_it_was_cut(teacher, config_of, counting, caplog):
+    caplog.set_level(logging.INFO)
+    run = compact(settings(teacher, config_of, steps=0, distill=0.0))
+    assert weights(run).meta["step"] == 0 and weights(run).meta["config"]["teacher"] is None
+    assert "the model as it was cut without any step" in caplog.text
+
+
+def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
+    with pytest.raises(UserError, match=r"speedup=1000: \d.* times is the most \(of .* ms the two networks of points"):
+        compact(settings(teacher, config_of, speedup=1000.0))
+    assert not (teacher.parent / "fast").exists()
+    with pytest.raises(UserError, match="exists; go on with resume=true"):
+        compact(settings(teacher, config_of, run="whole"))
+    with pytest.raises(UserError, match="is of a run of train; go on there"):
+        compact(settings(teacher, config_of, run="whole", resume=True))
+    start = train(config_of(run="start", steps=0))
+    with pytest.raises(UserError, match=r"is of step 0, where no channel"):
+        compact(settings(start, config_of, run="b"))
+    rival = train(config_of(run="drn", steps=1, model__name="drn", model__spread=False))
+    with pytest.raises(UserError, match=r"is of model.name=drn; compact works on model.name=unet3d"):
+        compact(settings(rival, config_of, run="b"))
+    with pytest.raises(UserError, match="speedup=1: must be above 1"):
+        settings(teacher, config_of, speedup=1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="runs in one process"):
+        compact(settings(teacher, config_of))
+
+
+def test_a_teacher_of_other_fields_is_refused(teacher, config_of):
+    with pytest.raises(UserError, match=r"teacher=.*: has other leads_out; give a model of the same fields"):
+        train(config_of(run="b", data__leads_out=[24], teacher=str(teacher)))
+
+
+def test_a_refit_makes_up_for_units_that_others_can_say(monkeypatch):
+    """The third unit is the sum of the first two, and the fourth is always the same, as the constant is."""
+    generator = torch.Generator().manual_seed(0)
+    two = torch.randn(2, 500, generator=generator, dtype=torch.float64)
+    hidden = torch.stack([two[0], two[1], two.sum(0), torch.full((500,), 0.7), torch.ones(500)])
+    second = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    monkeypatch.setattr(module, "_RIDGE", 1e-12)
+    layer, left = refitted(second, hidden @ hidden.T, [0, 1])
+    torch.testing.assert_close(layer @ hidden[[0, 1, 4]], second @ hidden, rtol=1e-6, atol=1e-6)
+    assert left < 1e-10
+    _, lost = refitted(second, hidden @ hidden.T, [1])
+    assert 1e-3 < lost < 1
