@@ -26,8 +26,9 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ from ensemble_ml.training.tracking import read_log
 
 log = logging.getLogger(__name__)
 
+_SECONDS = "seconds"  # file of a run with the processor time that it took
 _STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # two-sided 95 % of n values, n - 1 degrees of freedom
 
 
@@ -94,7 +96,6 @@ def _quality(bench: Bench) -> None:
     if given.store is None:
         return
     scores: dict[str, list[float]] = {}
-    shutil.rmtree(bench.folder / "runs", ignore_errors=True)
     for seed in range(given.seeds):
         runs = _trained(bench, seed)
         for name, folder in runs.items():
@@ -147,31 +148,57 @@ def _settings(bench: Bench, seed: int, name: str, **model: Any) -> TrainConfig:
 
 
 def _trained(bench: Bench, seed: int) -> dict[str, Path]:
-    """Train all competitors with a seed, and return the folders of their runs. One seed is enough for separable."""
+    """Train all competitors with a seed, and return the folders of their runs. Runs that are there already are kept.
+
+    One seed is enough for separable kernels.
+    """
     given, runs = bench.config.compact, dict[str, Path]()
-    if seed == 0:
-        train(replace(_settings(bench, seed, "fits"), steps=0))  # which all seeds have in common
-    began = time.process_time()
-    runs["whole"] = train(_settings(bench, seed, "whole"))
     assert given.store is not None
-    config = CompactConfig(
-        str(runs["whole"]), f"seed{seed}-compacted", str(bench.folder / "runs"), given.speedup, threads=1,
-        data=CompactData(given.store),
-    )  # fmt: skip
-    runs["compacted"] = compact(config)
-    both = time.process_time() - began
+    if seed == 0:
+        _once(replace(_settings(bench, seed, "fits"), steps=0))  # which all seeds have in common
+    plain = _settings(bench, seed, "whole")
+    runs["whole"] = _once(plain)
+    name = f"seed{seed}-compacted"
+    runs["compacted"] = Path(plain.output) / name
+    if not _whole(runs["compacted"]):
+        shutil.rmtree(runs["compacted"], ignore_errors=True)
+        data = CompactData(given.store)
+        config = CompactConfig(str(runs["whole"]), name, plain.output, given.speedup, threads=1, data=data)
+        _timed(runs["compacted"], partial(compact, config))
     small = load_spec(runs["compacted"] / "checkpoints" / "last").config
     sizes = {"widths": small.widths, "inner": small.inner}
     # A few steps say how many of this network take as long as both trainings together.
-    trial, began = min(10, given.steps), time.process_time()
-    train(replace(_settings(bench, seed, "trial", **sizes), steps=trial))
-    steps = max(given.steps, int(both / (time.process_time() - began) * trial))
-    bench.notes.append(f"Seed {seed}: {small.widths}, inside blocks {small.inner}; same widths: {steps} steps.")
-    runs["same widths"] = train(replace(_settings(bench, seed, "same widths", **sizes), steps=steps))
-    runs["flat"] = train(_settings(bench, seed, "flat", max_hidden=16))
+    trial = _once(replace(_settings(bench, seed, "trial", **sizes), steps=min(10, given.steps)))
+    seconds = {name: float((folder / _SECONDS).read_text()) for name, folder in (runs | {"trial": trial}).items()}
+    both = seconds["whole"] + seconds["compacted"]
+    steps = max(given.steps, int(both / seconds["trial"] * min(10, given.steps)))
+    runs["same widths"] = _once(replace(_settings(bench, seed, "same widths", **sizes), steps=steps))
+    runs["flat"] = _once(_settings(bench, seed, "flat", max_hidden=16))
     if seed == 0:
-        runs["separable"] = train(_settings(bench, seed, "separable", vertical=Vertical.separable))
+        runs["separable"] = _once(_settings(bench, seed, "separable", vertical=Vertical.separable))
+    bench.notes.append(f"Seed {seed}: {small.widths}, inside blocks {small.inner}; same widths: {steps} steps.")
     return runs
+
+
+def _once(settings: TrainConfig) -> Path:
+    """Train, unless the run is there, and return its folder."""
+    folder = Path(settings.output) / settings.run
+    if not _whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        _timed(folder, partial(train, settings))
+    return folder
+
+
+def _whole(folder: Path) -> bool:
+    """Return whether a run has come to its end."""
+    return (folder / _SECONDS).exists()
+
+
+def _timed(folder: Path, call: Callable[[], object]) -> None:
+    """Make a run, and write into its folder how many seconds of processor time that took."""
+    began = time.process_time()
+    call()
+    (folder / _SECONDS).write_text(str(time.process_time() - began))
 
 
 def _passes(bench: Bench, runs: Mapping[str, Path]) -> None:
@@ -251,9 +278,8 @@ def _predict(bench: Bench) -> None:
         return
     output = bench.folder / "predict"
     shutil.rmtree(output, ignore_errors=True)
-    small = compact(
-        CompactConfig(given.checkpoint, "small", str(output), 2.0, steps=0, threads=1, data=CompactData(given.store))
-    )
+    speedup, data = 1.2 if bench.tiny else 2.0, CompactData(given.store)
+    small = compact(CompactConfig(given.checkpoint, "small", str(output), speedup, steps=0, threads=1, data=data))
     times: dict[str, list[float]] = {"whole": [], "compacted": []}
     for turn in range(1 + bench.config.repeats):
         for name, folder in (("whole", Path(given.checkpoint)), ("compacted", small)):

@@ -251,7 +251,7 @@ def reach(
         UserError: the model cannot become as fast.
     """
     whole = clock.passes(clock.model)
-    sizes, target = {name: len(terms) for name, terms in importance.terms.items()}, whole / speedup
+    sizes, target = dict(clock.sizes), whole / speedup
     for _ in range(_ROUNDS):
         sizes, reached = choose_sizes(clock, importance, sizes, target, whole)
         small = _built(*cut_to(clock.model, importance, sizes), clock.model)
@@ -263,7 +263,7 @@ def reach(
         if not reached:
             break
         target = clock.total(sizes, whole) - (measured - whole / speedup)
-    nets = clock.networks({name: len(terms) for name, terms in importance.terms.items()})
+    nets = clock.networks(clock.sizes)
     raise UserError(
         f"speedup={speedup:g}: {whole / measured:.2f} times is the most (of {whole:.3g} ms the two networks of points"
         f" take {nets:.3g}, and not all of the rest gets faster with its channels); give less, or train with a smaller"
@@ -447,6 +447,7 @@ class Clock:
         self.model, self.inputs = model, inputs
         self.device, self.dtype = model.plane_bias.device, model.plane_bias.dtype
         config, self.planes = model.spec.config, model.plane_bias.shape[1]
+        self.sizes = {name: group.size for name, group in groups(model.spec, model.state_dict()).items()}
         self.levels = geometries(model.spec.grid, config.pole, config.depth)
         numbers = [*range(len(self.levels)), *range(len(self.levels) - 1)]
         self.of_block = [level for level in numbers for _ in range(config.blocks)]  # the level of each block
@@ -470,8 +471,7 @@ class Clock:
 
     def total(self, sizes: Mapping[str, int], whole: float) -> float:
         """Return the milliseconds of a pass at some sizes, given those of the whole model."""
-        before = {name: group.size for name, group in groups(self.model.spec, self.model.state_dict()).items()}
-        return whole + self._parts(sizes) - self._parts(before)
+        return whole + self._parts(sizes) - self._parts(self.sizes)
 
     def _parts(self, sizes: Mapping[str, int]) -> float:
         """Return the milliseconds of all parts whose sizes can change."""
@@ -570,7 +570,7 @@ def choose_sizes(
     while now > target:
         steps = []
         for name, size in found.items():
-            for smaller in clock.smaller(name, len(importance.terms[name])):
+            for smaller in clock.smaller(name, clock.sizes[name]):
                 if smaller < size:
                     saved = now - clock.total(found | {name: smaller}, whole)
                     steps.append(((loss(name, smaller) - loss(name, size)) / max(saved, 1e-9), saved, name, smaller))
