@@ -18,6 +18,7 @@ class PlanSettings:
     alpha: float | None = opt(None, "seconds that a message takes; null measures it between the ranks that were started, or between processes of this machine")
     beta: float | None = opt(None, "seconds that a byte takes: 8e-9 is 1 Gbit/s; null measures it")
     gflops: float = opt(0.0, "arithmetic of a rank, 1e9 operations a second; 0 measures a step at each shard's shape")
+    bandwidth: float = opt(0.0, "memory bandwidth of a rank, 1e9 bytes a second, taken with gflops; 0 counts arithmetic alone")
     seconds: float = opt(60.0, "for all measurements; shapes that they do not reach are reckoned from those that they do")
     cache: str | None = opt(None, "folder of measured times; null takes the user's cache ($XDG_CACHE_HOME or ~/.cache)")
     why: bool = opt(False, "also print the partitions that do not fit, and why")
@@ -25,7 +26,9 @@ class PlanSettings:
     devices: int = opt(2048, "most devices of the simulated scaling")
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "ranks", "ranks_per_node", "memory_gb", "gflops", "seconds", "alpha", "beta", group="plan.")
+        at_least(self, 0, "ranks", "ranks_per_node", "memory_gb", "gflops", "bandwidth", "seconds", "alpha", "beta", group="plan.")
+        known = not self.bandwidth or self.gflops > 0
+        require("plan.bandwidth", self.bandwidth, known, "give plan.gflops too, or neither; a step is measured then")
         both = (self.alpha is None) == (self.beta is None)
         require("plan.alpha", self.alpha, both, "give plan.alpha and plan.beta, or neither")
         at_least(self, 1, "devices", group="plan.")

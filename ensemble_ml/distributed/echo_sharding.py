@@ -10,7 +10,7 @@ Kernels are contiguous, and fields are channels-last. So a convolution copies it
 kernel and gradient take the memory of three more kernels on processors, as measured, and are reckoned as two on GPUs.
 Gloo copies what it sends.
 
-On fake tensors this costs nothing; `footprint.Footprint` counts it.
+On fake tensors this costs nothing; `models.ledger.Ledger` counts it.
 """
 
 from __future__ import annotations

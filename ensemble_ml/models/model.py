@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.models.blocks.unet3d import Convolution, ScaleShift, UNet3d
+from ensemble_ml.models.blocks.unet3d import Activation, Convolution, UNet3d
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
@@ -65,7 +64,7 @@ class EnsembleModel(nn.Module):
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
         recompute = config.recompute is True
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, inner, recompute=recompute)
-        self.scale = ScaleShift(widths[0])
+        self.scale = Activation(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.surroundings, self.residuals = (
             make_network(spec, vars(climate), name) for name in ("surroundings", "residuals")
@@ -205,7 +204,7 @@ class EnsembleModel(nn.Module):
                 if part is not None:
                     planes.append(part.stem(self.speed.arrange(channels)) + shared)
             hidden = _stack_planes(planes) + self.plane_bias[:, None, None].to(shared.dtype)
-            return F.silu(self.scale(self.unet(hidden))).to(self.plane_bias.dtype)
+            return self.scale(self.unet(hidden)).to(self.plane_bias.dtype)
 
     @property
     def cells(self) -> tuple[int, int]:

@@ -89,6 +89,31 @@ class Planner:
         if wanted is Precision.auto:
             self.speed = self.session.once(lambda: candidate_speeds(device, wanted)[0])
 
+    def computed(self, traced: Tracing) -> Piece:
+        """Return the local work of a step on a machine that the settings describe by its speeds.
+
+        A convolution or product takes the time of its arithmetic, and everything else that of its bytes. This is the
+        roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785) without overlap of the two.
+
+        Args:
+            traced: a dry run of the step.
+
+        Returns:
+            The work, two thirds of it in the backward pass.
+        """
+        seconds = traced.flops / 1e9 / self.settings.gflops
+        if self.settings.bandwidth:
+            seconds += traced.moved / 1e9 / self.settings.bandwidth
+        return Piece(seconds, 2 / 3 * seconds, measured=False)
+
+    def _completed(self, fitting: Sequence[Candidate], traced: dict[tuple[int, int, int], Tracing]) -> list[Piece]:
+        """Return the local work of every partition: computed, measured, or estimated from the measured ones."""
+        own, pieces = [traced[c.degrees] for c in fitting], self.measured.pieces
+        if self.settings.gflops:
+            return [self.computed(one) for one in own]
+        known = [(own[i].flops, piece) for i, piece in pieces.items()]
+        return [pieces[i] if i in pieces else reckoned(known, one.flops) for i, one in enumerate(own)]
+
     def shard(self, topology: Topology) -> tuple[int, int]:
         """Return (Y, X) of a rank's part of the grid.
 
@@ -155,7 +180,7 @@ class Planner:
             raise UserError(self._too_little(traced))
         fitting = [c for c in found if not c.why]
         self.measured = measured = self._measured(fitting)
-        pieces = _completed(fitting, measured.pieces, traced, self.settings.gflops)
+        pieces = self._completed(fitting, traced)
         links = [measured.links[i] for i in range(len(fitting))]
         costed = iter(zip(fitting, pieces, links, strict=True))
         return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
@@ -423,17 +448,6 @@ def _between(message: Message, topology: Topology) -> Message:
     size = message.sent * message.ranks // (2 * (message.ranks - 1))  # bytes of the tensor that is summed over ranks
     sent = 2 * size * (ranks - 1) // ranks
     return replace(message, ranks=ranks, sent=sent, received=sent)
-
-
-def _completed(
-    fitting: Sequence[Candidate], pieces: dict[int, Piece], traced: dict[tuple[int, int, int], Tracing], gflops: float
-) -> list[Piece]:
-    """Return the local work of every partition: measured, or estimated from the measured ones by its arithmetic."""
-    flops = [traced[c.degrees].flops for c in fitting]
-    if gflops:
-        return [Piece(f / 1e9 / gflops, 2 / 3 * f / 1e9 / gflops, measured=False) for f in flops]
-    known = [(flops[i], piece) for i, piece in pieces.items()]
-    return [pieces[i] if i in pieces else reckoned(known, own) for i, own in enumerate(flops)]
 
 
 def plan(config: PlanConfig) -> Path:

@@ -20,11 +20,11 @@ from ensemble_ml.config import ExchangeName, LoaderName, OptimName, Precision, T
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
 from ensemble_ml.distributed.echo_sharding import EchoShards
-from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, own_part
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed
+from ensemble_ml.models.ledger import Ledger
 from ensemble_ml.training.losses import Loss
 
 _MEMBERS = 5
@@ -105,6 +105,7 @@ class Tracing:
     Attributes:
         shape: (Y, X) of its shard.
         flops: floating point operations.
+        moved: bytes that everything but convolutions and products reads and writes (`models.ledger`).
         traffic: messages.
         activations: most bytes that forward and backward hold at once beyond weights, buffers and batch, with
             gradients.
@@ -121,6 +122,7 @@ class Tracing:
 
     shape: tuple[int, int]
     flops: int
+    moved: int
     traffic: Traffic
     activations: int
     resident: int
@@ -158,7 +160,7 @@ def trace(
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic, gloo=gloo)
-        with Footprint() as footprint:
+        with Ledger() as ledger:
             rehearsal.step()
         model, batch = rehearsal.model, rehearsal.batch
         values = sum(p.element_size() * p.numel() for p in model.parameters())
@@ -189,7 +191,8 @@ def trace(
     apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
     snapshot = values + whole + buffers + (kept + apart) * values + kept * own
     return Tracing(
-        rehearsal.shard.shape, footprint.flops, traffic, footprint.peak, values + own + buffers,
+        rehearsal.shard.shape, ledger.flops, ledger.total().moved - ledger.least, traffic, ledger.peak,
+        values + own + buffers,
         (kept + several) * values + kept * own, _loading(config, held), snapshot,
         shapes, parts, tuple(late for _, late in named), values + whole + buffers, weights,
     )  # fmt: skip

@@ -100,11 +100,7 @@ def _best(
         traced = planner.followed(candidate)
         if isinstance(traced, str):  # the model or the optimizer's settings do not allow this partition
             continue
-        if planner.settings.gflops:
-            seconds = traced.flops / 1e9 / planner.settings.gflops
-            piece = Piece(seconds, 2 / 3 * seconds, measured=False)
-        else:
-            piece = reckoned(known, traced.flops)
+        piece = planner.computed(traced) if planner.settings.gflops else reckoned(known, traced.flops)
         if traced.memory + planner.base <= planner.memory:
             costed.append(planner.costed(replace(candidate, memory=traced.memory + planner.base), piece, links, traced))
     return pick(costed) if costed else None

@@ -14,7 +14,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
-from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
+from ensemble_ml.models.blocks.unet3d import Activation, Convolution, ResidualBlock, UNet3d
 from ensemble_ml.models.padding import Padder, geometries
 
 
@@ -159,3 +159,27 @@ def test_widths_as_the_default_gives_them_change_nothing():
 def test_widths_that_cannot_be(given, message):
     with pytest.raises(UserError, match=message):
         make_spec(depth=2, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("planes", [None, 3])
+def test_activation_equals_that_of_autograd_bit_for_bit_and_keeps_less(dtype, planes):
+    torch.manual_seed(1)
+    activation = awake(Activation(8, planes))
+    x = torch.randn(2, 8, 9, 16, 3, dtype=dtype).contiguous(memory_format=torch.channels_last_3d)
+
+    def plain(x):
+        inner = torch.addcmul(activation.bias.to(dtype), x.permute(0, 2, 3, 4, 1), activation.weight.to(dtype))
+        return F.silu(inner).permute(0, 4, 1, 2, 3)
+
+    found = {}
+    for form in (plain, activation):
+        kept: dict[int, int] = {}
+        given = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        activation.zero_grad()
+        with saved_tensors_hooks(lambda t, kept=kept: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
+            out = form(given)
+        (out * torch.arange(16, dtype=dtype)[:, None]).sum().backward()
+        found[form] = [out, given.grad, *(p.grad.clone() for p in activation.parameters())], sum(kept.values())
+    assert all(torch.equal(a, b) for a, b in zip(found[plain][0], found[activation][0], strict=True))
+    assert found[activation][1] < 0.51 * found[plain][1]

@@ -50,6 +50,16 @@ def test_plan_prints_and_writes(store, tmp_path, capsys):
     assert best["seconds"] == min(p["seconds"] for p in found["partitions"] if "why" not in p)
 
 
+def test_bytes_take_the_time_of_the_memory(store, tmp_path):
+    """A convolution takes the time of its arithmetic, and everything else that of its bytes."""
+    seconds = []
+    for speeds in ([], ["plan.bandwidth=1"], ["plan.bandwidth=2"]):
+        assert plan(store, tmp_path, "plan.ranks=1", *speeds) == 0
+        seconds.append(json.loads((tmp_path / "plan" / "plan.json").read_text())["best"]["compute"])
+    assert seconds[0] < seconds[2] < seconds[1]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * (seconds[2] - seconds[0]), rel=1e-3)
+
+
 @pytest.mark.slow
 def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp_path, capsys):
     votes = ["optim.name=lion", "optim.exchange=vote", "optim.clip=1", "plan.ranks=4", "data.train=[]"]
@@ -92,6 +102,7 @@ def test_scaling_without_links_is_refused(store, tmp_path, capsys):
             ["plan.ranks=1", "plan.memory_gb=0.0132", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
         ),
         (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
+        (["plan.gflops=0", "plan.bandwidth=100"], "plan.bandwidth=100.0: give plan.gflops too"),
         (
             ["plan.alpha=null", "plan.beta=null", "plan.ranks=4", "plan.ranks_per_node=1"],
             "plan.alpha, plan.beta: one process measures here for 4 ranks, so there is no link to time; give seconds",

@@ -27,7 +27,6 @@ from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, halo_seconds, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
-from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.ping import measured_links
 from ensemble_ml.distributed.planner import (
@@ -42,6 +41,7 @@ from ensemble_ml.distributed.planner import (
 from ensemble_ml.distributed.shard import make_shard, own_part
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
+from ensemble_ml.models.ledger import Ledger
 from ensemble_ml.optim import build
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 from ensemble_ml.training.state import Average, State
@@ -234,15 +234,15 @@ def test_memory_is_counted_as_its_limit_is(monkeypatch):
     assert in_use(cpu, 10**9) == pytest.approx(sizes[0], rel=0.2) and sizes[0] > 1.5 * sizes[1]
 
 
-def test_footprint_by_hand():
+def test_memory_of_a_ledger_by_hand():
     kept = torch.ones(1000)
-    with Footprint() as footprint:
+    with Ledger() as ledger:
         x = kept * 2  # 4,000 bytes
         y = x + x  # 4,000
         del x
         z = y.view(10, 100)  # the same storage
         z = z.double()  # 8,000
-    assert footprint.peak == 12_000 and footprint.now == 12_000
+    assert ledger.peak == 12_000 and ledger.now == 12_000
     del y, z
 
 
@@ -309,10 +309,10 @@ def test_a_traced_step_holds_what_a_real_one_does():
     spec, config = small_spec(17, 16), TrainConfig(run="a")
     for speed in (Speed(), Speed(Precision.float64)):
         rehearsal = Rehearsal(config, spec, Mesh(), 2, speed)
-        with Footprint() as footprint:
+        with Ledger() as ledger:
             rehearsal.step()
         traced = trace(config, spec, Topology(), 2, speed)
-        assert traced.activations == pytest.approx(footprint.peak, rel=0.02)
+        assert traced.activations == pytest.approx(ledger.peak, rel=0.02)
         held = [*rehearsal.model.parameters(), *rehearsal.model.buffers()]
         whole = sum(t.numel() * t.element_size() for t in held)
         assert traced.resident == whole

@@ -25,9 +25,11 @@ surface).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -36,8 +38,8 @@ from ensemble_ml.models.blocks.resample import add_upsampled, pool
 from ensemble_ml.models.padding import Geometry, Padder
 
 
-class ScaleShift(nn.Module):
-    """A learned scale and shift of each channel, or of each plane and channel.
+class Activation(nn.Module):
+    """SiLU of a learned scale and shift of each channel, or of each plane and channel: silu(w x + b).
 
     Args:
         channels: C.
@@ -51,10 +53,31 @@ class ScaleShift(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Scale and shift (B, C, Y, X, Z), in the dtype of the input."""
+        """Activate (B, C, Y, X, Z), in the dtype of the input."""
         x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
         # With channels last, weight and bias lie along the contiguous axis, so one kernel does it all without a copy.
-        return torch.addcmul(self.bias.to(dtype), x_BYXZC, self.weight.to(dtype)).permute(0, 4, 1, 2, 3)
+        return _ScaledSilu.apply(x_BYXZC, self.weight.to(dtype), self.bias.to(dtype)).permute(0, 4, 1, 2, 3)
+
+
+class _ScaledSilu(torch.autograd.Function):
+    """silu(w x + b), which keeps x alone for the backward pass and computes w x + b again there.
+
+    Autograd would keep w x + b as well. Of the three fields that a convolution with its activation keeps, this is one.
+    The operations are autograd's own, in the same order, so no bit differs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return silu(w x + b) of x (B, Y, X, Z, C)."""
+        ctx.save_for_backward(x, weight, bias)
+        return F.silu(torch.addcmul(bias, x, weight), inplace=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias = ctx.saved_tensors
+        grad = torch.ops.aten.silu_backward(grad, torch.addcmul(bias, x, weight))
+        return grad * weight, (grad * x).sum_to_size(weight.shape), grad.sum_to_size(bias.shape)
 
 
 class PointLinear(nn.Linear):
@@ -117,7 +140,7 @@ class Convolution(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A residual block: x + conv2(silu(scale2(conv1(silu(scale1(x)))))). The last convolution starts at zero.
+    """A residual block: x + conv2(scale2(conv1(scale1(x)))). The last convolution starts at zero.
 
     Args:
         channels: C of input and output.
@@ -136,10 +159,10 @@ class ResidualBlock(nn.Module):
         inner = inner or channels
         self.recompute = recompute
         pad = Padder(geometry)
-        self.scale1 = ScaleShift(channels)
+        self.scale1 = Activation(channels)
         # No bias: the shift of `scale2` follows and does the same.
         self.conv1 = Convolution(channels, inner, planes, vertical, pad, bias=False)
-        self.scale2 = ScaleShift(inner, planes if vertical is Vertical.affine else None)
+        self.scale2 = Activation(inner, planes if vertical is Vertical.affine else None)
         self.conv2 = Convolution(inner, channels, planes, vertical, pad, bias=True)
         self.conv2.start_at_zero()
 
@@ -151,8 +174,8 @@ class ResidualBlock(nn.Module):
         return self._sum(x_BCYXZ)
 
     def _sum(self, x_BCYXZ: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.scale1(x_BCYXZ)))
-        return x_BCYXZ + self.conv2(F.silu(self.scale2(h)))
+        h = self.conv1(self.scale1(x_BCYXZ))
+        return x_BCYXZ + self.conv2(self.scale2(h))
 
 
 class UNet3d(nn.Module):

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from ensemble_ml.config import Vertical
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
-from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
+from ensemble_ml.models.blocks.unet3d import Activation, Convolution, PointLinear, UNet3d
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import bounded
@@ -128,7 +128,7 @@ class Poet(Rival):
         pad = Padder(geometry, sign[:, None])
         self.member_stem = Convolution(len(sign), widths[0], 1, Vertical.shared, pad, bias=False)
         self.unet = _MemberUNet(spec, widths)
-        self.scale = ScaleShift(widths[0])
+        self.scale = Activation(widths[0])
         self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields + self._spread_outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
@@ -189,7 +189,7 @@ class Poet(Rival):
             shared = self.stem(self.speed.arrange(planes[..., None]))
             own = self.member_stem(self.speed.arrange(departures.flatten(0, 1)[..., None]))
             hidden = own + shared.repeat_interleave(departures.shape[1], 0)
-            hidden = F.silu(self.scale(self.unet.transform(hidden, there)))
+            hidden = self.scale(self.unet.transform(hidden, there))
         return self.out(hidden.to(planes.dtype))[..., 0].unflatten(0, there.shape)
 
     def _moments(
