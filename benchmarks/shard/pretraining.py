@@ -91,7 +91,8 @@ def pretraining(bench: Bench) -> None:
     fits = "with the fits of ours" if given.fits else "the U-Net alone (model.linear=false, local_terms=false)"
     bench.notes.append(
         f"Pretraining: {'; '.join([fits, *cut])}; {first} steps on the members of {len(every)} dates and {then} on the"
-        f" truth, against {first + then} on the truth; brackets are 95 % intervals of the mean over {given.seeds} seeds (t)."
+        f" truth, against {first + then} on the truth; brackets are 95 % intervals of the mean over {given.seeds} seeds"
+        " (t)."
     )
 
 

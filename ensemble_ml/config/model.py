@@ -69,6 +69,8 @@ class ModelConfig:
     standardise: Standardise = opt(Standardise["global"], "global | las: inputs by one mean and deviation a level, or by local area-wise maps")
     min_members: int = opt(1, "fewest members that predict accepts")
     recompute: Any = opt(False, "true | false | auto, unet3d: keep only the inputs of residual blocks for the backward pass and compute the rest again there, for less memory and more time; auto: where a step would not fit otherwise, by the plan")
+    bank: float = opt(0.0, "unet3d: make all kernels of the U-Net of one vector with this fraction of their numbers, so that ranks exchange fewer bytes (Shapeshifter networks); 0: each has its own")
+    bank_templates: int = opt(2, "windows of that vector that each kernel combines")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
     def __post_init__(self) -> None:
@@ -94,6 +96,10 @@ class ModelConfig:
             require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model.recompute", self.recompute, isinstance(self.recompute, bool) or self.recompute == "auto", "true, false or auto is allowed")
         require("model.recompute", self.recompute, not self.recompute or self.name == "unet3d", f"model.name={self.name} has no residual blocks of ours; leave it out")
+        require("model.bank", self.bank, 0 <= self.bank <= 1, "a fraction between 0 and 1 is needed")
+        require("model.bank", self.bank, not self.bank or self.name == "unet3d", f"model.name={self.name} has no U-Net of ours; leave it out")
+        require("model.bank", self.bank, not self.bank or not self.recompute, "kernels of a bank are made once a pass; give model.recompute=false")
+        at_least(self, 1, "bank_templates", group="model.")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
 
     @property

@@ -102,6 +102,7 @@ class TrainConfig:
         whole = self.parallel.shard == 1
         require("parallel.shard", self.parallel.shard, whole or self.optim.exchange is ExchangeName.allreduce, f"optim.exchange={self.optim.exchange.value} needs all weights on each rank (in a vote each rank has a momentum of its own); use exchange=allreduce, or leave shard out")
         require("parallel.shard", self.parallel.shard, whole or self.model.name == "unet3d", f"model.name={self.model.name} trains on one rank; leave it out")
+        require("parallel.shard", self.parallel.shard, whole or not self.model.bank, "a bank is shared by all kernels, so no rank can hold a part of the blocks; give one of parallel.shard and model.bank")
         require("parallel.shard", self.parallel.shard, whole or self.parallel.trainer == 1, "trainers that compete hand whole weights to each other; give one of parallel.shard and parallel.trainer")
         members = self.objective is Objective.members
         require("objective", self.objective.value, not members or self.model.postprocess, "without a distribution (model.postprocess=false) nothing is predicted of a member; leave it out")

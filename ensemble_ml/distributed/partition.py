@@ -35,7 +35,7 @@ from ensemble_ml.models.surroundings import Surroundings
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 # Layers that act on each point alone (or are containers), so that a shard of their result needs no neighbours.
-_BY_POINT = (nn.Linear, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_BY_POINT = (nn.Linear, nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList)
 # The package of the model. Its layers act on each point alone, or their classes are changed below.
 _OURS = EnsembleModel.__module__.rpartition(".")[0]
 

@@ -18,6 +18,7 @@ Axes in shapes:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,8 +63,10 @@ class EnsembleModel(nn.Module):
         self.common_stem = common
         # Where one kernel serves all planes, this is what lets the network tell them apart.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
-        recompute = config.recompute is True
-        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical, inner, recompute=recompute)
+        self.unet = UNet3d(
+            levels, planes, widths, config.blocks, config.vertical, inner, recompute=config.recompute is True,
+            bank=config.bank, templates=config.bank_templates,
+        )  # fmt: skip
         self.scale = Activation(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.surroundings, self.residuals = (
@@ -117,24 +120,36 @@ class EnsembleModel(nn.Module):
         """Return the parameters in groups for an optimizer, with the weight decay of each.
 
             weights   matrices and kernels: the optimizer's own weight decay
+            bank      numbers that all kernels share (`blocks.bank`): the optimizer's own weight decay
             plain     scales, shifts and biases: no weight decay
             local     terms of single grid cells: the optimizer's own weight decay
 
         The local terms are departures from what the training dates give, so the ordinary decay pulls them back to that.
 
         Returns:
-            One dictionary for each group, with `name` and `params`. The group "plain" also has `late`, because the
-            backward pass reaches some of its parameters last.
+            One dictionary for each group, with `name` and `params`. The groups "plain" and "bank" also have `late`,
+            because the backward pass reaches some of their parameters last.
         """
-        groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": [], "local": []}
+        groups: dict[str, list[nn.Parameter]] = {"weights": [], "bank": [], "plain": [], "local": []}
         for name, parameter in self.named_parameters():
             plain = parameter.ndim < 2 or ".scale" in name or name == "plane_bias"
-            groups["local" if ".local_" in name else "plain" if plain else "weights"].append(parameter)
+            kind = "local" if ".local_" in name else "plain" if plain else "weights"
+            groups["bank" if name == "unet.bank.values" else kind].append(parameter)
         made: list[dict[str, Any]] = [{"name": k, "params": v} for k, v in groups.items() if v]
         for group in made:
             if group["name"] == "plain":
                 group |= {"weight_decay": 0.0, "late": True}
+            elif group["name"] == "bank":
+                group["late"] = True
         return made
+
+    def settle(self) -> None:
+        """Give the convolutions kernels of their own, where they share a bank. Predictions stay as they are."""
+        if self.unet.bank is not None:
+            self.unet.bank.settle()
+            self.unet.bank = None
+            self.spec = replace(self.spec, config=replace(self.spec.config, bank=0.0))
+            self.speed.apply(self)
 
     def _parts(self) -> tuple[tuple[_PlaneSet | None, str], tuple[_PlaneSet | None, str]]:
         """Return the two sets of variables with the suffix of their fields."""

@@ -64,7 +64,8 @@ class Speed:
             model: the model, changed in place.
         """
         for module in model.modules():
-            if isinstance(module, nn.Conv3d | nn.Conv2d):
+            # A kernel that is made of a bank (`blocks.bank`) is no parameter, and has channels last anyway.
+            if isinstance(module, nn.Conv3d | nn.Conv2d) and isinstance(module.weight, nn.Parameter):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
         # Only float64 changes the dtype of the weights. In bfloat16 they stay float32, and autocast casts them where it

@@ -78,6 +78,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     # Older runs do not have these settings.
     later = {
         "model.departures": False,
+        "model.bank": 0.0,
+        "model.bank_templates": 2,
         "optim.quorum": "all",
         "optim.bound": 10,
         "parallel.trainer": 1,

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ensemble_ml.config import Objective, Precision
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
+from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, build_model
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, Prediction
 from ensemble_ml.models.rivals.emos_model import EmosModel
@@ -222,6 +222,8 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     if checkpoint.meta.get("precision", {}).get("precision") == Precision.float64.value:
         model.double()  # before the weights are loaded, which would lose their last bits in float32
     load_weights(model, checkpoint)
+    if isinstance(model, EnsembleModel):
+        model.settle()
     _tell_of_other_step(path, checkpoint.meta)
     if predicts_members(checkpoint.meta):
         text = "checkpoint %s: trained by objective=members: its distribution is that of another member, and its sigma"

@@ -151,6 +151,8 @@ def _refuse(path: Path, checkpoint: Checkpoint) -> None:
     where = f"checkpoint {path}"
     if name != "unet3d":
         raise UserError(f"{where}: is of model.name={name}; compact works on model.name=unet3d")
+    if checkpoint.spec.config.bank:
+        raise UserError(f"{where}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0")
     if not step:
         raise UserError(f"{where}: is of step 0, where no channel has done anything yet; give one of a later step")
 

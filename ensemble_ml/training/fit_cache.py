@@ -49,7 +49,7 @@ _DAY = 86400  # seconds
 _CODE = hash_of_code("training", "models", "loading", "store")
 _OF_THE_NETWORK = (
     "hidden", "max_hidden", "widths", "inner", "depth", "blocks", "vertical", "local_terms", "min_members", "precision",
-    "recompute",
+    "recompute", "bank", "bank_templates",
 )  # fmt: skip
 
 

@@ -372,6 +372,8 @@ def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = Fals
         Pairs of the settings `model.recompute` and `parallel.shard`.
     """
     recompute, shard = spec.config.recompute, config.parallel.shard
+    if spec.config.bank:  # its kernels are made once a pass, on each rank
+        return [(False, 1)]
     again = [False, True] if every or recompute == "auto" else [recompute]
     free = shard == "auto" or (every and config.optim.exchange is ExchangeName.allreduce)
     shards = [n for n in range(1, ranks + 1) if ranks % n == 0] if free else [shard]

@@ -148,6 +148,7 @@ CASES = {
     "cross, rows on the poles, strips": ((17, 16), {}),
     "zero, separable, overlap": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
     "surface alone": ((17, 16), {"variables": (), "levels": ()}),
+    "a bank of kernels": ((17, 16), {"bank": 0.2}),
 }
 
 

@@ -88,6 +88,9 @@ def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
     rival = train(config_of(run="drn", steps=1, model__name="drn", model__spread=False))
     with pytest.raises(UserError, match=r"is of model.name=drn; compact works on model.name=unet3d"):
         compact(settings(rival, config_of, run="b"))
+    shared = train(config_of(run="shared", steps=1, model__bank=0.5))
+    with pytest.raises(UserError, match="its kernels share a bank"):
+        compact(settings(shared, config_of, run="b"))
     with pytest.raises(UserError, match="speedup=1: must be above 1"):
         settings(teacher, config_of, speedup=1)
     monkeypatch.setenv("RANK", "0")

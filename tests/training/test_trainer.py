@@ -381,3 +381,18 @@ def test_what_the_machine_cannot_do_is_refused_before_the_long_fits(config_of, m
     monkeypatch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
     with pytest.raises(UserError, match="bfloat16"):
         train(config_of(model__precision=Precision.bfloat16))
+
+
+def test_a_bank_trains_goes_on_and_predicts_as_an_ordinary_model(config_of, monkeypatch):
+    given = {"model__bank": 0.3, "average": 0.9}
+    straight = train(config_of(run="bank", **given))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 6)
+        train(config_of(run="stopped", **given))
+    assert_equal_runs(train(config_of(run="stopped", resume=True, **given)), straight)
+    first, last = weights(train(config_of(run="start", steps=0, **given))), weights(straight)
+    assert first.spec.config.bank == 0.3 and not torch.equal(
+        first.state_dict["unet.bank.values"], last.state_dict["unet.bank.values"]
+    )
+    model, _ = load_model(straight / "checkpoints" / "best")
+    assert model.spec.config.bank == 0 and not any("bank" in name for name in model.state_dict())

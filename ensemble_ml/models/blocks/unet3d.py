@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.config import Vertical
+from ensemble_ml.models.blocks.bank import Bank
 from ensemble_ml.models.blocks.resample import add_upsampled, pool
 from ensemble_ml.models.padding import Geometry, Padder
 
@@ -189,11 +190,18 @@ class UNet3d(nn.Module):
         vertical: how weights act across planes.
         inner: channels inside each block, encoder first (`ModelConfig.channels`); None for those of its level.
         recompute: keep only the input of each block for the backward pass, and compute the rest again there.
+        bank: numbers of a vector that all kernels share (`bank.Bank`) over those of all kernels; 0: each has its own.
+        templates: windows of that vector that each kernel combines.
+
+    Raises:
+        UserError: the bank has fewer numbers than the widest convolution has outputs.
     """
+
+    bank: Bank | None
 
     def __init__(
         self, geometries: Sequence[Geometry], planes: int, widths: Sequence[int], blocks: int, vertical: Vertical,
-        inner: Sequence[int] | None = None, *, recompute: bool = False,
+        inner: Sequence[int] | None = None, *, recompute: bool = False, bank: float = 0, templates: int = 2,
     ):  # fmt: skip
         super().__init__()
         depth = len(geometries) - 1
@@ -210,9 +218,16 @@ class UNet3d(nn.Module):
         self.decoder = nn.ModuleList(stage(level) for level in range(depth))
         self.down = nn.ModuleList(PointLinear(widths[i], widths[i + 1]) for i in range(depth))
         self.up = nn.ModuleList(PointLinear(widths[i + 1], widths[i]) for i in range(depth))
+        self.bank = Bank(self, bank, templates) if bank else None
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         """Run encoder and decoder: (B, hidden, Y, X, Z) -> the same shape."""
+        if self.bank is None:
+            return self._run(x_BCYXZ)
+        with self.bank.laid():
+            return self._run(x_BCYXZ)
+
+    def _run(self, x_BCYXZ: Tensor) -> Tensor:
         skips = []
         for stage, down in zip(self.encoder, self.down, strict=False):
             x_BCYXZ = stage(x_BCYXZ)
