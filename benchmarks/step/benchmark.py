@@ -262,14 +262,14 @@ def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str
     for name in naive:
         model = naive_form(ours).to(device)
         Speed(Precision.bfloat16 if name == _NAIVE_LOW else Precision.float32, False).apply(model)
-        entrants[name] = _stepper(model, batch)
+        entrants[name] = training_step(model, batch)
     speed = choose(ours, _pass(ours, batch), wanted=Precision.auto, record=cuda_graph if gpu else None)
-    entrants["ours"] = _stepper(ours, batch, recorded=gpu)
+    entrants["ours"] = training_step(ours, batch, recorded=gpu)
     if gpu:
-        entrants["ours, not recorded"] = _stepper(ours, batch)
+        entrants["ours, not recorded"] = training_step(ours, batch)
     plain = EnsembleModel(spec, Climate.default(spec)).to(device)
     Speed(Precision.float32, True).apply(plain)
-    entrants["ours in float32"] = _stepper(plain, batch)
+    entrants["ours in float32"] = training_step(plain, batch)
     times = take_turns(entrants, repeats, around=partial(settle, device))
     shown = {f"step, {name}": Figure.of([1e3 * s for s in seconds], "ms") for name, seconds in times.items()}
     for name in naive:
@@ -328,7 +328,7 @@ def _pass(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], Tensor]:
     return run_once
 
 
-def _stepper(model: EnsembleModel, batch: EnsembleInput, *, recorded: bool = False) -> Callable[[], object]:
+def training_step(model: EnsembleModel, batch: EnsembleInput, *, recorded: bool = False) -> Callable[[], object]:
     """Return a function that runs one training step.
 
     If `recorded` is on, the step runs as a CUDA graph, as in training on a GPU.

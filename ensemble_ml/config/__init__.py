@@ -18,6 +18,7 @@ from ensemble_ml.config.archives import (
     PrepareConfig,
     SimulateConfig,
 )
+from ensemble_ml.config.bank import BankBenchmark
 from ensemble_ml.config.base import (
     MISSING,
     as_list,
@@ -80,6 +81,7 @@ __all__ = [
     "CompressionConfig",
     "BenchmarkConfig",
     "BenchmarkSize",
+    "BankBenchmark",
     "CompactBenchmark",
     "CompactConfig",
     "CompactData",

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.archives import NAMES, UNITS, Control, check_overrides
+from ensemble_ml.config.bank import BankBenchmark
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.compact import CompactBenchmark
 from ensemble_ml.config.compression import CompressionConfig
@@ -132,7 +133,7 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "compact | lion | loading | mlperf | planner | prepare | quickstart | remote | shard | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
+    benchmark: str = opt(MISSING, "bank | compact | lion | loading | mlperf | planner | prepare | quickstart | remote | shard | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each competitor")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
@@ -141,6 +142,7 @@ class BenchmarkConfig:
     files: str | None = opt(None, "for benchmark=stations: folder with the real files, null takes $ENSEMBLE_ML_REAL_DATA; sections whose file is absent are skipped")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
 
+    bank: BankBenchmark = part(BankBenchmark, "for benchmark=bank: store, seeds, hosts")
     compact: CompactBenchmark = part(CompactBenchmark, "for benchmark=compact: store, seeds, speedup")
     lion: CompressionConfig = part(CompressionConfig, "for benchmark=lion: hosts, links, quality")
     skill: SkillConfig = part(SkillConfig, "for benchmark=skill")

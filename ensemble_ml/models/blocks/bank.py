@@ -68,7 +68,7 @@ class Bank(nn.Module):
         )
         for conv in self._convs:
             del conv.weight
-            conv.weight = None
+            conv.weight = None  # type: ignore[assignment]
 
     def kernels(self) -> list[Tensor]:
         """Return the kernels of all convolutions, in the order of the network, (outputs, inputs, Y, X, Z).
@@ -92,7 +92,7 @@ class Bank(nn.Module):
             yield
         finally:
             for conv in self._convs:
-                conv.weight = None
+                conv.weight = None  # type: ignore[assignment]
 
     @torch.no_grad()
     def settle(self) -> None:
