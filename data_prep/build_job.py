@@ -36,6 +36,7 @@ from ensemble_ml.wording import hour_text
 log = logging.getLogger(__name__)
 
 _SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # of an archive behind a URL, whose answers take long
+_READS, _DATES_AHEAD = 16, 8  # slices of it that are read at a time, and init times under way if they are small
 _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
 
 
@@ -79,6 +80,8 @@ class Job:
 
     def __init__(self, config: PrepareConfig):
         self.config = config
+        # Without this, all init times under way would share the link, end together, and leave it idle together.
+        self._reading = threading.BoundedSemaphore(_READS)
         index = index_of(config)
         overrides = Overrides(config.names, config.units)
         source = open_archive(
@@ -113,9 +116,19 @@ class Job:
         )
 
     @property
-    def remote(self) -> bool:
-        """Return whether forecast or truth are read by URL."""
-        return self.source.catalogue.remote or (self.truth is not None and self.truth.catalogue.remote)
+    def dates_ahead(self) -> int:
+        """Return the number of init times to work on at a time if forecast or truth are read by URL, else 0.
+
+        There are two at least, and if they are small as many as have twice the slices that are read at a time: so some
+        are read while the others are packed and written, and the link is never idle.
+        """
+        if not (self.source.catalogue.remote or (self.truth is not None and self.truth.catalogue.remote)):
+            return 0
+        lay = self.plan.layout
+        fields = len(lay.lead_hours) * (len(lay.variables) * len(lay.levels) + len(lay.surface))
+        size = 4 * len(lay.realization) * fields * math.prod(self.source.catalogue.geometry.source.shape)
+        slices = len(list(slices_of(lay)))
+        return max(2, min(_DATES_AHEAD, -(-2 * _READS // max(slices, 1)), _BYTES_AHEAD // max(size, 1)))
 
     @property
     def files(self) -> str:
@@ -188,14 +201,19 @@ class Job:
         lay = self.plan.layout
         largest = 4 * len(lay.realization) * max(1, len(lay.levels)) * math.prod(catalogue.geometry.source.shape)
         count = max(1, min(_SLICES_AHEAD, _BYTES_AHEAD // largest))
-        # The room of this thread is used in turn, which holds for one slice at a time only.
+
+        def fetched(selection: Selection) -> Gathered:
+            with self._reading:
+                # The room of a thread is used in turn, which holds for one slice at a time only.
+                return gather(selection, zeros)
+
         with ThreadPoolExecutor(count, "fetch") as pool:
-            asked = deque((one, pool.submit(gather, one, zeros)) for one in selections[:count])
+            asked = deque((one, pool.submit(fetched, one)) for one in selections[:count])
             try:
                 for number in range(len(selections)):
                     selection, coming = asked.popleft()
                     gathered = coming.result()
-                    asked.extend((one, pool.submit(gather, one, zeros)) for one in selections[number + count :][:1])
+                    asked.extend((one, pool.submit(fetched, one)) for one in selections[number + count :][:1])
                     yield selection, gathered
             finally:
                 pool.shutdown(cancel_futures=True)

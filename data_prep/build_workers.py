@@ -89,8 +89,8 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
     count = config.workers or cores()
     keep_freed_memory(arenas=1)
     packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))
-    # What is read by URL takes long to come, so another init time is asked for meanwhile.
-    at_once = _DATES_AT_ONCE if job.remote else min(_DATES_AT_ONCE, count)
+    # What is read by URL takes long to come, so other init times are asked for meanwhile.
+    at_once = job.dates_ahead or min(_DATES_AT_ONCE, count)
     dates = stack.enter_context(ThreadPoolExecutor(at_once, "date"))
     stop = Event()
     stack.callback(stop.set)

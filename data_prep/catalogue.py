@@ -278,7 +278,9 @@ class Catalogue:
                     if raw.nothing and covers(rows, reader.grid):
                         what = f"all {raw.values.size} points are without a value"
                         raise UserError(f"{reader.path}: {describe(record)}: {what}; {IF_ABSENT}")
-                    if wrong := implausible(field_of(record), int(record["level"]), raw, int(record["bits"])):
+                    # NetCDF and Zarr are checked as they are read, whole blocks at once.
+                    field, level, bits = field_of(record), int(record["level"]), int(record["bits"])
+                    if reader.keyed and (wrong := implausible(field, level, raw, bits)):
                         raise UserError(f"{reader.path}: {describe(record)}: {wrong}; mend it, or leave the field out")
                     yield raw
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_prep.combine import Combine
 from data_prep.records import RawField
-from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
+from ensemble_ml.store.packing import PackedBlock, decode, error_bound, parts_of, quantise
 from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import PLACE
 
@@ -67,17 +67,23 @@ class Gathered:
             errors: receives the largest packing error of each variable, in its units.
         """
         masks: Masks = {}
-        for (at_surface, place), values in self.loose.items():
-            block = self.surface if at_surface else self.pressure
+        loose = list(self.loose.items())
+        points = loose[0][1].size if loose else 0
+        for part in parts_of(len(loose), points):
+            values = np.stack([field for _, field in loose[part]])
             hidden = np.isnan(values)
-            one = quantise(values[None], mask=hidden[None])
-            block.values[place], block.present[place] = one.values[0], True
-            if hidden.any():
-                masks[at_surface, place] = hidden
-            for name in ("reference", "scale", "decimal"):
-                getattr(block, name)[place] = getattr(one, name)[0]
-            variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
-            errors[variable] = max(errors.get(variable, 0.0), float(error_bound(one)[0]))
+            some = hidden.any((-2, -1))
+            packed = quantise(values, mask=hidden if some.any() else None)
+            bounds = error_bound(packed).tolist()
+            for number, ((at_surface, place), _) in enumerate(loose[part]):
+                block = self.surface if at_surface else self.pressure
+                block.values[place], block.present[place] = packed.values[number], True
+                if some[number]:
+                    masks[at_surface, place] = hidden[number]
+                for name in ("reference", "scale", "decimal"):
+                    getattr(block, name)[place] = getattr(packed, name)[number]
+                variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
+                errors[variable] = max(errors.get(variable, 0.0), bounds[number])
         return with_masks(self.pressure, masks, False), with_masks(self.surface, masks, True)
 
     def note(self, target: Target, raw: RawField) -> None:

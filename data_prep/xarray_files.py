@@ -12,11 +12,9 @@ import hashlib
 import math
 import threading
 import warnings
-from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -512,14 +510,21 @@ class XarrayFile:
         Raises:
             UserError: another value is NaN or infinite, or the file cannot be read or has changed since it was indexed.
         """
-        places = [self._place(record) for record in records]
+        places = self._places(records)
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
             numbers = list(group)
             variable, wanted = places[numbers[0]][0], np.array([places[number][1] for number in numbers])
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
-            for number, place in zip(numbers, wanted - first, strict=True):
-                values, seconds = block[tuple(place[1:])], float(records[number]["decimal"])
+            # NaN makes both ends NaN, which no limits hold.
+            least, most = block.min((-2, -1)), block.max((-2, -1))
+            for number, place in zip(numbers, (wanted - first)[:, 1:].tolist(), strict=True):
+                values, seconds = block[tuple(place)], float(records[number]["decimal"])
+                if seconds == 1.0 and not variable.step:
+                    low, high = plausible(field_of(records[number]), 0.0, int(records[number]["level"]))
+                    if low < least[tuple(place)] and most[tuple(place)] < high:
+                        yield RawField(values)
+                        continue
                 if seconds != 1.0:  # a mean rate, of which the sum over the interval is wanted
                     values = (values * seconds).astype(np.float32)
                 step, bounds = seconds * variable.step, field_of(records[number]).family.bounds
@@ -527,8 +532,19 @@ class XarrayFile:
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         """Return the variable of a record, and the position of its field in it."""
-        variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
-        return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
+        return self._places(np.array([record]))[0]
+
+    def _places(self, records: np.ndarray) -> list[tuple[_Variable, tuple[int, ...]]]:
+        """Return the variable of each record, and the position of its field in it."""
+        offsets = records["offset"]
+        numbers = np.searchsorted([one.base for one in self._variables], offsets, "right") - 1
+        places: list[Any] = [None] * len(records)
+        for number in np.unique(numbers).tolist():
+            variable, mine = self._variables[number], np.flatnonzero(numbers == number)
+            found = np.stack(np.unravel_index(offsets[mine] - variable.base, variable.shape), axis=1).tolist()
+            for at, place in zip(mine.tolist(), found, strict=True):
+                places[at] = variable, tuple(place)
+        return places
 
     def _checked(self, record: np.void, values: np.ndarray, variable: _Variable, step: float) -> RawField:
         """Return the values of a field after a check for missing and implausible ones.

@@ -36,7 +36,11 @@ def main() -> None:
                 time.sleep(_LOOK)
         return
     _wait_for(address)
-    write_whole(folder / ROWS, json.dumps(_rows(job, f"http://{address}:{_PORT}")))
+    rows = None
+    try:
+        rows = _rows(job, f"http://{address}:{_PORT}")
+    finally:
+        write_whole(folder / ROWS, json.dumps(rows))  # after an error, too, or the server would go on for hours
 
 
 def _rows(job: dict[str, Any], url: str) -> list[dict[str, Any]]:

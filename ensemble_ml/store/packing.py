@@ -15,7 +15,7 @@ Axes: ... any leading axes (member, lead, variable, level), Y latitude, X longit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from ensemble_ml.store import native
 Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
 
 _LARGEST = 65535  # largest packed integer
-_SLAB = 1 << 18  # values decoded at a time, so that the float64 intermediate stays in cache
+_SLAB = 1 << 18  # values worked on at a time, so that the float64 intermediate stays in cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,12 +241,25 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     low = values.min((-2, -1)).astype(np.float64)
     span = values.max((-2, -1)) - low
     scale = _power_of_two(span)
-    codes = np.zeros(values.shape, np.uint16)
-    # One field at a time, so that the float64 intermediate stays small. A constant field keeps zeros.
-    for index in np.ndindex(*low.shape):
-        if scale[index] > 0:
-            codes[index] = np.rint((values[index] - low[index]) / scale[index])
+    codes = np.empty(values.shape, np.uint16)
+    fields, ends = values.reshape(-1, *values.shape[-2:]), (low.reshape(-1, 1, 1), scale.reshape(-1, 1, 1))
+    # A few fields at a time, so that the float64 intermediate stays small, but not one by one: fields of 64 x 32 points
+    # would take longer to call for than to pack. A constant field gets zeros.
+    for part in parts_of(len(fields), fields[:1].size):
+        steps = np.where(ends[1][part] > 0, ends[1][part], 1.0)
+        codes.reshape(fields.shape)[part] = np.rint((fields[part] - ends[0][part]) / steps)
     return PackedBlock(codes, low, scale, np.ones(low.shape), np.ones(low.shape, bool), mask)
+
+
+def parts_of(count: int, points: int) -> Iterator[slice]:
+    """Yield slices of so many fields that are worked on at once: together about `_SLAB` points, or one field.
+
+    Args:
+        count: Number of fields.
+        points: Number of points of each.
+    """
+    step = max(1, _SLAB // max(points, 1))
+    return (slice(first, first + step) for first in range(0, count, step))
 
 
 def _fill_with_minimum(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -301,6 +314,12 @@ def check_finite(
     Raises:
         UserError: Names the first such field, and counts its points that are not numbers.
     """
+    if values.size <= _SLAB:  # small fields, of which all are looked at together
+        good = np.isfinite(values)
+        good |= False if mask is None else mask
+        good |= False if present is None else ~present[..., None, None]
+        if good.all():
+            return
     for index in np.ndindex(*values.shape[:-2]):
         if present is not None and not present[index]:
             continue

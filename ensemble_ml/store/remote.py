@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -127,6 +127,7 @@ def open_remote(path: str) -> Any:
     """
     store = _store(_root(path))
     _document(store, _root(path))
+    _ask_coordinates(store, path)
     return store
 
 
@@ -446,21 +447,43 @@ def _store(url: str) -> Any:
     return _opened[url]
 
 
+async def _together(store: Any, keys: Iterable[str]) -> list[Any]:
+    """Return objects of a store that are fetched at the same time; in place of one that cannot be read, its error."""
+    return await asyncio.gather(*map(store.content, keys), return_exceptions=True)
+
+
+def _ask_coordinates(store: Any, path: str) -> None:
+    """Begin to fetch the coordinates of a store's dimensions, which xarray reads one after the other."""
+    import zarr
+
+    whole = zarr.open_group(store, mode="r")
+    if whole.metadata.consolidated_metadata is None:
+        return
+    group: Any = whole
+    if group_in(path):
+        group = whole[group_in(path)]
+    for name, array in group.arrays():
+        dims = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
+        if list(dims) == [name] and array.nchunks == 1:
+            key = _in_store(path, f"{name}/{array.metadata.encode_chunk_key((0,))}")
+            asyncio.run_coroutine_threadsafe(store.content(key), loop())
+
+
 def _document(store: Any, url: str) -> bytes:
     """Return the metadata of a remote Zarr store, as far as one document has them.
 
     Raises:
         UserError: there is none, or no answer.
     """
-    refused: UserError | None = None
-    for mark in _MARKS:
-        try:
-            content: bytes | None = _waited(url, store.content(mark))
-        except UserError as error:
-            if "(403)" not in str(error):
-                raise
-            refused = error  # object stores answer so for objects that are not there, too
-            continue
-        if content is not None:
+    # zarr asks for all of them one after the other, each time for as long as an answer takes. So they are fetched here
+    # together, and kept.
+    found = _waited(url, _together(store, (*_MARKS, ".zattrs")))
+    refused: BaseException | None = None
+    for content in found[: len(_MARKS)]:
+        if isinstance(content, BaseException):
+            if "(403)" not in str(content):
+                raise content
+            refused = content  # object stores answer so for objects that are not there, too
+        elif content is not None:
             return content
     raise refused or UserError(f"{url}: neither a Zarr store nor a file of GRIB or NetCDF is there (404)")

@@ -1,6 +1,7 @@
 """Archives by URL, from a server on this machine: read as the files are, or refused in one line."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ import public_archives
 import pytest
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
-from data_prep import grib_remote, open_archive, prepare
+from data_prep import build_job, grib_remote, open_archive, prepare
+from data_prep.build_job import Job
 from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.archive_names import NAMES, RULES
-from ensemble_ml.store.remote import is_remote, url_of
+from ensemble_ml.store.remote import is_remote, open_remote, reopen, url_of
 
 pytest.importorskip("obstore", reason="URLs need the extra `remote`")
 
@@ -59,6 +61,36 @@ def test_only_what_is_asked_for_is_fetched(tmp_path, served, plan):
     path = public_archives.dynamical(tmp_path, "ifs", leads=(0, 3))
     open_archive(f"{served}/{path.name}")
     assert not [one for one in plan.asked if "/temperature_2m/c/" in one]
+
+
+def test_metadata_and_coordinates_are_asked_for_at_once(tmp_path, served, plan):
+    """Opening takes as long as two answers, whatever the number of coordinates; each is fetched once."""
+    path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+    expected = open_archive(path)
+    plan.seconds = 0.3
+    url = f"{served}/{path.name}"
+    reopen(url)
+    open_remote(url)
+    asked = {f"/{path.name}/{name}/0" for name in ("time", "number", "prediction_timedelta", "level")}
+    deadline = time.monotonic() + 10
+    while not asked <= set(plan.asked) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert asked <= set(plan.asked) and len(plan.asked) == 4 + 6
+    plan.asked.clear()
+    plan.seconds = 0.0
+    assert open_archive(url).layout.init_time.tolist() == expected.layout.init_time.tolist()
+    assert len(plan.asked) == len(set(plan.asked))
+
+
+def test_init_times_under_way(tmp_path, served, monkeypatch):
+    """Small ones are as many as fill the link while others are written; of large ones there are two."""
+    path, _ = public_archives.weatherbench(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+    how = {"output": str(tmp_path / "s.zarr"), "variables": ["t2m", "msl"]}
+    assert Job(PrepareConfig(input=str(path), **how)).dates_ahead == 0
+    job = Job(PrepareConfig(input=f"{served}/{path.name}", **how))
+    assert job.dates_ahead == 8  # of two slices each
+    monkeypatch.setattr(build_job, "_BYTES_AHEAD", 1)
+    assert job.dates_ahead == 2
 
 
 def test_inspect_and_prepare(tmp_path, served, capfd):

@@ -149,3 +149,20 @@ def test_a_block_of_wrong_shape_or_type_is_refused():
         PackedBlock(np.zeros((2, 4, 5), np.uint16), ones, np.ones(3), ones, ones.astype(bool))
     with pytest.raises(ValueError, match="uint16 or float32"):
         PackedBlock(np.zeros((2, 4, 5), np.int32), ones, ones, ones, ones.astype(bool))
+
+
+def test_small_fields_are_packed_together_as_each_alone():
+    """Fields are worked on in groups, of which the last one is not whole; constant ones lie among the others."""
+    rng = np.random.default_rng(3)
+    values = rng.normal(280, 5, (3, 300, 16, 32)).astype(np.float32)
+    values[1, 7], values[2, 299] = 273.25, 0.0
+    mask = rng.random(values.shape) < 0.1
+    for hidden in (None, mask):
+        together = quantise(values, mask=hidden)
+        for place in ((0, 0), (1, 7), (2, 255), (2, 256), (2, 299)):
+            alone = quantise(values[place][None], mask=None if hidden is None else hidden[place][None])
+            for name in ("values", "reference", "scale"):
+                np.testing.assert_array_equal(getattr(together, name)[place], getattr(alone, name)[0])
+    values[2, 298, 0, 0] = np.inf
+    with pytest.raises(UserError, match=r"field \(2, 298\): 1 of 512 values are not numbers"):
+        quantise(values)
