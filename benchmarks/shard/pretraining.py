@@ -87,12 +87,13 @@ def pretraining(bench: Bench) -> None:
                 contest.add(name, _scored(run, store, given.test), seconds + spent * (name == _BOTH))
     for count, contest in contests.items():
         _tell(bench, f"{count} labelled dates", contest)
-    cut = [f"{values} {unit}" for values, unit in ((given.levels, "hPa"), (given.leads, "h")) if values]
+    of = [f"{values} {unit}" for values, unit in ((given.levels, "hPa"), (given.leads, "h")) if values]
+    of += [f"{given.channels[0]} to {given.channels[1]} channels, batches of {given.batch_size}"]
     fits = "with the fits of ours" if given.fits else "the U-Net alone (model.linear=false, local_terms=false)"
     bench.notes.append(
-        f"Pretraining: {'; '.join([fits, *cut])}; {first} steps on the members of {len(every)} dates and {then} on the"
-        f" truth, against {first + then} on the truth; brackets are 95 % intervals of the mean over {given.seeds} seeds"
-        " (t)."
+        f"Pretraining: {'; '.join([fits, *of])}; {first} steps on the members of {len(every)} dates and {then} on the"
+        f" truth, against {first + then} on the truth; brackets are 95 % intervals of the mean over {given.seeds}"
+        " seeds, by Student's t."
     )
 
 
@@ -136,17 +137,28 @@ def _trained(
     folder, spent = bench.folder / "runs" / run, bench.folder / "runs" / f"{run}.seconds"
     if spent.exists():
         return folder, float(spent.read_text())
+    begun = (folder / "checkpoints" / "last").exists()
+    if begun:
+        settings.pop("init_from", None)  # its weights are in the checkpoint
     times = open_store(given.store).layout.init_time[dates]
+    data = DataConfig(
+        store=given.store,
+        train=[iso(t) for t in times],
+        validation=given.validation,
+        levels=given.levels,
+        leads_out=given.leads,
+    )
+    model = ModelConfig(
+        hidden=given.channels[0],
+        max_hidden=given.channels[1],
+        precision=Precision.float32,
+        linear=given.fits,
+        local_terms=given.fits,
+    )
     config = TrainConfig(
-        run=run, output=str(folder.parent), seed=seed, steps=steps, threads=1, spread_weight=0.3, average=0.98,
-        validate_every=20, checkpoint_every=10**6, resume=(folder / "checkpoints" / "last").exists(),
-        data=DataConfig(
-            store=given.store, train=[iso(t) for t in times], validation=given.validation, levels=given.levels,
-            leads_out=given.leads,
-        ),
-        model=ModelConfig(
-            hidden=16, max_hidden=64, precision=Precision.float32, linear=given.fits, local_terms=given.fits
-        ),
+        run=run, output=str(folder.parent), seed=seed, steps=steps, batch_size=given.batch_size, threads=1,
+        spread_weight=0.3, average=0.98, validate_every=given.validate_every, checkpoint_every=10**6,
+        resume=begun, data=data, model=model,
         optim=OptimConfig(name=OptimName.adamw, lr=1e-3, weight_decay=0.05),
         tracking=TrackingConfig(tensorboard=False), **settings,
     )  # fmt: skip

@@ -20,6 +20,9 @@ class ShardConfig:
     test: list[str] = opt(lambda: ["2003"], "init times to score")
     levels: list[int] | None = opt(None, "pressure levels of these trainings, hPa; null takes all")
     leads: list[int] | None = opt(None, "lead times that they predict, hours; null takes all")
+    channels: list[int] = opt(lambda: [16, 64], "channels of the network of these trainings, first and most")
+    batch_size: int = opt(4, "init times a step of these trainings")
+    validate_every: int = opt(20, "steps between their validations")
     labelled: list[int] = opt(lambda: [8, 16, 60], "numbers of init times whose truth is used")
     steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; from scratch the sum of both")
     seeds: int = opt(3, "trainings of each kind")
@@ -27,8 +30,9 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 2, "ranks", group="shard.")
-        at_least(self, 1, "hidden", "labelled", "steps", "seeds", "shape", group="shard.")
+        at_least(self, 1, "hidden", "labelled", "steps", "seeds", "shape", "channels", "batch_size", "validate_every", group="shard.")
         require("shard.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
+        require("shard.channels", self.channels, len(self.channels) == 2, "give the first number and the largest")
         require("shard.steps", self.steps, len(self.steps) == 2, "give the steps on members, and those on the truth")
         for key in ("train", "validation", "test"):
             check_periods(f"shard.{key}", getattr(self, key))
