@@ -374,6 +374,7 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
     cut = field * spec.fields * len(spec.leads_in)  # one member, columns of this rank
     whole = cut * spec.grid.shape[1] // (right - left)  # one member, all columns
-    beside = members * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # copy of the cut, and mask
+    read = members + (reader.withhold is not None)  # one more stands for the truth
+    beside = read * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # copy of the cut, and mask
     rounded = 2 if torch.cuda.is_available() else 1  # torch rounds pinned memory up to a power of two
-    return rounded * most * sample, (members + 6) * whole + beside + sample
+    return rounded * most * sample, (read + 6) * whole + beside + sample
