@@ -138,7 +138,13 @@ def _settings(bench: Bench, seed: int, name: str, **model: Any) -> TrainConfig:
     given = bench.config.compact
     assert given.store is not None
     plain = quickstart_config(given.store, seed=seed, steps=given.steps, optim={})
-    size = {"hidden": 16, "max_hidden": 64, "linear": False, "local_terms": False, "precision": Precision.float32}
+    size: dict[str, Any] = {
+        "hidden": 16,
+        "max_hidden": 64,
+        "linear": False,
+        "local_terms": False,
+        "precision": Precision.float32,
+    }
     optim = OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05)
     return replace(
         plain, run=f"seed{seed}-{name.replace(' ', '-')}", output=str(bench.folder / "runs"),

@@ -106,7 +106,7 @@ def compact(config: CompactConfig) -> Path:
     if config.resume and last.exists():
         meta = load_meta(last)
         require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; go on there")
-        own = {"output": config.output, "run": config.run, "threads": config.threads}
+        own: dict[str, Any] = {"output": config.output, "run": config.run, "threads": config.threads}
         settings = replace(train_config(meta["config"], config.data.store), resume=True, **own)
         folder, facts = train(settings), meta["compacted"]
     else:
@@ -190,7 +190,7 @@ def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoin
     optim = given.optim
     usual = OptimConfig()
     # What votes are made of means nothing to one rank.
-    alone = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
+    alone: dict[str, Any] = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
     alone |= {
         key: getattr(usual, key)
         for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept", "clip_by")
