@@ -174,7 +174,9 @@ def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
             f"checkpoint: its settings are not those of this version ({str(error).splitlines()[0]})"
         ) from error
     assert isinstance(settings, TrainConfig)
-    return replace(settings, data=replace(settings.data, store=store), parallel=ParallelConfig())
+    # One rank trains one model.
+    alone = {"parallel": ParallelConfig(), "tournament": TournamentConfig()}
+    return replace(settings, data=replace(settings.data, store=store), **alone)
 
 
 def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
@@ -199,7 +201,7 @@ def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoin
     return replace(
         given, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads, resume=False,
         init_from=None, max_minutes=0.0, until=0.0, validate_every=max(1, min(given.validate_every, -(-steps // 2))),
-        tournament=TournamentConfig(), teacher=str(checkpoint.path) if config.distill else None, distill=config.distill,
+        teacher=str(checkpoint.path) if config.distill else None, distill=config.distill,
     )  # fmt: skip
 
 

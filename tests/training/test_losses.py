@@ -101,6 +101,23 @@ def test_a_short_batch_weighs_as_its_samples_do():
     assert all_three.item() == pytest.approx((2 * two + one).item() / 3, rel=1e-5)
 
 
+def test_the_distance_to_a_teacher():
+    """Squared differences in units of error^2 and spread_error, also where the truth is missing."""
+    prediction, batch = case()
+    own = loss_of(distill=0.25)
+    unlike = replace(prediction, location_p=prediction.location_p + 0.3, spread_s=prediction.spread_s - 0.2)
+    unseen = replace(batch, truth_p=batch.truth_p * torch.nan)
+    plain = own(prediction, unseen)
+    own.teacher = lambda inputs: prediction if inputs is batch.inputs else None
+    same, other = own(prediction, unseen), own(unlike, unseen)
+    assert same["distill"] == 0 and same["loss"] == plain["loss"]
+    errors = own.spread_error_s[batch.inputs.count.long(), 0, 0]
+    wanted = 3 * (0.3 / own.error_p).square().sum() + (0.2**2 / errors).sum()
+    assert other["distill"].item() == pytest.approx(wanted.item() / (3 * 5 * 3), rel=1e-4)
+    terms = other["crps"] + other["spread"] + 0.25 * other["distill"]
+    assert other["loss"].item() == pytest.approx(terms.item(), rel=1e-5)
+
+
 def test_heads_that_are_off_have_no_term():
     prediction, batch = case()
     no_spread = Prediction(prediction.location_p, prediction.scale_p, None, prediction.location_s, prediction.scale_s)
