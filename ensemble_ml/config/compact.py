@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ensemble_ml.config.base import MISSING, at_least, opt, part, require
 
+_RIVALS = "flat", "same", "separable"
+
 
 @dataclass
 class CompactData:
@@ -41,9 +43,12 @@ class CompactBenchmark:
     store: str | None = opt(None, "quality, predict: tensor store with init times in 2001 and 2002; null leaves these sections out")
     seeds: int = opt(3, "quality: trainings of each competitor")
     steps: int = opt(160, "quality: steps of each training; compaction adds a quarter of them")
+    rivals: list[str] = opt(lambda: list(_RIVALS), f"quality: {' | '.join(_RIVALS)}: which competitors are trained from scratch")
     speedup: float = opt(1.6, "quality: speedup of the compaction, of a network without the fits before it")
     checkpoint: str | None = opt(None, "predict: a run, fits included, whose prediction is timed before and after; null leaves the section out")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seeds", "steps", group="compact.")
+        for name in self.rivals:
+            require("compact.rivals", name, name in _RIVALS, f"{', '.join(_RIVALS)} are allowed")
         require("compact.speedup", self.speedup, self.speedup > 1, "must be above 1")

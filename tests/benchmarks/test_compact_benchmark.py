@@ -25,10 +25,11 @@ def test_a_tiny_run(tmp_path):
     shape = {"members": 10, "shape": (17, 32), "bias": 0.6, "dispersion": 0.6}
     store = str(make_store(tmp_path / "a.zarr", dates=dates, **shape).path)
     run = tmp_path / "compact" / "runs" / "seed0-whole"
-    settings = {"store": store, "seeds": 1, "steps": 4, "speedup": 1.05, "checkpoint": str(run)}
+    settings = {"store": store, "seeds": 2, "steps": 4, "speedup": 1.05, "checkpoint": str(run)}
     found = results(tmp_path, ["quality", "predict"], **settings)
     scores = {name: figure["median"] for name, figure in found["figures"].items() if name.startswith("crps_ratio")}
     assert len(scores) == 6 and all(0 < score < 2 for score in scores.values())
+    assert sum("lower end of the 95 % interval" in claim["claim"] for claim in found["claims"]) == 3
     passes = {name: figure["min"] for name, figure in found["figures"].items() if name.startswith("forward pass")}
     assert len(passes) == 6 and min(passes, key=passes.get).endswith("none")
     assert found["figures"]["predict as a whole, compacted"]["min"] > 0
