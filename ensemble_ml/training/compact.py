@@ -87,6 +87,14 @@ class Importance:
         """Return the indices of the most important channels of a group, in their order."""
         return sorted(self.terms[name].topk(size).indices.tolist())
 
+    def lost(self, model: EnsembleModel, name: str, size: int) -> float:
+        """Return the importance of what goes with a cut of a group, less what a refit makes up for."""
+        terms = self.terms[name]
+        gone = float(terms.sum() - terms.topk(size).values.sum())
+        if name not in NETWORKS or size == len(terms):
+            return gone
+        return gone * refitted(getattr(model, name).second, self.moments[name], self.kept(name, size))[1]
+
 
 def compact(config: CompactConfig) -> Path:
     """Compact a model, and train what is left.
@@ -121,7 +129,8 @@ def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
     path = find_checkpoint(config.checkpoint)
     checkpoint = load_checkpoint(path, training=True)
     _refuse(path, checkpoint)
-    given = train_config(checkpoint.meta["config"], config.data.store)
+    # A teacher of its own, which may be gone, has no part in this.
+    given = replace(train_config(checkpoint.meta["config"], config.data.store), teacher=None)
     settings = fine_tuning(config, given, checkpoint)
     setup.open_run(settings)  # refuses a run that exists, before minutes are spent
     setup.use_threads(settings)
@@ -138,23 +147,22 @@ def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
     meta = {name: checkpoint.meta[name] for name in kept if name in checkpoint.meta}
     meta |= {"step": 0, "steps": settings.steps, "best": None, "scores": {}, "precision": speed.to_json()}
     meta |= {"compacted": facts, "files": {}}
-    model_settings = replace(
-        settings.model,
-        **{name: getattr(spec.config, name) for name in ("widths", "inner", *NETWORKS)},
-    )
-    return replace(settings, model=model_settings), Checkpoint(checkpoint.path, spec, weights, training, meta)
+    sizes: dict[str, Any] = {name: getattr(spec.config, name) for name in ("widths", "inner", *NETWORKS)}
+    settings = replace(settings, model=replace(settings.model, **sizes))
+    return settings, Checkpoint(checkpoint.path, spec, weights, training, meta)
 
 
 def _refuse(path: Path, checkpoint: Checkpoint) -> None:
     """Raise a UserError if a checkpoint is of another network, or of no step."""
     name, step = checkpoint.spec.config.name, checkpoint.meta["step"]
-    where = f"checkpoint {path}"
     if name != "unet3d":
-        raise UserError(f"{where}: is of model.name={name}; compact works on model.name=unet3d")
+        raise UserError(f"checkpoint {path}: is of model.name={name}; compact works on model.name=unet3d")
     if checkpoint.spec.config.bank:
-        raise UserError(f"{where}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0")
+        raise UserError(f"checkpoint {path}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0")
     if not step:
-        raise UserError(f"{where}: is of step 0, where no channel has done anything yet; give one of a later step")
+        raise UserError(
+            f"checkpoint {path}: is of step 0, where no channel has done anything; give one of a later step"
+        )
 
 
 def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
@@ -189,8 +197,7 @@ def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoin
     """
     whole = checkpoint.meta["steps"]
     steps = -(-whole // 4) if config.steps is None else config.steps
-    optim = given.optim
-    usual = OptimConfig()
+    optim, usual = given.optim, OptimConfig()
     # What votes are made of means nothing to one rank.
     alone: dict[str, Any] = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
     alone |= {
@@ -256,8 +263,9 @@ def reach(
     """
     whole = clock.passes(clock.model)
     sizes, target = dict(clock.sizes), whole / speedup
+    lost = cache(partial(importance.lost, clock.model))
     for _ in range(_ROUNDS):
-        sizes, reached = choose_sizes(clock, importance, sizes, target, whole)
+        sizes, reached = choose_sizes(clock, lost, sizes, target, whole)
         small = _built(*cut_to(clock.model, importance, sizes), clock.model)
         if precision is Precision.auto:  # what was fastest of the whole model need not be of this one
             choose(small, partial(_quietly, small, clock.inputs))
@@ -544,13 +552,13 @@ class Clock:
 
 
 def choose_sizes(
-    clock: Clock, importance: Importance, sizes: Mapping[str, int], target: float, whole: float
+    clock: Clock, lost: Callable[[str, int], float], sizes: Mapping[str, int], target: float, whole: float
 ) -> tuple[dict[str, int], bool]:
     """Cut what loses least importance for each millisecond, until the pass should be as fast as is wanted.
 
     Args:
         clock: times parts of the pass.
-        importance: what channels and hidden units are worth.
+        lost: returns what a group loses that is cut to a size.
         sizes: the sizes to begin with.
         target: milliseconds to reach.
         whole: milliseconds of the whole model.
@@ -558,17 +566,6 @@ def choose_sizes(
     Returns:
         The sizes, and whether the target is reached.
     """
-
-    @cache
-    def loss(name: str, size: int) -> float:
-        """Return what is lost of a group that has been cut to `size`."""
-        terms = importance.terms[name]
-        gone = float(terms.sum() - terms.topk(size).values.sum())
-        if name not in NETWORKS or size == len(terms):
-            return gone
-        second = getattr(clock.model, name).second
-        return gone * refitted(second, importance.moments[name], importance.kept(name, size))[1]
-
     found = dict(sizes)
     now = clock.total(found, whole)
     while now > target:
@@ -577,7 +574,7 @@ def choose_sizes(
             for smaller in clock.smaller(name, clock.sizes[name]):
                 if smaller < size:
                     saved = now - clock.total(found | {name: smaller}, whole)
-                    steps.append(((loss(name, smaller) - loss(name, size)) / max(saved, 1e-9), saved, name, smaller))
+                    steps.append(((lost(name, smaller) - lost(name, size)) / max(saved, 1e-9), saved, name, smaller))
         useful = [step for step in steps if step[1] > _SMALL * whole]
         if not useful:
             return found, False
