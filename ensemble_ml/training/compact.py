@@ -158,7 +158,9 @@ def _refuse(path: Path, checkpoint: Checkpoint) -> None:
     if name != "unet3d":
         raise UserError(f"checkpoint {path}: is of model.name={name}; compact works on model.name=unet3d")
     if checkpoint.spec.config.bank:
-        raise UserError(f"checkpoint {path}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0")
+        raise UserError(
+            f"checkpoint {path}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0"
+        )
     if not step:
         raise UserError(
             f"checkpoint {path}: is of step 0, where no channel has done anything; give one of a later step"

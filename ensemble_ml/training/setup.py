@@ -245,6 +245,35 @@ def _verified(
     return kept[0], kept[1]
 
 
+def open_on_all(config: TrainConfig, session: Session) -> tuple[Path, Checkpoint | None]:
+    """Open the run on all ranks of a job (`open_run`).
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
+
+    Returns:
+        The folder of this rank's trainer, and the checkpoint to go on from, or None.
+
+    Raises:
+        UserError: the run cannot be opened, or the ranks find different checkpoints.
+    """
+    # The first rank opens the run before the others look at it, because it repairs what a killed run left behind.
+    trainer = session.topology.place.trainer
+    if session.first_of_model:
+        folder, checkpoint = open_run(config, trainer=trainer)
+    # The others wait without a time limit here: reading a large checkpoint takes a while.
+    session.meet()
+    if not session.first_of_model:
+        folder, checkpoint = open_run(config, tidy=False, trainer=trainer)
+    # Each rank looks for the checkpoint itself. A rank that sees another folder would begin anew while the others
+    # resume, so all have to find the same checkpoint.
+    found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
+    session.agree(found, f"let output={config.output} be one folder for all ranks", model=True)
+    session.agree({"a checkpoint to go on from": checkpoint is not None})
+    return folder, checkpoint
+
+
 @contextmanager
 def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
     """Keep other processes from training in the run folder while the context is open. The first rank holds the claim.

@@ -90,19 +90,7 @@ def _train(config: TrainConfig, session: Session, begin: Checkpoint | None) -> P
     began = time.perf_counter()
     whole = Path(config.output) / config.run
     there = whole.exists()
-    # The first rank opens the run before the others look at it, because it repairs what a killed run left behind.
-    trainer = session.topology.place.trainer
-    if session.first_of_model:
-        folder, checkpoint = setup.open_run(config, trainer=trainer)
-    # The others wait without a time limit here: reading a large checkpoint takes a while.
-    session.meet()
-    if not session.first_of_model:
-        folder, checkpoint = setup.open_run(config, tidy=False, trainer=trainer)
-    # Each rank looks for the checkpoint itself. A rank that sees another folder would begin anew while the others
-    # resume, so all have to find the same checkpoint.
-    found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
-    session.agree(found, f"let output={config.output} be one folder for all ranks", model=True)
-    session.agree({"a checkpoint to go on from": checkpoint is not None})
+    folder, checkpoint = setup.open_on_all(config, session)
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop, ExitStack() as stack:
         # The checkpoint holds the number of threads of rank 0.
         was = checkpoint.meta["threads"] if checkpoint and session.first else None
