@@ -107,11 +107,12 @@ def _quality(bench: Bench) -> None:
 def _trained(bench: Bench, store: str, seed: int, name: str, model: dict[str, Any]) -> Path:
     """Train one competitor, unless that is done, and return the folder of its run."""
     given = bench.config.bank
+    size: dict[str, Any] = {"hidden": 16, "max_hidden": 64, "precision": Precision.float32} | _NO_FITS | model
     settings = replace(
         quickstart_config(store, seed=seed, steps=given.steps, optim={}),
         run=f"seed{seed}-{name.replace(' ', '')}".replace("/", "-").replace("%", "pct"),
         output=str(bench.folder / "runs"),
-        model=ModelConfig(**{"hidden": 16, "max_hidden": 64, "precision": Precision.float32} | _NO_FITS | model),
+        model=ModelConfig(**size),
         optim=OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05),
         validate_every=10**6, checkpoint_every=10**6, checkpoint_minutes=0,
         tracking=TrackingConfig(tensorboard=False),
