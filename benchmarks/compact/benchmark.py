@@ -3,7 +3,7 @@
     ensemble-ml benchmark benchmark=compact compact.store=STORE [compact.checkpoint=RUN] [only=[quality,speed,predict]]
 
 Quality: the U-Net alone, without the fits, which hide what it gains. Every competitor trains on the same dates in the
-same order, and is scored by the CRPS ratio of the validation dates after its last step:
+same order, and is scored by CRPS and spread on the validation dates after its last step:
 
     whole             hidden 16, max_hidden 64
     compacted         cut out of the whole network, then a quarter of the steps
@@ -95,18 +95,20 @@ def _quality(bench: Bench) -> None:
     given = bench.config.compact
     if given.store is None:
         return
-    scores: dict[str, list[float]] = {}
+    every: dict[str, dict[str, list[float]]] = {"crps_ratio": {}, "spread_ratio": {}}
     for seed in range(given.seeds):
         runs = _trained(bench, seed)
-        for name, folder in runs.items():
-            scores.setdefault(name, []).append(load_meta(folder / "checkpoints" / "last")["scores"]["crps_ratio"])
-            log.info("quality: seed %d, %s: crps_ratio %.4f", seed, name, scores[name][-1])
         start = next(line for line in read_log(runs["whole"] / "log.jsonl") if "validation" in line)
-        scores.setdefault("none", []).append(start["validation"]["crps_ratio"])
+        last = {name: load_meta(folder / "checkpoints" / "last")["scores"] for name, folder in runs.items()}
+        for name, found in (last | {"none": start["validation"]}).items():
+            for score, values in every.items():
+                values.setdefault(name, []).append(found[score])
+            log.info("quality: seed %d, %s: crps_ratio %.4f", seed, name, found["crps_ratio"])
         if seed == 0:
             _passes(bench, runs)
-    for name, values in scores.items():
-        bench.figures[f"crps_ratio, {name}"] = Figure.of(values, "ratio")
+    for score, by_name in every.items():
+        bench.figures |= {f"{score}, {name}": Figure.of(values, "ratio") for name, values in by_name.items()}
+    scores = every["crps_ratio"]
     none, whole, ours = (scores[name] for name in ("none", "whole", "compacted"))
     loss = [100 * (b / a - 1) for a, b in zip(whole, ours, strict=True)]
     kept = [100 * (n - b) / (n - a) for n, a, b in zip(none, whole, ours, strict=True)]
