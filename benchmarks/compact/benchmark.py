@@ -52,6 +52,7 @@ from ensemble_ml.config import (
     TrainConfig,
     Vertical,
 )
+from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, build_model
@@ -276,7 +277,12 @@ def _halve(bench: Bench, where: str, spec: ModelSpec, speed: Speed) -> None:
     every = groups(whole.spec, whole.state_dict())
     terms = {name: torch.full((group.size,), 1 / group.size) for name, group in every.items()}
     moments = {name: torch.eye(every[name].size + 1, dtype=torch.float64) for name in NETWORKS}
-    small, _ = reach(Clock(whole, inputs), Importance(terms, moments), 1.2 if bench.tiny else 2.0, speed.precision)
+    clock, importance = Clock(whole, inputs), Importance(terms, moments)
+    try:
+        small, _ = reach(clock, importance, 1.2 if bench.tiny else 2.0, speed.precision)
+    except UserError as error:  # what is reached at another attempt is told, and the claim does not hold
+        bench.notes.append(f"{where}: {error}.")
+        small, _ = reach(clock, importance, 1.5, speed.precision)
     widths, inner = small.spec.config.channels()
     units = small.spec.config.surroundings, small.spec.config.residuals
     bench.notes.append(f"{where}: channels {widths}, inside blocks {inner}, hidden units {units}.")
