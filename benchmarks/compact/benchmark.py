@@ -302,7 +302,7 @@ def _predict(bench: Bench) -> None:
         return
     output = bench.folder / "predict"
     shutil.rmtree(output, ignore_errors=True)
-    speedup, data = 1.2 if bench.tiny else 2.0, CompactData(given.store)
+    speedup, data = 1.2 if bench.tiny else 1.7, CompactData(given.store)
     small = compact(CompactConfig(given.checkpoint, "small", str(output), speedup, steps=0, threads=1, data=data))
     times: dict[str, list[float]] = {"whole": [], "compacted": []}
     for turn in range(1 + bench.config.repeats):
