@@ -61,7 +61,8 @@ from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.store import open_store
 from ensemble_ml.training import load_model, train
 from ensemble_ml.training.checkpoint import load_meta, load_spec
-from ensemble_ml.training.compact import Clock, Importance, compact, reach, without_network
+from ensemble_ml.training.compact import Clock, compact, reach, without_network
+from ensemble_ml.training.importance import Importance
 from ensemble_ml.training.tracking import read_log
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from ensemble_ml.config import CompactConfig, CompactData, ExportConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import export
 from ensemble_ml.models import Climate, build_model
-from ensemble_ml.training import compact as module
-from ensemble_ml.training import load_model, train
-from ensemble_ml.training.compact import Clock, compact, refitted
+from ensemble_ml.training import importance, load_model, train
+from ensemble_ml.training.compact import Clock, compact
+from ensemble_ml.training.importance import refitted
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_refit_makes_up_for_units_that_others_can_say(monkeypatch):
     two = torch.randn(2, 500, generator=generator, dtype=torch.float64)
     hidden = torch.stack([two[0], two[1], two.sum(0), torch.full((500,), 0.7), torch.ones(500)])
     second = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    monkeypatch.setattr(module, "_RIDGE", 1e-12)
+    monkeypatch.setattr(importance, "_RIDGE", 1e-12)
     layer, left = refitted(second, hidden @ hidden.T, [0, 1])
     torch.testing.assert_close(layer @ hidden[[0, 1, 4]], second @ hidden, rtol=1e-6, atol=1e-6)
     assert left < 1e-10
