@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import math
 import os
 import platform
 import statistics
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scipy.stats import t as student
 
 from ensemble_ml.config import BenchmarkSize
 from ensemble_ml.folders import write_whole
@@ -48,6 +50,20 @@ class Figure:
             unit: their unit.
         """
         return cls(float(statistics.median(values)), float(min(values)), float(max(values)), unit)
+
+    @classmethod
+    def of_mean(cls, values: Sequence[float], unit: str) -> Figure:
+        """Return the mean of the values of several seeds with its 95 % interval by Student's t.
+
+        Args:
+            values: the values; a single one has no interval, and stands for its ends.
+            unit: their unit.
+        """
+        middle, count = statistics.fmean(values), len(values)
+        if count == 1:
+            return cls(middle, middle, middle, unit)
+        half = float(student.isf(0.025, count - 1)) * statistics.stdev(values) / math.sqrt(count)
+        return cls(middle, middle - half, middle + half, unit)
 
 
 LOST = "Lost: "  # beginning of a note about a case in which another tool does better

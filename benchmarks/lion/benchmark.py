@@ -246,8 +246,9 @@ def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) 
         if name != quality.REFERENCE and more:
             bench.figures[f"validation CRPS above uncompressed Lion: {name}"] = Figure.of(more, "%")
             if len(more) > 1:
-                low, high = quality.interval(more)
-                bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.3f} to {high:.3f} %.")
+                mean = Figure.of_mean(more, "%")
+                told = f"95 % interval {mean.min:.3f} to {mean.max:.3f} %"
+                bench.notes.append(f"{name}: CRPS above uncompressed Lion, {told}.")
     for name in (n for n in quality.PROMISED if n in found):
         more = quality.excess(found[name], reference)
         if more:

@@ -173,21 +173,6 @@ def excess(trainings: list[Training], reference: list[Training]) -> list[float]:
     return [100 * (t.crps / r.crps - 1) for t, r in zip(trainings, reference, strict=False)]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean by Student's t, which is infinite for a single value.
-
-    Args:
-        values: the values.
-    """
-    if len(values) < 2:
-        return -math.inf, math.inf
-    from scipy.stats import t
-
-    half = t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    middle = statistics.fmean(values)
-    return middle - half, middle + half
-
-
 def seconds_to_loss(training: Training, loss: float, window: int = 5) -> float:
     """Return the seconds until the running mean of the training loss first reaches `loss`, or infinity.
 

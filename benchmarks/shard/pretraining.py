@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 
 from benchmarks.common.results import Figure
 from benchmarks.common.sections import Bench
@@ -105,27 +104,13 @@ def _tell(bench: Bench, where: str, contest: Contest) -> None:
             bench.figures[f"{words} over the raw members', test dates, {where}: {name}"] = Figure.of(values, "ratio")
     for score, words in _SCORES.items():
         text = f"{where}: {words} of {_BOTH} below {_SCRATCH}, same number of steps"
-        gain = bench.figures[text] = interval(contest.gains(score), "%")
+        gain = bench.figures[text] = Figure.of_mean(contest.gains(score), "%")
         bench.claim(text, gain.median, "%", 1.0 if score == "spread_ratio" else 0.0)
         if len(contest.gains(score)) > 1:
             bench.claim(f"{text}: lower end of the interval", gain.min, "%", 1e-9)
     pairs = zip(contest.seconds[_BOTH], contest.seconds[_SCRATCH], strict=True)
     text = f"processor time of {_BOTH} over {_SCRATCH}, {where}"
     bench.figures[text] = Figure.of([ours / theirs for ours, theirs in pairs], "times")
-
-
-def interval(values: list[float], unit: str) -> Figure:
-    """Return the mean of values of several seeds with its 95 % interval by Student's t; without one for a single seed.
-
-    Args:
-        values: the values.
-        unit: their unit.
-    """
-    mean, count = float(np.mean(values)), len(values)
-    if count == 1:
-        return Figure(mean, mean, mean, unit)
-    half = float(student.isf(0.025, count - 1) * np.std(values, ddof=1) / np.sqrt(count))
-    return Figure(mean, mean - half, mean + half, unit)
 
 
 def _trained(

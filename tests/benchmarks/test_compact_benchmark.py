@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from scipy import stats
 from stores import make_store
 
 from benchmarks.compact import benchmark as compact
@@ -39,9 +38,3 @@ def test_speed_at_a_tiny_size(tmp_path):
     figures = results(tmp_path, ["speed"])["figures"]
     ms = {name.rpartition(", ")[2]: figure["min"] for name, figure in figures.items() if "float32" in name}
     assert ms["none"] < ms["compacted"] < ms["whole"]
-
-
-@pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [0.1, -0.3], [3.0, 2.0, 5.0, 1.0, 1.5]])
-def test_the_lower_end_is_that_of_students_t(values):
-    interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert compact._low(values) == pytest.approx(interval.low, rel=1e-3)

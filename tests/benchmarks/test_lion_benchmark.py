@@ -80,12 +80,6 @@ def test_quality_reads_a_log(tmp_path):
     assert more == pytest.approx(12.5)
 
 
-def test_interval_is_students():
-    low, high = quality.interval([1.0, 2.0, 3.0])
-    assert (low + high) / 2 == pytest.approx(2) and (high - low) / 2 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert quality.interval([1.0]) == (-math.inf, math.inf)
-
-
 def test_trials_train_what_the_quickstart_trains():
     overrides = ["experiment=quickstart", "optim=lion", "data.store=x", "model.precision=float32", "steps=7", "seed=3"]
     wanted = build_config("train", compose_config("train", overrides))

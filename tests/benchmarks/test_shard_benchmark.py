@@ -8,7 +8,6 @@ import pytest
 from stores import make_store
 
 from benchmarks.shard import benchmark as shard
-from benchmarks.shard.pretraining import interval
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, ShardConfig
 from ensemble_ml.errors import UserError
 
@@ -83,12 +82,6 @@ def test_pretraining(tmp_path):
     assert len(scores) == 6 and all(0 < f["median"] < 1.5 for f in scores.values())
     # A second run takes the trainings that are there.
     assert results(tmp_path, ["pretraining"], **settings)[0]["figures"] == found["figures"]
-
-
-def test_an_interval_is_of_students_t():
-    figure = interval([1.0, 2.0, 3.0], "%")
-    assert figure.median == 2 and figure.max - 2 == pytest.approx(4.3027 / 3**0.5, rel=1e-4) == 2 - figure.min
-    assert interval([1.0], "%").min == 1
 
 
 def test_settings():

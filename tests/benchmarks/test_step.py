@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 import torch
+from scipy import stats
 
 from benchmarks.common import results
 from benchmarks.common.results import Claim, Figure, summary, write_results
@@ -78,6 +79,15 @@ def test_run_writes_results(tmp_path, monkeypatch):
     assert found["figures"]["small: step, naive"]["unit"] == "ms" and found["runs"] == 2
     page = (tmp_path / "step" / "report.html").read_text()
     assert "threads" in page and "<script" not in page and "http" not in page
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [0.1, -0.3], [3.0, 2.0, 5.0, 1.0, 1.5]])
+def test_the_interval_of_a_mean_is_students(values):
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    found = Figure.of_mean(values, "%")
+    assert (found.min, found.max) == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert found.median == pytest.approx(sum(values) / len(values))
+    assert Figure.of_mean(values[:1], "%").min == values[0]
 
 
 def test_claims_are_truthful(tmp_path):
