@@ -71,7 +71,7 @@ def test_run_writes_results(tmp_path, monkeypatch):
     claims = {claim["claim"]: claim for claim in found["claims"]}
     # These are counted, not measured: they hold at any size and on any machine.
     assert claims["small, float32: bytes of a step below naive"]["value"] > 30
-    assert claims["small, bfloat16: bytes of a step below naive"]["value"] > 50
+    assert claims["small, bfloat16: bytes of a step below naive"]["value"] > 40
     assert claims["small, float32: kept by the U-Net for the backward pass, below autograd's activation"]["value"] > 25
     predicted = claims["small, float32: predicted time of a pass above the measured: size of the median"]
     assert predicted["holds"] == (predicted["value"] <= 25) and not any("faster" in claim for claim in claims)
