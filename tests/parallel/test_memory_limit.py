@@ -38,7 +38,7 @@ def start_ranks(config, ranks, limit=0):
 
 @pytest.mark.slow
 def test_a_sample_too_large_for_one_rank_trains_on_two(tmp_path):
-    store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(97, 144), variables=("t", "z"), surface=()).path
+    store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(129, 192), variables=("t", "z"), surface=()).path
 
     def run(name, ranks, limit=0):
         config = config_of(store, tmp_path / name, steps=2, batch_size=1, precision=Precision.float32, average=0.0)

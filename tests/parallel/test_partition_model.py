@@ -173,7 +173,7 @@ def test_equal_to_one_process(lat, lon):
     """Two processes find what two threads find, bit for bit, so that the other meshes may be threads. Of four, gloo
     adds gradients up in another order."""
     references = references_of(lat)
-    by_processes = run_ranks(compare, lat * lon, references, lat=lat, lon=lon)
+    by_processes = run_ranks(compare, lat * lon, references, seconds=300, lat=lat, lon=lon)
     for found in by_processes:
         assert_exact(found, references)
     by_threads = run_threads(compare, references, lat=lat, lon=lon)
