@@ -25,7 +25,7 @@ def test_a_step_with_a_bank_and_without(tmp_path):
     assert 6 < figures["weights of the U-Net, dense over bank"]["median"] < 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_hosts_that_vote_send_a_fraction(tmp_path, monkeypatch):
     monkeypatch.setattr(bank, "available", lambda: "for a test")
     found = results(tmp_path, ["links"], ranks=2)
@@ -33,7 +33,7 @@ def test_hosts_that_vote_send_a_fraction(tmp_path, monkeypatch):
     assert 4 < claim["value"] < 12 and "Loopback instead of links" in found["notes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_tiny_trainings(tmp_path):
     dates = [f"{year}-{month:02d}-{day:02d}" for year in (2001, 2002) for month in range(1, 13) for day in (1, 15)]
     store = str(make_store(tmp_path / "a.zarr", dates=dates, members=10, shape=(17, 32), bias=0.6).path)

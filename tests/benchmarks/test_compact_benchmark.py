@@ -19,7 +19,7 @@ def results(tmp_path, only, **settings):
     return json.loads(compact.run(config).read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_a_tiny_run(tmp_path):
     dates = [f"{year}-{month:02d}-{day:02d}" for year in (2001, 2002) for month in range(1, 13) for day in (1, 15)]
     shape = {"members": 10, "shape": (17, 32), "bias": 0.6, "dispersion": 0.6}

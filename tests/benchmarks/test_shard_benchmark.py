@@ -21,7 +21,7 @@ def results(tmp_path, only, **settings):
     return found, {claim["claim"]: claim for claim in found["claims"]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_sharded_weights(tmp_path):
     small = {"shape": [2, 16, 32], "hidden": [16], "ranks": [2]}
     found, claims = results(tmp_path, ["exactness", "memory", "steps"], **small)
@@ -40,7 +40,7 @@ def test_sharded_weights(tmp_path):
     assert len(times) == 4 and min(times) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_without_a_gpu_and_without_a_store(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found, claims = results(tmp_path, ["plan", "pretraining", "gpu"])
@@ -55,7 +55,7 @@ def test_without_a_gpu_and_without_a_store(tmp_path, monkeypatch):
     assert weights > 1000 and len(seconds) == 1 and seconds[0] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_pretraining(tmp_path):
     dates = [
         f"{year}-{month:02d}-{day:02d}" for year in (2001, 2002, 2003) for month in (1, 7) for day in (1, 9, 17, 25)
