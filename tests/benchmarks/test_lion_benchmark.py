@@ -16,7 +16,7 @@ from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, CompressionConfig
 from ensemble_ml.errors import UserError
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_tiny_run(tmp_path):
     settings = CompressionConfig(ranks=2, rates=[], elements=1 << 12)
     config = BenchmarkConfig(

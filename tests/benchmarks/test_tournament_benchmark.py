@@ -44,7 +44,7 @@ def test_a_trainer_with_nan_spreads_by_the_published_rule_and_not_by_ours(store,
     assert figures["trainers with NaN after tournament 1, ours"]["max"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("traced")
 def test_a_tiny_run(store, tmp_path):
     settings = {"seeds": 1, "steps": 6, "every": 2, "rate": None, "store": store, "samples": 24, "step": 0.01}
     figures, claims = results(tmp_path, ["quality", "rates", "cost", "storage"], apart=2, mb_s=5.0, **settings)
