@@ -12,8 +12,8 @@ from typing import Any
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
+from ensemble_ml.models.compact import described, in_words
 from ensemble_ml.training.checkpoint import predicts_members
-from ensemble_ml.training.compact import described, in_words
 from ensemble_ml.training.tournament import lineage, tree
 
 _LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings

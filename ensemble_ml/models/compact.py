@@ -129,3 +129,33 @@ def resized(spec: ModelSpec, sizes: Mapping[str, int]) -> ModelSpec:
     }
     changes |= {name: sizes[name] for name in NETWORKS if name in sizes}
     return replace(spec, config=replace(spec.config, **changes))
+
+
+def described(sizes: Mapping[str, Any]) -> str:
+    """Return the sizes of a model in words.
+
+    Args:
+        sizes: `widths`, `inner` and, of each network of points that there is, its hidden units.
+    """
+    units = [f"{sizes[name]} hidden units of {name}" for name in NETWORKS if name in sizes]
+    return "; ".join([f"channels {sizes['widths']}, inside blocks {sizes['inner']}", *units])
+
+
+def in_words(facts: Mapping[str, Any], after: float | None) -> str:
+    """Return what a compaction has gained and lost, as a sentence for the log and the model card.
+
+    Args:
+        facts: what the checkpoint records.
+        after: the CRPS ratio of the compacted model, if there is one.
+    """
+    before, without = facts["crps_ratio"], facts["without"]
+    text = f"a forward pass takes {facts['ms'][1]:.3g} ms instead of {facts['ms'][0]:.3g}"
+    bare = f"without the U-Net: {without['ms']:.3g} ms"
+    if before is None or after is None:
+        return f"{text}; {bare}"
+    gain, rise = without["crps_ratio"] - before, 100 * (after / before - 1)
+    share = "the U-Net gained nothing"
+    if gain > 0:
+        share = f"{100 * (without['crps_ratio'] - after) / gain:.0f} % of what the U-Net gains"
+    scores = f"crps_ratio {before:.4f} before, {after:.4f} after ({rise:+.2f} %, {share})"
+    return f"{text}; {scores}; {bare}, crps_ratio {without['crps_ratio']:.4f}"

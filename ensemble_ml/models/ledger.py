@@ -75,19 +75,15 @@ class Entry:
     moved: int = 0
     flops: int = 0
 
-    def add(self, other: Entry) -> Entry:
-        """Add another entry to this one, and return it.
+    def add(self, other: Entry) -> None:
+        """Add another entry to this one.
 
         Args:
             other: the entry to add.
-
-        Returns:
-            This entry.
         """
-        self.calls, self.moved, self.flops = (
-            self.calls + other.calls, self.moved + other.moved, self.flops + other.flops,
-        )  # fmt: skip
-        return self
+        self.calls += other.calls
+        self.moved += other.moved
+        self.flops += other.flops
 
 
 class Ledger(TorchDispatchMode):

@@ -40,7 +40,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, build_model, choose
 from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock
-from ensemble_ml.models.compact import NETWORKS, cut, groups
+from ensemble_ml.models.compact import NETWORKS, cut, described, groups, in_words
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.speed import Speed, settle
 from ensemble_ml.models.surroundings import Surroundings
@@ -463,36 +463,6 @@ def choose_sizes(
         _, saved, name, smaller = min(useful)
         found[name], now = smaller, now - saved
     return found, True
-
-
-def described(sizes: Mapping[str, Any]) -> str:
-    """Return the sizes of a model in words.
-
-    Args:
-        sizes: `widths`, `inner` and, of each network of points that there is, its hidden units.
-    """
-    units = [f"{sizes[name]} hidden units of {name}" for name in NETWORKS if name in sizes]
-    return "; ".join([f"channels {sizes['widths']}, inside blocks {sizes['inner']}", *units])
-
-
-def in_words(facts: Mapping[str, Any], after: float | None) -> str:
-    """Return what a compaction has gained and lost, as a sentence for the log and the model card.
-
-    Args:
-        facts: what the checkpoint records.
-        after: the CRPS ratio of the compacted model, if there is one.
-    """
-    before, without = facts["crps_ratio"], facts["without"]
-    text = f"a forward pass takes {facts['ms'][1]:.3g} ms instead of {facts['ms'][0]:.3g}"
-    bare = f"without the U-Net: {without['ms']:.3g} ms"
-    if before is None or after is None:
-        return f"{text}; {bare}"
-    gain, rise = without["crps_ratio"] - before, 100 * (after / before - 1)
-    share = "the U-Net gained nothing"
-    if gain > 0:
-        share = f"{100 * (without['crps_ratio'] - after) / gain:.0f} % of what the U-Net gains"
-    scores = f"crps_ratio {before:.4f} before, {after:.4f} after ({rise:+.2f} %, {share})"
-    return f"{text}; {scores}; {bare}, crps_ratio {without['crps_ratio']:.4f}"
 
 
 def _report(config: CompactConfig, folder: Path, facts: Mapping[str, Any]) -> None:

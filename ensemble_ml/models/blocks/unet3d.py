@@ -63,7 +63,7 @@ class Activation(nn.Module):
 class _ScaledSilu(torch.autograd.Function):
     """silu(w x + b), which keeps x alone for the backward pass and computes w x + b again there.
 
-    Autograd would keep w x + b as well. Of the three fields that a convolution with its activation keeps, this is one.
+    Autograd would keep w x + b as well, which is one of the three fields that a convolution and its activation keep.
     The operations are autograd's own, in the same order, so no bit differs.
     """
 
