@@ -11,7 +11,6 @@ Axes: D init time, M member, T lead, V pressure variable, S surface variable, Z 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue, say_units
 from data_prep.combine import Combine
-from data_prep.derived import DERIVED, NONE, with_derived
+from data_prep.derived import NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
 from data_prep.gathered import Gathered, Room, Target, zeros
@@ -37,6 +36,7 @@ from data_prep.intervals import (
     not_at_lead_zero,
     uncut,
 )
+from data_prep.notices import notice_log
 from data_prep.records import CONTROL, IS_ACCUMULATED, IS_SURFACE, MEMBER, identities
 from data_prep.reduced import READ_WITH, ReducedGrid
 from data_prep.selecting import (
@@ -55,12 +55,10 @@ from ensemble_ml.fields import FIELDS, resolve
 from ensemble_ml.store.fuse import Members, fuse
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 # In the column of subtrahends: the record needs no subtraction, or its subtrahend is not in the archive.
 _NOTHING, _ABSENT = -1, -2
-
-__all__ = ["DERIVED", "ArchiveSource", "open_archive"]
 
 
 class ArchiveSource:
@@ -282,16 +280,7 @@ class ArchiveSource:
         return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, room)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one init time (see `ensemble_ml.store.source.Source`).
-
-        Args:
-            part: the forecast, the control, or the mean or spread of the members.
-            date: position of the init time.
-            selection: the coordinates to read.
-
-        Raises:
-            UserError: the archive lacks the part or something selected, or a field cannot be decoded.
-        """
+        """Read one init time of the forecast, the control, or the mean or spread of the members."""
         if not self.has(part):
             raise UserError(f"{self.path}: has no {part.value}")
         if part in (Part.MEAN, Part.SPREAD):
@@ -310,14 +299,7 @@ class ArchiveSource:
         return Fields(pressure, surface)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields are present, bool (M, T, V, Z) and (M, T, S).
-
-        For the mean and spread, M is 1, and a field is present if two members have it.
-
-        Args:
-            part: the part of the data.
-            date: position of the init time.
-        """
+        """Return which fields are there. For the mean and spread, M is 1, and a field is if two members have it."""
         lay = self.layout
         derived = part in (Part.MEAN, Part.SPREAD)
         count = len(lay.realization) if derived or part is Part.FORECAST else 1
@@ -394,9 +376,7 @@ def open_archive(
     catalogue = Catalogue(
         paths, role=role, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
     )
-    _check_asked(catalogue, variables or ())
-    if isinstance(catalogue.grid, ReducedGrid) and not several_grids:
-        raise UserError(f"{catalogue.path}: {catalogue.grid.describe()} {READ_WITH}")
+    _check_catalogue(catalogue, variables or (), several_grids)
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
@@ -404,19 +384,16 @@ def open_archive(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, cuts=cuts, **kept),  # type: ignore[arg-type]
         index,
     )
-    # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
-    if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):
-        text = "%s: no field states a lead, so times are taken for init times; where they are valid times,"
-        log.warning(f"{text} give a coordinate forecast_reference_time", source.path)
     if role == FORECAST:
+        _warn_unstated_leads(source)
         _warn_unstated_sums(source)
     if source.left_out:
         log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
     return source
 
 
-def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
-    """Refuse a variable that is asked for but was left out because its file states no units."""
+def _check_catalogue(catalogue: Catalogue, variables: Sequence[str], several_grids: bool) -> None:
+    """Refuse a variable that is asked for but was left out because its file states no units, and a reduced grid."""
     present = {FIELDS[index].name for index in np.unique(catalogue.records["field"]).tolist()}
     asked = set(variables) - present
     lacking = {theirs: ours for theirs, ours in catalogue.without_units.items() if ours in asked}
@@ -425,6 +402,16 @@ def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
         names = ", ".join(sorted(set(lacking.values())))
         said = say_units(lacking.values())
         raise UserError(f"variables=[{names}]: {catalogue.path}: {shown} {has} no units; {said}")
+    if isinstance(catalogue.grid, ReducedGrid) and not several_grids:
+        raise UserError(f"{catalogue.path}: {catalogue.grid.describe()} {READ_WITH}")
+
+
+def _warn_unstated_leads(source: ArchiveSource) -> None:
+    """Warn of an archive without any lead, whose times may be valid times of forecasts."""
+    # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
+    if source.layout.lead_hours == (0,) and not all(reader.keyed for reader in source.catalogue.readers):
+        text = "%s: no field states a lead, so all are taken for +0 h: right for a truth; forecasts need a coordinate"
+        log.warning(f"{text} of leads, or forecast_reference_time", source.path)
 
 
 def _warn_unstated_sums(source: ArchiveSource) -> None:

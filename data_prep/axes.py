@@ -105,7 +105,7 @@ def with_start(data: xr.Dataset) -> xr.Dataset:
     Some files have these as variables that no `coordinates` attribute names. Percentiles must be noticed, because
     fields along them are no members.
     """
-    beside = [name for name, array in data.data_vars.items() if _tells_time(array) or _tells_share(array)]
+    beside = [name for name, array in data.data_vars.items() if _is_beside(array)]
     data = data.set_coords(beside) if beside else data
     starts = {name: a for name, a in data.data_vars.items() if a.attrs.get("standard_name") == START}
     # A scalar coordinate belongs to every field, but one with its own dimension of length one would belong to none.
@@ -113,15 +113,12 @@ def with_start(data: xr.Dataset) -> xr.Dataset:
     return data.assign(alone).set_coords(list(alone)) if alone else data
 
 
-def _tells_time(array: xr.DataArray) -> bool:
-    """Return whether a variable holds valid times."""
+def _is_beside(array: xr.DataArray) -> bool:
+    """Return whether a variable holds valid times, or percentiles, thresholds or the like."""
+    if array.name in SHARES and array.ndim <= 1:
+        return True
     named = array.name == "valid_time" or array.attrs.get("standard_name") == "time"
     return named and np.issubdtype(array.dtype, np.datetime64)
-
-
-def _tells_share(array: xr.DataArray) -> bool:
-    """Return whether a variable holds percentiles, thresholds or the like."""
-    return array.name in SHARES and array.ndim <= 1
 
 
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
@@ -175,7 +172,7 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         For each year its position along the axis, and the variable there. Without such an axis, the variable as it is.
 
     Raises:
-        UserError: valid times at different leads tell of different init times.
+        UserError: valid times at different leads give different init times.
     """
     valid, init, lead = array.coords.get("valid_time"), find_axis(array, "init"), find_axis(array, "lead")
     if YEAR not in array.dims or valid is None or YEAR not in valid.dims or init is None or lead is None:
@@ -188,7 +185,7 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
     if lead.ndim:
         first = starts.isel({lead.dims[0]: 0})
         if (starts != first).any():
-            raise UserError(f"{array.name}: {valid.name} less {lead.name} tells of several start dates of one forecast")
+            raise UserError(f"{array.name}: {valid.name} less {lead.name} gives several init times for one forecast")
         starts = first
     starts = starts.transpose(YEAR, *init.dims)
     about = init.attrs | {"standard_name": START}

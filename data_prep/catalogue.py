@@ -6,7 +6,6 @@ Axes: M member, T lead, V pressure variable, S surface variable, Z level, Y lati
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import time
@@ -27,6 +26,7 @@ from data_prep.geometry import Geometry
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import starts
 from data_prep.limits import implausible
+from data_prep.notices import notice_log
 from data_prep.records import (
     FIELD_INDEX,
     IF_ABSENT,
@@ -53,7 +53,7 @@ from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import MEMORY, PLACE
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 _SHOWN = 30  # names of skipped variables that a message shows
 _UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # label of a variable that the registry does not know, in GRIB or NetCDF
@@ -182,7 +182,7 @@ class Catalogue:
     def _check_unique(self, made: Aligned) -> None:
         """Raise a UserError if a field that `made` reads exists twice.
 
-        Other fields may exist twice, for example the gusts of the moment beside the largest gusts.
+        Other fields may exist twice, for example instantaneous gusts and the largest gusts.
         """
         records, order, begin = self.records, None, starts(self.records)
         # The table may have millions of rows, so no column is copied without need.
@@ -249,7 +249,9 @@ class Catalogue:
             empty[mine] = self.readers[file].empty(records[mine], index)
         if empty.any():
             first = describe(records[empty.argmax()])
-            log.warning("%s: %d of %d fields are all NaN, as if absent: %s", self.path, empty.sum(), len(rows), first)
+            times = len(np.unique(records["init"][empty]))
+            text = "%s: %d of %d fields, on %d init times, are all NaN and count as absent; the first: %s"
+            log.warning(text, self.path, empty.sum(), len(rows), times, first)
             self.records = np.delete(self.records, rows[empty])
         return bool(empty.any())
 
@@ -306,7 +308,7 @@ class Catalogue:
         """
         rows, height = slice(*(band or (0, layout.grid.shape[0]))), layout.grid.shape[0]
         if not 0 <= rows.start < rows.stop <= height:
-            raise UserError(f"{self.path}: has no rows {rows.start} to {rows.stop}; there are {height}, from 0")
+            raise UserError(f"{self.path}: has no rows {rows.start} to {rows.stop}; it has rows 0 to {height}")
         points = rows.stop - rows.start, layout.grid.shape[1]
         leads, levels = len(layout.lead_hours), len(layout.levels)
         out = Gathered(

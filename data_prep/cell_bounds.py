@@ -106,7 +106,7 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 def is_mean_rate(array: xr.DataArray, field: Field) -> bool:
     """Return whether values are the mean rate over an interval of a variable that is a sum, by units and method.
 
-    The mean rate times the length of its interval is the sum. A rate of the moment gives no sum.
+    The mean rate times the length of its interval is the sum. An instantaneous rate gives no sum.
 
     Args:
         array: a data variable.

@@ -5,7 +5,6 @@ The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of t
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
@@ -15,10 +14,11 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import check_there
+from data_prep.notices import notice_log
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.remote import group_in, is_file, is_remote, open_remote, open_zarr_array
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # tolerance as a share of a limit: values may have fewer digits than the limit

@@ -1,4 +1,4 @@
-"""Combinations of several archive fields into one: intervals of sums, maxima over parts, and speed of a vector."""
+"""Combine several archive fields into one: sums and maxima over intervals, and the speed of a vector."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 from data_prep.records import RawField
 from ensemble_ml.errors import UserError
 
-_FALL, _FALLING = 0.05, 0.01  # a sum may fall by this share of its maximum; this share of points may fall further
-_ROUNDING = 0.004  # twice the rounding error of packing into 8 bits, as a share of the maximum
+_FALL = 0.05  # fraction of its maximum by which a sum may fall from one lead to the next
+_FALLING = 0.01  # fraction of the points that may fall by more
+_ROUNDING = 0.004  # twice the rounding error of packing into 8 bits, as a fraction of the maximum
 
 
 class Combine(Enum):
@@ -26,7 +27,7 @@ class Combine(Enum):
 
 
 def difference(later: RawField, earlier: RawField) -> np.ndarray:
-    """Return the increase of a sum from the start of the forecast between two leads, (Y, X) float64.
+    """Return the increase between two leads of a sum that runs from the init time, (Y, X) float64.
 
     Packing rounds both sums. An increase of at most half a packing step of each counts as zero; otherwise a dry
     interval would have values slightly below and above zero.
@@ -36,7 +37,7 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
         earlier: the sum up to the earlier lead.
 
     Raises:
-        UserError: the sum fell noticeably over more than 1 % of the points, so it runs from another time.
+        UserError: the sum falls noticeably at more than 1 % of the points, so it does not run from the init time.
     """
     first, second = (raw.decode().astype(np.float64) for raw in (later, earlier))
     now, before = np.maximum(first, 0), np.maximum(second, 0)
@@ -44,8 +45,8 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
     share = falls.sum() / max(1, np.isfinite(now + before).sum())
     if share > _FALLING:
         raise UserError(
-            f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the"
-            " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
+            f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the init"
+            " time; state the interval of each sum (time bounds in NetCDF, a step range in GRIB)"
         )
     more = first - second
     return np.where(more <= later.rounding + earlier.rounding, 0.0, more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.netcdf_classic import check_whole
+from data_prep.notices import notice_log
 from data_prep.records import IS_STATIC, KEYS, Reader
 from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
@@ -30,7 +30,7 @@ from ensemble_ml.store.folder import is_building
 from ensemble_ml.store.remote import is_grib, is_remote, reopen, url_of
 from ensemble_ml.wording import shortened
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")

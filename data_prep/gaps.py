@@ -1,7 +1,8 @@
-"""Gaps: fields that some init times or members of an archive lack while others have them, and their treatment.
+"""Find and settle the gaps of an archive: fields that some init times or members lack while others have them.
 
-A field that no init time and member has at a lead is ragged by design and no gap. The exception is a field that could
-not be made from what is there: a sum whose earlier part is missing.
+If no init time and no member has a field at a lead, the archive is taken to leave it out on purpose. That is not a gap.
+There is one exception: it is a gap if the archive has records of the field but cannot make the field from them, such as
+a sum over an interval whose earlier part is missing.
 """
 
 from __future__ import annotations
@@ -22,32 +23,37 @@ from ensemble_ml.fields import field
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.wording import dates_text, hour_text
 
-_SHOWN = 10
-_USUAL = 0.75  # a series is regular if this share of the steps between its dates are the usual ones
-_MOST_STEPS = 10  # a pause of more steps is taken as intended
+_SHOWN = 10  # number of gaps that are named one by one
+_USUAL = 0.75  # a series is regular if at least this fraction of the steps between its init times are usual ones
+_MOST_STEPS = 10  # a pause of more than this many of the shortest usual steps is taken as intended
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The fields that are missing for one init time and member: their number, and a phrase that names the first one."""
+    """The fields that are missing for one init time and member, or for one init time of the truth."""
 
     date: int  # position among the init times
-    start: str
-    text: str
-    count: int
+    start: str  # the init time as messages show it
+    text: str  # a phrase that names the first missing field
+    count: int  # number of missing fields
 
     def __str__(self) -> str:
         return f"{self.text} ({self.count} fields)" if self.count > 1 else self.text
 
 
 def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
-    """Return the gaps of the forecast or the control, by init time and member."""
+    """Return the gaps of the forecast or the control, ordered by init time and then by member.
+
+    Args:
+        source: the archive.
+        part: forecast or control.
+    """
     lay, found = source.layout, []
     if not source.has(part):
         return []
     every = [source.present(part, date) for date in range(len(lay.init_time))]
     lost = source.lost(part)
-    # A field is expected if any init time and member has it, or if there are records that cannot be combined to it.
+    # A field is expected if any init time and member has it, or if there are records of it that cannot be combined.
     anywhere = [np.any([both[surface].any(0) for both in every], axis=0) | lost[surface] for surface in (False, True)]
     for date, both in enumerate(every):
         start = hour_text(lay.init_time[date])
@@ -67,7 +73,11 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
 
 
 def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
-    """Return the gaps of a truth, by init time of the forecast."""
+    """Return the gaps of a truth, ordered by the init times of the forecast.
+
+    Args:
+        truth: the truth, aligned to the forecast.
+    """
     lay, found = truth.layout, []
     for date, both in enumerate(truth.presence):
         lacking = [np.argwhere((truth.anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
@@ -90,14 +100,18 @@ def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place:
 
 
 def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:
-    """Return a missing field's variable as messages show it, and its lead in hours."""
+    """Return the name of a missing field as messages show it, and its lead in hours."""
     lead, variable, *level = place
     known = field((lay.surface if surface else lay.variables)[variable])
     return variable_text(known, lay.levels[level[0]] if level else 0), lay.lead_hours[lead]
 
 
 def listed(gaps: Sequence[Gap]) -> str:
-    """Return gaps as a message shows them: the first few by name, and totals."""
+    """Return the text of a message on gaps: the totals, and the first few gaps by name.
+
+    Args:
+        gaps: one gap or more.
+    """
     dates, fields = len({gap.date for gap in gaps}), sum(gap.count for gap in gaps)
     more = f"; and {len(gaps) - _SHOWN} more like these" if len(gaps) > _SHOWN else ""
     total = f"{fields} field{'s' * (fields > 1)} of {dates} init time{'s' * (dates > 1)}"
@@ -105,18 +119,19 @@ def listed(gaps: Sequence[Gap]) -> str:
 
 
 def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
-    """Deal with the gaps of an archive and its truth by a policy.
+    """Find the gaps of an archive and its truth, and apply a policy to them.
 
     Args:
         both: forecast and truth.
-        policy: refuse gaps (`error`), drop their init times (`skip`), or mask the fields (`mask`).
+        policy: refuse gaps (`error`), drop their init times (`skip`), or keep all init times (`mask`).
 
     Returns:
-        Forecast and truth without the init times that were dropped, and the gaps.
+        Forecast and truth without the init times that were dropped, and the gaps. Positions in the gaps count the init
+        times before any was dropped.
 
     Raises:
-        UserError: there are gaps and the policy is `error`, nothing would be left, or the truth verifies nothing at
-            all.
+        UserError: there are gaps and the policy is `error`, or every init time has a gap and the policy is `skip`. The
+            truth has no field at any valid time, or its intervals do not fit those of the forecast.
     """
     source, truth = both.forecast, both.truth
     assert isinstance(source, ArchiveSource)
@@ -127,7 +142,7 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
             "out with dates=, variables=, levels= or leads=, or set gaps=skip (these dates) or gaps=mask (these fields)"
         )
     if isinstance(truth, ArchiveTruth):
-        truth.unmatched()  # intervals that do not fit are no gap
+        truth.unmatched()  # raises an error if intervals do not fit, which no policy for gaps can settle
         of_truth = find_truth_gaps(truth)
         if not both.has(Part.TRUTH):
             raise UserError(f"truth {truth.path}: has no field at any valid time of the forecast; set truth=null")
@@ -146,12 +161,12 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
 
 
 def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[str, Any]:
-    """Return what the provenance of a store records of gaps: all their dates, but only the first few phrases.
+    """Return the record of gaps in the provenance of a store: the init times of all gaps, and the first few phrases.
 
     Args:
-        gaps: the result of `settle`.
-        policy: the policy that it applied.
-        starts: init times that a regular series lacks.
+        gaps: the gaps that `settle` returned.
+        policy: the policy that was passed to `settle`.
+        starts: init times that an otherwise regular series lacks.
     """
     return {
         "policy": policy.value,
@@ -165,8 +180,12 @@ def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[
 def holes(init_time: np.ndarray) -> list[np.datetime64]:
     """Return the init times that an otherwise regular series lacks.
 
-    A series is regular if most dates are one step apart, or if two steps take turns, as for Mondays and Thursdays. Only
-    holes of a few steps are filled; a longer pause is taken as intended.
+    A series is regular if most init times are one usual step apart, or if two usual steps take turns, as for Mondays
+    and Thursdays. A series of fewer than four init times is too short to tell. A pause of more than `_MOST_STEPS` steps
+    is taken as intended, so none of its init times are returned.
+
+    Args:
+        init_time: (D,) datetime64 init times, ascending.
     """
     steps = np.diff(init_time)
     if len(steps) < 3:
@@ -183,13 +202,13 @@ def holes(init_time: np.ndarray) -> list[np.datetime64]:
         hole = gap not in usual and gap <= _MOST_STEPS * usual.min()
         dates = _between(first, gap, usual, (before, after)) if hole else []
         found += dates
-        # After a hole that was filled, the step before the next date is the last step within the hole.
+        # If the hole was filled, the step that leads to the next init time is the last step within the hole.
         before = first + gap - dates[-1] if dates else gap
     return found
 
 
 def _in_turn(steps: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """Return for each step and the next one whether they are the two usual steps, in either order."""
+    """Return for each pair of successive steps whether they are the two usual steps, in either order."""
     pairs = np.sort(np.stack([steps[:-1], steps[1:]]), 0)
     return (pairs == np.sort(usual)[:, None]).all(0)
 
@@ -197,16 +216,17 @@ def _in_turn(steps: np.ndarray, usual: np.ndarray) -> np.ndarray:
 def _between(
     first: np.datetime64, gap: np.timedelta64, usual: np.ndarray, around: tuple[np.timedelta64 | None, ...]
 ) -> list[np.datetime64]:
-    """Return the dates within a gap, or none if the usual steps do not fill it.
+    """Return the init times within a hole of the series, or none if the usual steps do not add up to its length.
 
     Args:
-        first: the date before the gap.
-        gap: length of the gap.
+        first: the init time before the hole.
+        gap: length of the hole.
         usual: the one or two usual steps; two take turns.
-        around: the steps before and after the gap, None at the ends, with which two usual steps have to alternate.
+        around: the steps before and after the hole, None at the ends of the series. If there are two usual steps, those
+            within the hole have to alternate with these.
     """
-    # Two usual steps that take turns may begin with either one. The right order alternates with the steps around the
-    # gap.
+    # Either of two usual steps may be the first within the hole. The right one is that which alternates with the steps
+    # around the hole.
     for start in range(len(usual)):
         steps = [usual[start]]
         while sum(steps, np.timedelta64(0)) < gap:

@@ -1,4 +1,4 @@
-"""The rules that decide which GRIB messages are a field of one model run. All other messages are left out by name.
+"""The rules that decide which GRIB messages are a field of one model run. All other messages are left out and listed.
 
 A message bears the parameter of its variable whether it holds a member, a percentile, a probability, an ensemble mean
 or a climate. So nothing is concluded from the parameter alone: every key that could make the message another quantity

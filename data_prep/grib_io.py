@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from ensemble_ml.store.sources import stamp
 
 _OPEN_FILES = 128  # descriptors kept at most; an archive may have more files than a process may hold open
 _WINDOW = 1024  # holds the end of one message and the header of the next
+_SEARCHED = 1 << 16  # bytes that are searched at once
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class OpenFile:
                 raise UserError(text)
             filled += count
 
-    def content(self) -> Windows:
+    def content(self) -> FileBytes:
         """Return the file as a sequence of bytes."""
         return Windows(self)
 
@@ -187,16 +189,19 @@ class Scratch(threading.local):
         return self._buffer[:size]
 
 
-class Windows:
-    """A file as a sequence of bytes, of which small windows are read as they are accessed.
+class FileBytes(ABC):
+    """A file as a sequence of bytes, of which short stretches are read as they are accessed.
 
-    The two latest windows are kept. The end of one message and the header of the next lie in one of them, and the
-    header that belongs to this end lies in the one before.
+    Args:
+        size: size of the file in bytes.
     """
 
-    def __init__(self, file: OpenFile):
-        self._file, self._size = file, file.stamp.size
-        self._now, self._last = (0, b""), (0, b"")
+    def __init__(self, size: int):
+        self._size = size
+
+    @abstractmethod
+    def stretch(self, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop`, which lie in the file and are at least one."""
 
     def __len__(self) -> int:
         """Return the size of the file in bytes."""
@@ -204,28 +209,38 @@ class Windows:
 
     def __getitem__(self, key: slice) -> bytes:
         """Return the bytes of a slice."""
-        start, stop = key.start or 0, self._size if key.stop is None else key.stop
-        return self._bytes(start, min(stop, self._size))
+        start, stop = key.start or 0, self._size if key.stop is None else min(key.stop, self._size)
+        return self.stretch(start, stop) if stop > start else b""
 
-    def _bytes(self, start: int, stop: int) -> bytes:
+    def find(self, needle: bytes, start: int) -> int:
+        """Return the position of `needle` from `start` on, -1 if it is not there."""
+        while start < self._size:
+            found = self[start : start + _SEARCHED].find(needle)
+            if found >= 0:
+                return start + found
+            start += _SEARCHED - len(needle) + 1
+        return -1
+
+
+class Windows(FileBytes):
+    """A file of this machine as a sequence of bytes.
+
+    The two latest windows are kept. The end of one message and the header of the next lie in one of them, and the
+    header that belongs to this end lies in the one before.
+    """
+
+    def __init__(self, file: OpenFile):
+        super().__init__(file.stamp.size)
+        self._file = file
+        self._now, self._last = (0, b""), (0, b"")
+
+    def stretch(self, start: int, stop: int) -> bytes:
         """Return bytes from one of the two windows, or read a new window that begins with them."""
         for first, content in (self._now, self._last):
             if first <= start and stop <= first + len(content):
                 return content[start - first : stop - first]
-        if stop <= start:
-            return b""
         size = min(max(stop - start, _WINDOW), self._size - start)
         buffer = np.empty(size, np.uint8)
         self._file.read_into(buffer, start)
         self._last, self._now = self._now, (start, buffer.tobytes())
         return self._now[1][: stop - start]
-
-    def find(self, needle: bytes, start: int) -> int:
-        """Return the position of `needle` from `start` on, -1 if it is not there."""
-        step = 1 << 16
-        while start < self._size:
-            found = self._bytes(start, min(start + step, self._size)).find(needle)
-            if found >= 0:
-                return start + found
-            start += step - len(needle) + 1
-        return -1

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from data_prep.grib_io import Stamp
+from data_prep.grib_io import FileBytes, Stamp
 from ensemble_ml.store.remote import RemoteFile, fetch_text, url_of
 
 _WINDOW = 1024  # bytes that hold most headers
@@ -66,7 +66,7 @@ class RemoteGrib:
         first, content = self._ahead.find(start, end)
         buffer[:] = np.frombuffer(content, np.uint8)[start - first : end - first]
 
-    def content(self) -> RemoteHeaders:
+    def content(self) -> FileBytes:
         """Return the file as a sequence of bytes."""
         return RemoteHeaders(self._file)
 
@@ -144,7 +144,7 @@ class _Ahead:
         self._coming = iter(())
 
 
-class RemoteHeaders:
+class RemoteHeaders(FileBytes):
     """A file behind a URL as a sequence of bytes, of which the headers of messages are asked for in time.
 
     Like `data_prep.grib_io.Windows`, it holds the two stretches that were read last.
@@ -154,34 +154,15 @@ class RemoteHeaders:
     """
 
     def __init__(self, file: RemoteFile):
-        self._file = file
+        super().__init__(file.size)
         self._ahead = _Ahead(file, _HEADERS_AHEAD)
         small = file.size <= _WHOLE
         self._ahead.announce([(0, file.size)] if small else _around(_offsets(file.url), file.size))
 
-    def __len__(self) -> int:
-        """Return the size of the file in bytes."""
-        return self._file.size
-
-    def __getitem__(self, key: slice) -> bytes:
-        """Return the bytes of a slice."""
-        start, stop = key.start or 0, self._file.size if key.stop is None else key.stop
-        stop = min(stop, self._file.size)
-        return self._bytes(start, stop) if stop > start else b""
-
-    def _bytes(self, start: int, stop: int) -> bytes:
+    def stretch(self, start: int, stop: int) -> bytes:
         """Return some bytes of the file, and read on where they were not announced."""
         first, content = self._ahead.find(start, stop, least=_WINDOW)
         return content[start - first : stop - first]
-
-    def find(self, needle: bytes, start: int) -> int:
-        """Return the position of `needle` from `start` on, -1 if it is not there."""
-        while start < self._file.size:
-            found = self._bytes(start, min(start + _WHOLE, self._file.size)).find(needle)
-            if found >= 0:
-                return start + found
-            start += _WHOLE - len(needle) + 1
-        return -1
 
 
 def _around(offsets: list[int], size: int) -> list[tuple[int, int]]:
@@ -197,18 +178,10 @@ def _offsets(url: str) -> list[int]:
         text = fetch_text(place)
         if text is not None:
             try:
-                read = _of_json if place.endswith(".index") else _of_inventory
-                return sorted({read(line) for line in text.splitlines() if line.strip()})
+                lines = [line for line in text.splitlines() if line.strip()]
+                if place.endswith(".index"):
+                    return sorted({int(json.loads(line)["_offset"]) for line in lines})
+                return sorted({int(line.split(":")[1]) for line in lines})
             except (ValueError, KeyError, TypeError, IndexError):
                 return []
     return []
-
-
-def _of_json(line: str) -> int:
-    """Return the offset that a line of ECMWF's index states."""
-    return int(json.loads(line)["_offset"])
-
-
-def _of_inventory(line: str) -> int:
-    """Return the offset that a line of wgrib2's inventory states."""
-    return int(line.split(":")[1])

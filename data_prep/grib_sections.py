@@ -16,11 +16,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from data_prep.grib_io import Windows
-from data_prep.grib_remote import RemoteHeaders
+from data_prep.grib_io import FileBytes
 from ensemble_ml.errors import UserError
 
-Content = bytes | Windows | RemoteHeaders
+Content = bytes | FileBytes
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
         Position in FIELDS -> lead in hours -> Interval.
 
     Raises:
-        UserError: one lead has ranges of several lengths, or some leads have values of a moment.
+        UserError: one lead has ranges of several lengths, or some leads have instantaneous values.
     """
     members = records["kind"] == MEMBER
     records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]
@@ -102,13 +102,13 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
         both = np.intersect1d(mine["lead"], at_once)
         if len(both):
             raise UserError(
-                f"{FIELDS[index].name}: at {both[0]} h the archive has values of the moment and values of an interval;"
+                f"{FIELDS[index].name}: at {both[0]} h the archive has instantaneous values and values of an interval;"
                 " keep one kind"
             )
-        # A maximum or mean at lead 0 covers no hours. Later, values of a moment are another quantity.
+        # A maximum or mean at lead 0 covers no hours. Later, instantaneous values are another quantity.
         if (at_once > 0).any():
             raise UserError(
-                f"{FIELDS[index].name}: at {at_once[at_once > 0].min()} h the archive has values of the moment, at"
+                f"{FIELDS[index].name}: at {at_once[at_once > 0].min()} h the archive has instantaneous values, at"
                 f" {mine['lead'].min()} h values of an interval; keep one kind"
             )
         found[index] = _of_field(index, pairs)

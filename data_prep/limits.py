@@ -2,7 +2,7 @@
 
 9999 and similar numbers stand for missing values in files that declare no fill value and have no bitmap. The limits are
 the same for every file format. A field that exceeds them is refused and never clipped, because its other values may be
-wrong as well. The height of pressure levels is that of the ICAO Standard Atmosphere (Doc 7488).
+wrong as well. Heights of pressure levels are those of the ICAO Standard Atmosphere (Doc 7488).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from data_prep.records import RawField
 from ensemble_ml.fields import Field
 from ensemble_ml.units import GRAVITY
 
-# The limits for each unit leave room for any weather, up to 1 hPa and in deserts, and for sums over weeks. They exclude
-# 9999, -9999 and -32767, and most values whose units are not the stated ones.
+# The limits for each unit admit any weather, also at 1 hPa and in deserts, and sums over weeks. They exclude 9999,
+# -9999 and -32767, and most values whose units are not the stated ones.
 _LIMITS = {
     "K": (100.0, 400.0),
     "Pa": (3e4, 1.2e5),  # at sea level, and at the surface of the highest mountains
     "m2 s-2": (-2e4, 2e6),
     "m s-1": (-500.0, 500.0),
     "kg kg-1": (-0.1, 0.5),
-    "Pa s-1": (-900.0, 900.0),  # 90 m s-1 near the ground
+    "Pa s-1": (-900.0, 900.0),  # as large as for 90 m s-1 of vertical wind near the ground
     "s-1": (-1.0, 1.0),
     "m": (-0.1, 9.5),  # metres of water
     "kg m-2": (-10.0, 500.0),
@@ -39,7 +39,7 @@ _OF_NAME = {
     "swh": (-0.1, 40.0),
 }
 _BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # interpolation makes speeds and humidities slightly negative
-_AT_BOUND = 0.01  # steps of packing; float32 arithmetic errs by 0.002 of them
+_AT_BOUND = 0.01  # in packing steps; the rounding errors of float32 are 0.002 steps
 # No variable comes near this value in any units, so it is a missing value that no attribute names.
 _BEYOND = 1e15
 # A level may differ from its height in the standard atmosphere by these metres plus this fraction of the height.
@@ -55,7 +55,7 @@ def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, f
 
     Args:
         field: the variable.
-        level: its level in hPa; 0 if it has none, or if all levels are meant.
+        level: its level in hPa; 0 if it has no level, or for the limits of all levels.
         step: packing step of the values, by which they may be off; 0 if it is not known.
     """
     low, high = _OF_NAME.get(field.name, _LIMITS[field.units])
@@ -88,7 +88,7 @@ def standard_height(level: float) -> float:
 
 
 def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
-    """Return how many values of a field are beyond the limits, as a message shows it; empty if none are.
+    """Return a message about the values of a field that are beyond the limits, or an empty text if there are none.
 
     Args:
         field: the variable.
@@ -112,7 +112,7 @@ def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
     first = float(values[bad][0])
     return (
         f"{int(bad.sum())} of {values.size} values are not between {low:g} and {high:g} {field.units}, the first"
-        f" {first:g} (a missing value that no bitmap hides, or other units?)"
+        f" {first:g} (a missing value that no bitmap marks, or other units?)"
     )
 
 
@@ -125,8 +125,9 @@ def _ends(raw: RawField, least: int, most: int) -> tuple[float, float]:
 def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
     """Return the values of a packed field, with those near a bound of the variable moved onto it.
 
-    No rain and a clear sky are integers of the packing. But scale and offset are rounded, so decoding gives values that
-    differ from the bound by about 1e-17. All dry points would then lie above, or below, zero.
+    The packing has an integer for a bound such as zero rain or a clear sky. But its scale and offset are rounded, so
+    this integer decodes to a value that differs from the bound by about 1e-17. All dry points would then lie above, or
+    below, zero.
     """
     for bound in bounds:
         if step and np.isfinite(bound):
@@ -135,7 +136,7 @@ def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> n
 
 
 def wrong_values(values: np.ndarray, bad: np.ndarray, low: float, high: float, units: str) -> str:
-    """Return in words how many values are wrong, and what may have made them so.
+    """Return a message that says how many values are wrong, and what may be the cause.
 
     Args:
         values: the values of a field (Y, X).
@@ -146,7 +147,7 @@ def wrong_values(values: np.ndarray, bad: np.ndarray, low: float, high: float, u
     """
     text = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
     if low > 0 and (values <= 0).any():
-        return f"{text}, or not above 0 {units} (a missing value that no attribute tells of?)"
+        return f"{text}, or not above 0 {units} (a missing value that no attribute declares?)"
     if ((np.abs(values) < _BEYOND) & bad).any():
-        return f"{text}, or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
+        return f"{text}, or not between {low:g} and {high:g} {units} (a missing value that no attribute declares?)"
     return text

@@ -29,7 +29,7 @@ def check_whole(path: str) -> None:
         except (struct.error, KeyError, IndexError) as error:
             raise UserError(f"{path}: its NetCDF header is damaged or cut short; fetch it again") from error
     if size < needed:
-        raise UserError(f"{path}: is cut short: its header tells of {needed} bytes, there are {size}; fetch it again")
+        raise UserError(f"{path}: is cut short: its header announces {needed} bytes, but it has {size}; fetch it again")
 
 
 class _Header:

@@ -1,4 +1,4 @@
-"""Checks that a variable's attributes and coordinates allow it to be a field; otherwise it is left out by name.
+"""Check that a variable's attributes and coordinates allow it to be a field. Otherwise it is left out with a reason.
 
 Coordinates, grid mappings and keys of GRIB messages are compared with lists of what is known to be harmless. One that
 is in no list may make the values another quantity (a percentile, an error, soil at a depth), so the variable is left
@@ -7,7 +7,6 @@ out. The attributes are those of the CF conventions and those that cfgrib copies
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Hashable, Mapping
 from functools import cache
@@ -18,9 +17,10 @@ import xarray as xr
 from data_prep.axes import ALIASES, SHARES, VALID, YEAR, OfSomethingElse, find_axis
 from data_prep.cell_bounds import is_mean_rate
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
+from data_prep.notices import notice_log
 from ensemble_ml.fields import FIELDS, GUST, Field
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 HEIGHTS = ("height", "heightAboveGround", "height_above_ground", "height_agl")  # scalar coordinates, in m
 GROUND = ("surface", "meanSea")
@@ -58,7 +58,7 @@ _OTHER_GRIDS = re.compile(r"rotat|rpole|lambert|stereo|mercator|albers|healpix|g
 _STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that name a statistic
 _UNSAID = ("", "unknown", "missing", "255", "65535")  # ecCodes and cfgrib write these for keys that are not stated
 _CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # the numbers of PROCESSED_DATA in code table 1.4
-_GRIB = {  # cfgrib's attributes that tell a field of one run from others, with the values of such a field
+_GRIB = {  # cfgrib's attributes that distinguish a field of one run, with the values that such a field has
     **dict.fromkeys(("dataType", "marsType", "type"), ("of type", PROCESSED_DATA)),
     "typeOfProcessedData": ("of type", (*PROCESSED_DATA, *_CODES)),
     **dict.fromkeys(("stream", "marsStream"), ("of stream", STREAMS)),
@@ -101,10 +101,10 @@ def _names(field: Field) -> set[str]:
 
 
 def other_standard_name(array: xr.DataArray, field: Field) -> str:
-    """Return why the standard name is not that of `field`; empty if it is, or if there is none.
+    """Return the standard name if it is not that of `field`; otherwise an empty text.
 
-    CF's modifiers (`air_temperature standard_error`) make another quantity. A text that is another spelling of the
-    variable passes. A surface variable may have the standard name of the quantity without its place.
+    CF's modifiers (`air_temperature standard_error`) make another quantity. Other spellings of the variable's names are
+    accepted. A surface variable may have the name of the quantity alone, without its height or surface.
 
     Args:
         array: the data variable.
@@ -164,7 +164,7 @@ def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> 
 
 
 def other_message(array: xr.DataArray) -> str:
-    """Return the attribute of cfgrib by which values are no field of one run; empty if there is none."""
+    """Return the cfgrib attribute that shows that the values are not a field of one run; empty if there is none."""
     for key, (what, known) in _GRIB.items():
         said = str(array.attrs.get(f"GRIB_{key}", ""))
         if said not in (*_UNSAID, *known):
@@ -190,7 +190,7 @@ def other_members(axis: xr.DataArray | None) -> str:
 def other_title(data: xr.Dataset, array: xr.DataArray) -> str:
     """Return the title of a file if it says that it holds a statistic of all members; empty if it does not.
 
-    A variable with an axis of members holds these, whatever else the file holds.
+    A variable with an axis of members holds members, whatever the title says.
 
     Args:
         data: the file.
@@ -202,7 +202,7 @@ def other_title(data: xr.Dataset, array: xr.DataArray) -> str:
 
 
 def other_kind_of_level(array: xr.DataArray, field: Field) -> str:
-    """Return the kind of level of a surface variable's GRIB message if it is not one of its own; else an empty text.
+    """Return the kind of level of a GRIB message if a surface variable cannot be on it; otherwise an empty text.
 
     The height of the level is checked elsewhere.
     """
@@ -356,8 +356,8 @@ def _in_degrees(array: xr.DataArray) -> bool:
 
 @cache
 def _note_absent(name: str) -> None:
-    """Log once that a grid mapping is not in the files: they may be thousands."""
-    text = "the grid mapping %s is named, but not in the file; its axes are in degrees north and east, and are taken so"
+    """Log that a grid mapping is not in the file. Log it only once, because there may be thousands of files."""
+    text = "the grid mapping %s is named, but not in the file; by their units its axes are latitude and longitude"
     log.warning(text, name)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.archive import DERIVED, ArchiveSource, open_archive
+from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
+from data_prep.derived import DERIVED
 from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
 from data_prep.geometry import Geometry, GridChange
@@ -162,38 +163,20 @@ class Pair:
         return self.truth.unverified() if self.truth is not None else {}
 
     def has(self, part: Part) -> bool:
-        """Return whether any field of `part` exists.
-
-        Args:
-            part: forecast, truth, control, mean or spread.
-        """
+        """Return whether any field of `part` is there."""
         if part is not Part.TRUTH or self.truth is None:
             return self.forecast.has(part)
         dates = range(len(self.layout.init_time))
         return any(there.any() for date in dates for there in self.truth.present(date))
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one init time, as `ensemble_ml.store.source.Source` describes.
-
-        Args:
-            part: forecast, truth, control, mean or spread.
-            date: index of the init time.
-            selection: the fields and rows to read.
-
-        Raises:
-            UserError: the part or a selected field does not exist, or a field cannot be decoded.
-        """
+        """Read one init time."""
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.read(date, selection)
         return self.forecast.read(part, date, selection)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields of an init time exist, bool (M, T, V, Z) and (M, T, S).
-
-        Args:
-            part: forecast, truth, control, mean or spread.
-            date: index of the init time.
-        """
+        """Return which fields are there."""
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.present(date)
         return self.forecast.present(part, date)
@@ -223,11 +206,7 @@ class Pair:
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def date_fingerprint(self, date: int) -> str:
-        """Return 16 hex digits over the data from which the forecast of one init time is read.
-
-        Args:
-            date: index of the init time.
-        """
+        """Return 16 hex digits over the data from which the forecast of one init time is read."""
         return fingerprint_at(self.forecast, date)
 
 
@@ -468,6 +447,3 @@ def _wanted(source: Source) -> tuple[np.ndarray, np.ndarray]:
     dates = range(len(source.layout.init_time))
     there = [[one.any(0) for one in source.present(Part.FORECAST, date)] for date in dates]
     return np.any([one[0] for one in there], axis=0), np.any([one[1] for one in there], axis=0)
-
-
-__all__ = ["ArchiveSource", "Pair", "open_orographies", "open_pair", "open_source", "open_static", "pair"]

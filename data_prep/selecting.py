@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from data_prep.notices import notice_log
 from data_prep.records import CONTROL, FIELD_INDEX, IS_SURFACE, MEMBER
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Layout, Selection, select_dates
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:

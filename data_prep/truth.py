@@ -9,7 +9,6 @@ Axes: D init time, T lead, V pressure variable, S surface variable, Z level, Y l
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -20,6 +19,7 @@ from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
 from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
+from data_prep.notices import notice_log
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, translation
 from ensemble_ml.errors import UserError
@@ -28,11 +28,30 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Fields, Layout, Selection, hour_of_day
 from ensemble_ml.wording import shortened
 
-log = logging.getLogger(__name__)
+log = notice_log(__name__)
 
 _MISSING = -1
 _FRESH = 24  # hours: a warning is logged if forecasts of longer leads serve as truth
 _HOUR = np.timedelta64(1, "h")
+
+
+class TruthRefused(UserError):
+    """An error for variables of a truth that cannot verify the forecast's, while others may.
+
+    Args:
+        reason: the text without a remedy.
+        others: the variables that can be prepared without these.
+    """
+
+    def __init__(self, reason: str, others: list[str]):
+        self.reason, self.others = reason, others
+        keep = f"keep the others alone, 'variables=[{','.join(others)}]'"
+        super().__init__(f"{reason}; or {keep if others else 'prepare without a truth, truth=null'}")
+
+    def in_python(self) -> UserError:
+        """Return the error with its remedy as arguments of Python."""
+        keep = f"keep the others alone, variables={self.others}"
+        return UserError(f"{self.reason}; or {keep if self.others else 'prepare without a truth, truth=None'}")
 
 
 class ArchiveTruth:
@@ -68,6 +87,7 @@ class ArchiveTruth:
         self._records, self._wanted = records, wanted
         self._tiles: dict[tuple[int, int], Tiles] = {}  # by position in FIELDS and level
         self._stale: set[str] = set()  # variables whose truth is long forecasts, for which a warning was logged
+        self._mixed: dict[str, str] = {}  # why variables cannot be combined from several intervals
         self._over_intervals: set[str] = set()  # instantaneous variables that the truth only has over intervals
         self._rows = self._align(lambda name: name)
         there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
@@ -199,8 +219,8 @@ class ArchiveTruth:
             date: position of the init time.
             interval: first and last hour after the init time.
 
-        Raises:
-            UserError: several intervals would have to be combined, but it is not known how.
+        Returns:
+            No rows if several intervals would have to be combined but it is not known how. `_mixed` then says so.
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -211,13 +231,12 @@ class ArchiveTruth:
             return rows, Combine.ONE
         if field(name).accumulated:
             return rows, Combine.SUM
-        if field(name).standard_name != GUST:
-            raise UserError(
-                f"truth {self.path}: {name} over {interval[0]}-{interval[1]} h after the start would be put together of"
-                f" {len(rows)} intervals, as sums and gusts are; whether it is a mean or an extreme is not known: give"
-                " it over that interval, or leave it out with variables=[...]"
-            )
-        return rows, Combine.MAXIMUM
+        if field(name).standard_name == GUST:
+            return rows, Combine.MAXIMUM
+        span = f"{interval[0]}-{interval[1]} h after the start"
+        text = f"over {span} it would be put together of {len(rows)} intervals, as sums and gusts are; whether it is a"
+        self._mixed.setdefault(name, f"{text} mean or an extreme is not known: give it over that interval")
+        return (), Combine.ONE
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which fields of an init time are present, bool (1, T, V, Z) and (1, T, S)."""
@@ -311,12 +330,15 @@ class ArchiveTruth:
         """Return why variables of the forecast cannot be verified for any init time, by variable.
 
         Raises:
-            UserError: the truth has a variable, but its intervals do not fill those of the forecast.
+            UserError: the truth has variables whose intervals do not fill those of the forecast, or cannot be combined
+                to them.
         """
         found = self._reasons()
-        for name, reason in found.items():
-            if self._tiles_of(name) and self._by_intervals(name):
-                raise UserError(f"truth {self.path}: {name}: {reason}; leave it out with variables=[...]")
+        over_intervals = {name: why for name, why in found.items() if self._tiles_of(name) and self._by_intervals(name)}
+        if refused := self._mixed | over_intervals:
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            others = [name for name in self.layout.names if name not in refused]
+            raise TruthRefused(f"truth {self.path}: {reasons}", others)
         return found
 
     def _reasons(self) -> dict[str, str]:
@@ -327,7 +349,7 @@ class ArchiveTruth:
             for number, name in enumerate(names):
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
                     if self._tiles_of(name) and self._by_intervals(name):
-                        reasons[name] = self._interval_reason(name)
+                        reasons[name] = self._mixed.get(name) or self._interval_reason(name)
                         continue
                     reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
                     if name in self._over_intervals:

@@ -13,7 +13,6 @@ import math
 import threading
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -28,12 +27,9 @@ from data_prep.axes import (
     OfSomethingElse,
     by_hindcast_year,
     check_degrees,
-    check_valid_times,
     dimensions,
     find_axis,
-    lead_of_valid_time,
     understood,
-    untangle,
     with_start,
 )
 from data_prep.cell_bounds import hours_of_gust, hours_of_sum, is_mean_rate, method, over_intervals, widths
@@ -54,54 +50,29 @@ from data_prep.identity import (
     units_of,
     variables_with_members,
 )
-from data_prep.limits import on_bounds, plausible, wrong_values
+from data_prep.limits import on_bounds, plausible
 from data_prep.no_field import check_mapping
 from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
-    IF_ABSENT,
     MEMBER,
     RECORD,
     Origin,
     RawField,
-    describe,
     field_of,
 )
 from data_prep.spelling import spell
 from data_prep.wanted import ALL, Wanted
+from data_prep.xarray_variable import LEADING, Variable, leading_axes
 from data_prep.zarr_chunks import Written
 from data_prep.zarr_groups import with_shared_coordinates
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Field
+from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store.remote import fetch, is_remote, reason
 from ensemble_ml.store.sources import MEMORY
 
-_LEADING = ("init", "member", "lead", "level")
-_UNWRITTEN = 9.9e36  # just below NetCDF's fill value, which stands where nothing was written, stated or not
 _netcdf_lock = threading.RLock()  # one lock for all files, because the HDF5 library is not safe for threads
-
-
-@dataclass(frozen=True, eq=False)
-class _Variable:
-    """A data variable, whose leading axes are converted to (init, member, lead, level).
-
-    Any of these may have length one.
-    """
-
-    name: Hashable
-    base: int  # offset of its first field
-    dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
-    shape: tuple[int, ...]
-    rows: np.ndarray  # (Y,), and (X,) for columns: where the file has our rows and columns
-    columns: np.ndarray
-    factor: float
-    shift: float
-    step: float  # step of packed integers in the registry's units; 0 for floats
-    limits: tuple[float, float]  # valid values, in the file's units
-    written: Written | None  # for Zarr, if values do not show which fields were never written
-    fixed: Mapping[Hashable, int]  # position along further dimensions
-    levels: np.ndarray  # all of them, hPa
 
 
 class XarrayFile:
@@ -152,7 +123,7 @@ class XarrayFile:
         self._data: xr.Dataset | None = self._given
         self._lock = self._own_lock()
         self._listed = 0  # number of fields listed so far
-        self._variables: list[_Variable] = []  # in the order of their first fields
+        self._variables: list[Variable] = []  # in the order of their first fields
         self.stamp = stamp or Stamp.of_archive(path)
         try:
             with self._lock:
@@ -261,7 +232,7 @@ class XarrayFile:
                 self.elsewhere.add(f"{array.name}{identity.reason}")
             return []
         if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
-            self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")
+            self._skip(f"{array.name} (without members; {with_members[field.name]} has them)")
             return []
         grid, rows, columns = self._locate(array)
         if not self._wanted.lists(field, array.size // math.prod(grid.shape)):
@@ -284,7 +255,7 @@ class XarrayFile:
         self.found.add(field.name)
         return tables
 
-    def _agrees(self, variable: _Variable, field: Field, grid: Grid) -> bool:
+    def _agrees(self, variable: Variable, field: Field, grid: Grid) -> bool:
         """Return whether the values of a variable that states no units agree with the registry's units.
 
         They are all levels of the first date and member, at the first lead that has any value.
@@ -336,7 +307,7 @@ class XarrayFile:
         units: str,
         rows: np.ndarray,
         columns: np.ndarray,
-        fixed: Mapping[Hashable, int],
+        fixed: dict[Hashable, int],
     ) -> np.ndarray:
         """Return the records of a data variable that is a field of the registry.
 
@@ -344,42 +315,14 @@ class XarrayFile:
         """
         field = identity.field
         assert field is not None
-        axes = {role: find_axis(array, role) for role in _LEADING}
-        if field.surface or field.static:
-            axes["level"] = None  # a scalar coordinate that other variables of the file need
-        elif identity.level:
-            axes["level"] = xr.DataArray(float(identity.level), name=array.name, attrs={"units": "hPa"})
-        lead_of_valid_time(array, axes)
-        untangle(array, axes)
-        if axes["init"] is None and not field.static:
-            lacks = f"{array.name}: has no init time; give it a coordinate forecast_reference_time"
-            raise OfSomethingElse(lacks, "no init time")
-        check_valid_times(array, axes)
+        axes = leading_axes(array, field, identity.level)
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
-        shape = tuple(len(ticks) for ticks in values.values())
         dims = dimensions(array, axes)
-        factor, shift = conversion(array, field, units)
-        step = abs(factor * array.encoding.get("scale_factor", 0.0))
-        stored = data[array.name]
-        written = Written(self.path, stored, field, fixed) if is_zarr_store(self.path) else None
-        written = written if written is not None and written.doubtful else None
-        self._variables.append(
-            _Variable(
-                array.name,
-                self._listed,
-                dims,
-                shape,
-                rows,
-                columns,
-                factor,
-                shift,
-                step,
-                valid_limits(array),
-                written,
-                fixed,
-                values["level"],
-            )
-        )
+        variable = self._variable(
+            data, array, field, units, base=self._listed, dims=dims, rows=rows, columns=columns, fixed=fixed,
+            shape=tuple(len(ticks) for ticks in values.values()), levels=values["level"],
+        )  # fmt: skip
+        self._variables.append(variable)
         over_time = field.accumulated or over_intervals(array, field)
         where = self._wanted.places(field, values, str(array.name), over_time=over_time)
         records = np.zeros(where.shape[1], RECORD)
@@ -388,40 +331,61 @@ class XarrayFile:
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
         records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
-        records["offset"] = self._listed + np.ravel_multi_index(tuple(where), shape)
-        self._listed += math.prod(shape)
+        records["offset"] = variable.base + np.ravel_multi_index(tuple(where), variable.shape)
+        self._listed += math.prod(variable.shape)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
         # When a control is joined with its members, as number 0, it keeps its type.
         if array.attrs.get("GRIB_dataType") == "cf":
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
-        places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
-        rate = is_mean_rate(array, field)
-        stated = self._widths(data, array, field, places, rate=rate) if over_intervals(array, field) else None
-        if stated is not None:
-            records["lead_start"] -= stated
-            records["bounded"] = True
-            if rate:
-                records["decimal"] = 3600.0 * stated
-            # Hours of a name apply to every lead, but the forecast begins at 0. A truth whose times are starts has
-            # intervals before them.
-            if hours_of_gust(array) and axes["lead"] is not None:
-                inside = np.maximum(records["lead_start"], 0)
-                records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
-        between = records["level"] == BETWEEN
-        if between.any():
-            self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
-        # Hours in a name apply to every lead, but there is nothing before the start of a forecast.
-        of_hours = field.accumulated and hours_of_sum(array) > 0
-        early = (records["lead_start"] < 0) & of_hours & (axes["lead"] is not None)
-        if early.any():
-            self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
-        strange = {"(of a negative member)": records["member"] < 0, "(of leads before the start)": records["lead"] < 0}
+        places = {dims[role]: where[number] for number, role in enumerate(LEADING) if role in dims}
+        self._set_intervals(records, data, array, field, places, of_leads=axes["lead"] is not None)
+        of_hours = field.accumulated and hours_of_sum(array) > 0 and axes["lead"] is not None
+        strange = {
+            "at levels of no whole hPa": records["level"] == BETWEEN,
+            # Hours in a name apply to every lead, but there is nothing before the start of a forecast.
+            "of hours before the start": (records["lead_start"] < 0) & of_hours,
+            "of a negative member": records["member"] < 0,
+            "of leads before the start": records["lead"] < 0,
+        }
         for why, those in strange.items():
             if those.any():
-                self._skip(f"{array.name} {why}", int(those.sum()))
-        return records[~between & ~early & ~np.any(list(strange.values()), axis=0)]
+                self._skip(f"{array.name} ({why})", int(those.sum()))
+        return records[~np.any(list(strange.values()), axis=0)]
+
+    def _variable(
+        self, data: xr.Dataset, array: xr.DataArray, field: Field, units: str, fixed: dict[Hashable, int], **place: Any
+    ) -> Variable:
+        """Return how the values of a data variable are read; `place` says where they lie."""
+        factor, shift = conversion(array, field, units)
+        step = abs(factor * array.encoding.get("scale_factor", 0.0))
+        written = Written(self.path, data[array.name], field, fixed) if is_zarr_store(self.path) else None
+        return Variable(
+            array.name, factor=factor, shift=shift, step=step, limits=valid_limits(array), fixed=fixed,
+            written=written if written is not None and written.doubtful else None, **place,
+        )  # fmt: skip
+
+    def _set_intervals(
+        self, records: np.ndarray, data: xr.Dataset, array: xr.DataArray, field: Field,
+        places: Mapping[Hashable, np.ndarray], *, of_leads: bool,
+    ) -> None:  # fmt: skip
+        """Set the intervals that values cover in their records, where they cover any."""
+        if not over_intervals(array, field):
+            return
+        rate = is_mean_rate(array, field)
+        stated = self._widths(data, array, field, places, rate=rate)
+        if stated is None:
+            return
+        records["lead_start"] -= stated
+        records["bounded"] = True
+        if rate:
+            records["decimal"] = 3600.0 * stated
+        # Hours of a name apply to every lead, but the forecast begins at 0. A truth whose times are starts has
+        # intervals before them.
+        if hours_of_gust(array) and of_leads:
+            inside = np.maximum(records["lead_start"], 0)
+            records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
 
     def _widths(
         self,
@@ -461,20 +425,12 @@ class XarrayFile:
         """Return which of `records` are all NaN (see `data_prep.records.Reader`).
 
         One row of each field is read first, and the whole field only if that row is NaN.
-
-        Args:
-            records: (N,) RECORD rows of this file.
-            index: remembers the results.
-
-        Raises:
-            UserError: the file cannot be read, or has changed.
         """
         found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
-        places = [
-            (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
-        ]
+        unknown = records[found[records["offset"]] == UNKNOWN]
+        places = [(offset, *at) for offset, at in zip(unknown["offset"].tolist(), self._places(unknown), strict=True)]
 
-        def together(place: tuple[int, _Variable, tuple[int, ...]]) -> tuple[int, ...]:  # as a build reads
+        def together(place: tuple[int, Variable, tuple[int, ...]]) -> tuple[int, ...]:  # as a build reads
             _, variable, (date, _, lead, _) = place
             return variable.base, date, lead
 
@@ -528,13 +484,9 @@ class XarrayFile:
                 if seconds != 1.0:  # a mean rate, of which the sum over the interval is wanted
                     values = (values * seconds).astype(np.float32)
                 step, bounds = seconds * variable.step, field_of(records[number]).family.bounds
-                yield self._checked(records[number], on_bounds(values, step, bounds), variable, step)
+                yield variable.checked(self.path, records[number], on_bounds(values, step, bounds), step)
 
-    def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
-        """Return the variable of a record, and the position of its field in it."""
-        return self._places(np.array([record]))[0]
-
-    def _places(self, records: np.ndarray) -> list[tuple[_Variable, tuple[int, ...]]]:
+    def _places(self, records: np.ndarray) -> list[tuple[Variable, tuple[int, ...]]]:
         """Return the variable of each record, and the position of its field in it."""
         offsets = records["offset"]
         numbers = np.searchsorted([one.base for one in self._variables], offsets, "right") - 1
@@ -546,35 +498,7 @@ class XarrayFile:
                 places[at] = variable, tuple(place)
         return places
 
-    def _checked(self, record: np.void, values: np.ndarray, variable: _Variable, step: float) -> RawField:
-        """Return the values of a field after a check for missing and implausible ones.
-
-        Args:
-            record: the field.
-            values: its values (Y, X) in the registry's units.
-            variable: the data variable that holds it.
-            step: step of packed integers in the registry's units; 0 for floats.
-        """
-        units = field_of(record).units
-        low, high = plausible(field_of(record), step, int(record["level"]))
-        bad = ~((values > low) & (values < high))
-        if not bad.any():
-            return RawField(values, step=step)
-        hidden = np.isnan(values)
-        if not record["masked"] or (bad & ~hidden).any():
-            count = wrong_values(values, bad, low, high, units)
-            if variable.limits != (-np.inf, np.inf):
-                count += ", or outside of the variable's valid range"
-            if bad.all():
-                count += f"; {IF_ABSENT}"
-            elif bad.sum() == hidden.sum():
-                some = " and ".join(field.name for field in FIELDS if field.maskable)
-                count += f"; only {some} may lack points in NetCDF and Zarr: leave the level or variable out, or give"
-                count += " GRIB"
-            raise UserError(f"{self.path}: {describe(record)}: {count}")
-        return RawField(values, mask=hidden, step=step)
-
-    def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
+    def _read(self, variable: Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """Read a block of one init time, (member, lead, level, Y, X) float32 in our order and units."""
         chosen = variable.rows[rows or slice(None)]
         north = int(chosen.min())
@@ -582,12 +506,12 @@ class XarrayFile:
             array = self._dataset()[variable.name]
             where = {
                 variable.dims[r]: slice(a, b)
-                for r, a, b in zip(_LEADING, first, last, strict=True)
+                for r, a, b in zip(LEADING, first, last, strict=True)
                 if r in variable.dims
             }
             band = {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)}
             array = array.isel(where | band | dict(variable.fixed))
-            order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
+            order = [variable.dims[role] for role in (*LEADING, "latitude", "longitude") if role in variable.dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.
             try:
@@ -598,18 +522,7 @@ class XarrayFile:
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason(error)})") from error
             finally:
                 self._check_unchanged()
-        if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
-            values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
-        low, high = variable.limits
-        if (low, high) != (-np.inf, np.inf):
-            values = np.where((values < low) | (values > high), np.nan, values)
-        shape = (last - first)[1:].tolist()
-        values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], variable.columns]
-        if variable.written is not None:
-            values = variable.written.told(values, [variable.dims.get(role) for role in _LEADING], first.tolist())
-        if (variable.factor, variable.shift) != (1.0, 0.0):
-            values = values.astype(np.float64) * variable.factor + variable.shift
-        return values.astype(np.float32, copy=False)
+        return variable.decoded(values, chosen - north, first, last)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process needs. That process opens the file for itself."""

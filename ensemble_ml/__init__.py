@@ -22,15 +22,17 @@ _PLACES = {  # of what is imported when it is first used
     "load": "api.model",
     "open": "api.opening",
     "prepare": "api.preparing",
+    "train": "api.training",
     "verify": "api.verifying",
 }
-__all__ = ["Model", "Scores", "__version__", "calibrate", "load", "open", "plot", "prepare", "verify"]
+__all__ = ["Model", "Scores", "__version__", "calibrate", "load", "open", "plot", "prepare", "train", "verify"]
 
 if TYPE_CHECKING:
     from ensemble_ml import plot
     from ensemble_ml.api.model import Model, load
     from ensemble_ml.api.opening import open
     from ensemble_ml.api.preparing import calibrate, prepare
+    from ensemble_ml.api.training import train
     from ensemble_ml.api.verifying import Scores, verify
 
 

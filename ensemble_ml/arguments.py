@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import ensemble_ml.config as schema
 from ensemble_ml.errors import UserError
-from ensemble_ml.tasks import TASKS
 
 _ELEMENT = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
@@ -34,7 +33,7 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
         UserError: the value has braces that a shell would have expanded.
     """
     key, equals, value = argument.partition("=")
-    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
+    if not equals or key.lstrip("+") not in schema.text_settings(schema.SCHEMAS[task]):
         return argument
     if not readable(argument):
         if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):

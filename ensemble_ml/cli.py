@@ -1,9 +1,8 @@
 """The command line: `ensemble-ml TASK key=value ...`.
 
-Hydra composes the files of `conf/` and the overrides over the schema in `config`. `OmegaConf.to_object` turns the
-result into dataclasses, and the task runs. This is the only file that imports Hydra. A user's mistake ends in one line
-and status 2. `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell
-completion) are Hydra's own, too.
+`compose` makes the settings of the task of what is given, and the task runs. A user's mistake ends in one line and
+status 2. `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell completion)
+are Hydra's own, too.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
 from ensemble_ml import __version__
-from ensemble_ml.arguments import as_text, in_quotes
+from ensemble_ml.arguments import in_quotes
+from ensemble_ml.compose import build_config, compose_config, groups_of, one_line, readable, register_schemas
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
+from ensemble_ml.folders import conf_folder
 from ensemble_ml.machine import let_waiting_threads_sleep
 from ensemble_ml.signals import ignored, note
 from ensemble_ml.tasks import TASKS
@@ -66,158 +63,13 @@ _EXTRAS = {
 }
 
 
-def conf_folder() -> Path:
-    """Return the folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parent
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
-def register_schemas() -> None:
-    """Register the dataclasses with Hydra under the names of the `*_schema` entries in the YAML files."""
-    store = ConfigStore.instance()
-    for name, task in TASKS.items():
-        store.store(name=f"{name}_schema", node=task.config)
-
-
-def compose_config(task: str, overrides: list[str], more: str | None = None) -> DictConfig:
-    """Compose the configuration of a task from `conf/` and the command line.
-
-    Args:
-        task: word of the command line.
-        overrides: settings as the command line gives them.
-        more: another folder of configuration files, which is searched after `conf/`.
-
-    Raises:
-        UserError: a key, a group or a value does not exist or does not fit.
-    """
-    register_schemas()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-            path = [] if more is None else [f"hydra.searchpath=[{in_quotes(str(Path(more).absolute()))}]"]
-            return compose(config_name=task, overrides=[*path, *(as_text(task, item, _readable) for item in overrides)])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_hydras(task, error)) from error
-
-
-def _readable(argument: str) -> bool:
-    """Return whether an argument has a form in Hydra's grammar."""
-    try:
-        OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return False
-    return True
-
-
-def _hydras(task: str, error: Exception) -> str:
-    """Return one of Hydra's errors as a line for the user."""
-    if isinstance(error, OverrideParseException):
-        return _unreadable(error.override)
-    cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
-    return _one_line(task, f"{error}{cause}")
-
-
-def build_config(task: str, composed: DictConfig) -> Any:
-    """Turn a composed configuration into the task's dataclass, validated.
-
-    Args:
-        task: word of the command line.
-        composed: the configuration.
-
-    Raises:
-        UserError: a mandatory key is missing, or a value is not allowed.
-    """
-    try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise UserError(f"{', '.join(missing)}: must be given, e.g. ensemble-ml {task} {TASKS[task].example}")
-        added = next(_added(task, composed), None)
-        if added is not None:
-            raise UserError(_no_such(task, added))
-        lines = schema.setting_lines(TASKS[task].config)
-        empty = [k for k, default, _ in lines if default == schema.MISSING and OmegaConf.select(composed, k) == ""]
-        if empty:  # most likely from a shell variable that is not set
-            raise UserError(f"{empty[0]}: is not given; give {empty[0]}=...")
-        schema.check_finite(OmegaConf.to_container(composed))
-        return OmegaConf.to_object(composed)
-    except OmegaConfBaseException as error:
-        raise UserError(_one_line(task, str(error))) from error
-
-
-def _added(task: str, composed: DictConfig) -> Iterator[str]:
-    """Yield keys that are no settings. Hydra accepts any key with a + before it, but no task would read it."""
-    known = [line[0] for line in schema.setting_lines(TASKS[task].config)]
-
-    def leaves(node: Any, path: str) -> Iterator[str]:
-        if isinstance(node, dict) and path not in known:  # the names below a known key are the user's own
-            for name, value in node.items():
-                yield from leaves(value, f"{path}.{name}" if path else str(name))
-        elif path not in known:
-            yield path
-
-    return leaves(OmegaConf.to_container(composed, resolve=False), "")
-
-
-def _unreadable(argument: str) -> str:
-    """Return advice for an argument that has no form in Hydra's grammar."""
-    key, equals, value = argument.partition("=")
-    text = f"{argument}: cannot be read; write key=value, with no blank around ="
-    if not equals:
-        return text
-    if "{" not in value and "[" not in value:  # most likely a path
-        return f"{text}, and a value that holds ( ) = , or the like in two pairs of quotes: '{key}=\"{value}\"'"
-    if re.fullmatch(r"\[.*[][{}()].*\]", value):
-        return f"{text}, and each part of a list that holds brackets in quotes of its own: \"{key}=['first','second']\""
-    example = "{name: ...}" if "{" in value else "[first, second]"
-    return f"{text}, and quote what holds blanks, braces or brackets, or the shell takes it apart: '{key}={example}'"
-
-
-def _no_such(task: str, key: str) -> str:
-    """Return the message for a key that is no setting, with the nearest settings."""
-    keys = [line[0] for line in schema.setting_lines(TASKS[task].config)]
-    keys += [group for group in _groups() if group in _own_groups(task, keys) and group != key]
-    near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
-    return f"{key}: no such setting of {task}; {hint}"
-
-
-def _one_line(task: str, text: str) -> str:
-    """Shorten one of Hydra's messages to what the user needs: the key, what is wrong, and the nearest choices."""
-    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text)
-    if unknown:
-        full = re.search(r"full_key: (\S+)", text)
-        return _no_such(task, unknown.group(1) or (full.group(1) if full else unknown.group(2)))
-    if "Could not load 'hydra/launcher/submitit" in text:
-        return "hydra/launcher=cluster: not installed; pip install 'ensemble-ml[cluster]'"
-    choice = re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\n((?:\t\S+\n?)*)", text)
-    if choice:
-        options = ", ".join(choice.group(3).split())
-        return f"{choice.group(2)}={choice.group(1).rpartition('/')[2]}: no such file in conf; there are {options}"
-    several = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
-    if several:  # Hydra also suggests quotes around the whole value, but the shell would remove them
-        key, value = several[2].lstrip("+"), several[3]
-        return f"{several[1]}: is several values; write a list, '{key}=[{value}]', or sweep over them with -m"
-    lines = [line.strip() for line in text.splitlines() if line.strip() and "object_type" not in line]
-    where = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
-    dull = ("full_key", "reference_type", "Error merging override", "See https")
-    body = "; ".join(line for line in lines if not line.startswith(dull))
-    if where and "is not a ListConfig, list or tuple" in body:
-        body = f"a list is wanted: {where}=[...]"
-    return f"{where}: {body}" if where else body
-
-
-def _groups() -> list[str]:
-    """Return the names of the groups of configuration files."""
-    return sorted(p.name for p in conf_folder().iterdir() if p.is_dir())
-
-
 def run_task(task: str, composed: DictConfig) -> int:
     """Run a task on its composed configuration and return the exit status.
 
     Raises:
         UserError: a package that the task needs is not installed, or the operating system refused an operation.
     """
-    config = build_config(task, composed)
+    config = build_config(task, composed, TASKS[task].example)
     try:
         TASKS[task].run(config)
     except ModuleNotFoundError as error:
@@ -291,16 +143,15 @@ def _by_hydra(
     register_schemas()
     GlobalHydra.instance().clear()
     flags = [word for name, value in options.items() for word in (name, value) if word]
-    settings = [as_text(task, argument, _readable) for argument in arguments]
     # Hydra does not accept flags between settings, so they come first.
     name = "ensemble-ml" if "--shell-completion" in options else f"ensemble-ml {task}"
-    sys.argv = [name, *flags, *settings]
+    sys.argv = [name, *flags, *readable(task, arguments)]
     # Without this Hydra would print errors in settings itself, in many lines and with another status.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)(job)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_hydras(task, error)) from error
+        raise UserError(one_line(task, error)) from error
 
 
 def _goes_on() -> bool:
@@ -318,9 +169,9 @@ def _goes_on() -> bool:
 
 def help_page(task: str) -> str:
     """Return the page that `ensemble-ml TASK --help` prints."""
-    entry = TASKS[task]
+    entry, config = TASKS[task], schema.SCHEMAS[task]
     lines = [
-        f"ensemble-ml {task}: {(entry.config.__doc__ or '').strip()}",
+        f"ensemble-ml {task}: {(config.__doc__ or '').strip()}",
         "",
         f"  ensemble-ml {task} {entry.example}",
         "",
@@ -330,12 +181,10 @@ def help_page(task: str) -> str:
     ]
     composed = OmegaConf.to_container(compose_config(task, []), throw_on_missing=False)
     # The page shows the defaults in force: those of the files in conf/ take precedence over the schema.
-    rows = schema.setting_lines(entry.config, composed)
+    rows = schema.setting_lines(config, composed)
     width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
     lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
-    groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}
-    own = _own_groups(task, [key for key, _, _ in rows])
-    shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
+    shown = [f"  {group}={' | '.join(names)}" for group, names in groups_of(task).items() if names]
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]
     sweep = "; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'" if task == "train" else ""
@@ -343,14 +192,9 @@ def help_page(task: str) -> str:
     return "\n".join(lines)
 
 
-def _own_groups(task: str, keys: list[str]) -> set[str]:
-    """Return the groups of `conf/` that a task with these settings takes, if they exist."""
-    return {key.partition(".")[0] for key in keys} | ({"experiment"} if task in ("train", "plan") else {task})
-
-
 def overview() -> str:
     """Return the page that `ensemble-ml --help` prints."""
-    rows = [f"  {name:<10} {(task.config.__doc__ or '').strip()}" for name, task in TASKS.items()]
+    rows = [f"  {task:<10} {(schema.SCHEMAS[task].__doc__ or '').strip()}" for task in TASKS]
     return "\n".join(
         [
             "ensemble-ml TASK key=value ...",

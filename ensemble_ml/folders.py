@@ -1,7 +1,7 @@
 """Output folders, files that appear in one step, and the user's cache.
 
-Folders are checked before a command begins its work, so that nobody loses a night of computing to a wrong name. Files
-are written as drafts and renamed when they are complete.
+Folders are checked before a command begins its work, so that a wrong name does not cost a night of computing. Files are
+written as drafts and renamed when they are complete.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 
 _ABANDONED = 3600  # seconds without a change after which a draft is taken for that of a killed run
 _told: set[str] = set()
+
+
+def conf_folder() -> Path:
+    """Return the folder of the YAML files: inside an installed wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
 def check_writable(output: str | Path, key: str = "output") -> None:
@@ -96,20 +102,21 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
     Args:
         draft: the complete file.
         path: its final name.
-        replace: whether an existing file may be replaced. If not, the draft keeps its own name as well.
+        replace: whether an existing file may be replaced. If not, the draft stays beside the file, except on file
+            systems without hard links.
 
     Raises:
         UserError: the file exists, and `replace` is false.
     """
     if not replace:
-        # A hard link fails if the name exists, while a rename would replace the file silently. On file systems without
-        # hard links the rename has to do.
+        # A hard link fails if the name exists, while a rename would replace the file silently. File systems without
+        # hard links get a rename nevertheless.
         with suppress(OSError):  # no hard links
             try:
                 os.link(draft, path)
             except FileExistsError as error:
                 raise UserError(
-                    f"output {path}: another process has made it meanwhile, and it is left; choose another output"
+                    f"output {path}: another process has made it meanwhile, so it stays; choose another output"
                 ) from error
             return
     os.replace(draft, path)
@@ -138,8 +145,8 @@ def user_cache(kind: str) -> Path | None:
 def hash_of_code(*parts: str) -> str:
     """Return the SHA-256 of the package's modules in some folders and at its top level.
 
-    It is part of the key of everything that is kept for later runs, so that changed code does not use old results. Take
-    it at import, because files may be edited while a process runs.
+    It is part of the key of everything that is kept for later runs, so that changed code does not use old results.
+    Compute it at import, because files may be edited while a process runs.
 
     Args:
         parts: folders inside the package.

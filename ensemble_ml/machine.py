@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _MEMBERSHIP, _MEMINFO = Path("/proc/self/cgroup"), Path("/proc/meminfo")
@@ -52,15 +52,31 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
         arenas: number of memory pools that threads started from now on share. By default each thread has its own.
             Blocks that one thread compresses and another writes then wander from pool to pool.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):
+    if (mallopt := _of_libc("mallopt")) is None:
         return
     # By mallopt(3), -1 turns off the trimming of the heap. Without mmap, large blocks come from the heap as well.
     mallopt(_TRIM_THRESHOLD, -1)
     mallopt(_MMAP_MAX, 0)
     if arenas is not None:
         mallopt(_ARENA_MAX, arenas)
+
+
+def return_freed_memory() -> None:
+    """Return the memory of freed arrays to the kernel, of all threads.
+
+    glibc keeps blocks of some MB for the thread that made them. Where the threads of Dask make fields and another one
+    predicts, the pools together held twice of what was in use. With another C library nothing happens.
+    """
+    if (trim := _of_libc("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library by its name, or None if that library does not have it."""
+    try:
+        return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
+    except (OSError, TypeError, AttributeError):
+        return None
 
 
 def taken_memory(*, addresses: bool = False) -> int | None:

@@ -32,7 +32,7 @@ def map(  # named after the figure; it hides the builtin within this file
     Args:
         field: Values over latitude and longitude (degrees); other dimensions have length one. NaN shows as grey.
         land: Land fraction over the same grid, for coasts, such as `lsm` of a store; None draws those of Natural Earth.
-        title: Title above the map; None takes the field's name and times.
+        title: Title above the map; None takes the field's name, times, level, quantile and threshold.
         **colours: `cmap`, `vmin`, `vmax` and other arguments of matplotlib's pcolormesh.
 
     Returns:
@@ -62,7 +62,7 @@ def map(  # named after the figure; it hides the builtin within this file
     figure, axes = new_figure(7.6, float(np.clip(height, 2.0, 6.4)) + 0.5)
     words = title if title is not None else _title(field)
     mesh = draw_map(axes[0, 0], flat.values[inside], grid, coasts, words, **{"cmap": "viridis", **colours})
-    figure.colorbar(mesh, ax=axes[0, 0], shrink=0.8, label=str(field.attrs.get("units", "")))
+    figure.colorbar(mesh, ax=axes[0, 0], shrink=0.8, label=_scale(field))
     return figure
 
 
@@ -154,7 +154,7 @@ def reliability(
         >>> eml.plot.reliability({"raw": wet}, data["tp_truth"] > 0.001, title="rain over 1 mm").savefig("rain.png")
     """
     _need_matplotlib()
-    from ensemble_ml.verification import figures
+    from ensemble_ml.verification import plots
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
     from ensemble_ml.verification.probability import Reliability
@@ -177,7 +177,7 @@ def reliability(
         curves[name] = Reliability.zeros(bins)
         there = np.isfinite(shares) & np.isfinite(happened)
         curves[name].record(shares, happened, weights.transpose(*p.dims).values, there)
-    return figures.reliability({title: curves})
+    return plots.reliability({title: curves})
 
 
 def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray) -> None:
@@ -185,7 +185,7 @@ def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray)
 
     The counterpart of a quantile of level p is the one whose level is nearest to 1 - p.
     """
-    from ensemble_ml.verification.plots import BLUE
+    from ensemble_ml.verification.svg import BLUE
 
     for low in np.flatnonzero(levels < 0.5 - 1e-9):
         high = int(np.abs(levels - (1 - levels[low])).argmin())
@@ -233,7 +233,13 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
 
 
 def _title(field: xr.DataArray) -> str:
+    """Return the long name of a field, what of it is shown (threshold, level, quantile), and its times."""
     words = [str(field.attrs.get("long_name", field.name))]
+    for name, one in field.coords.items():
+        word = str(name).partition("_")[0]
+        if word in ("level", "quantile", "threshold") and one.size == 1:
+            units = {"level": "hPa", "quantile": ""}.get(word, str(one.attrs.get("units", "")))
+            words.append(f"{word} {one.item():g} {units}".strip())
     for names, text in ((_START, "from {}"), (_LEAD, "+{} h")):
         for name in names:
             if name in field.coords and field[name].size == 1:
@@ -241,3 +247,9 @@ def _title(field: xr.DataArray) -> str:
                 shown = value / np.timedelta64(1, "h") if names is _LEAD else str(value)[:13]
                 words.append(text.format(f"{shown:g}" if names is _LEAD else shown))
     return ", ".join(words)
+
+
+def _scale(field: xr.DataArray) -> str:
+    """Return the label of the colours: the units, or the word probability."""
+    units = str(field.attrs.get("units", ""))
+    return "probability" if units == "1" and str(field.name).endswith("_prob_above") else units

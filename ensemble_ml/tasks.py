@@ -1,4 +1,4 @@
-"""The tasks of the command line. Each has its settings, a function that runs it, and the text of its help page.
+"""The tasks of the command line. Each has a function that runs it, and the text of its help page.
 
 A task imports its modules only when it runs. This makes `--help` quick, and a missing optional dependency affects only
 the task that needs it.
@@ -24,28 +24,19 @@ class Task:
     """A task of the command line.
 
     Attributes:
-        config: the schema of its settings.
-        run: the function that runs it with these settings.
+        run: the function that runs it with its settings, an instance of its schema (`config.SCHEMAS`).
         example: settings for the example on its help page.
         leaves: the files that it leaves, for the help page.
     """
 
-    config: type
     run: Callable[[Any], object]
     example: str
     leaves: str
 
 
-def _simulate(config: schema.SimulateConfig) -> object:
-    from data_prep.simulate import simulate
-
-    return simulate(config)
-
-
-def _prepare(config: schema.PrepareConfig) -> object:
-    from data_prep import prepare
-
-    return prepare(config)
+def _of(module: str, function: str) -> Callable[[Any], object]:
+    """Return a function that imports `module` when a task runs, and calls its function."""
+    return lambda config: getattr(importlib.import_module(module), function)(config)
 
 
 def _inspect(config: schema.InspectConfig) -> object:
@@ -83,24 +74,6 @@ def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]
     return describe_archive(paths), archive_text
 
 
-def _train(config: schema.TrainConfig) -> object:
-    from ensemble_ml.training import train
-
-    return train(config)
-
-
-def _compact(config: schema.CompactConfig) -> object:
-    from ensemble_ml.training.compact import compact
-
-    return compact(config)
-
-
-def _plan(config: schema.PlanConfig) -> object:
-    from ensemble_ml.training.plan import plan
-
-    return plan(config)
-
-
 def _predict(config: schema.PredictConfig) -> object:
     from ensemble_ml.api.inputs import open_input
     from ensemble_ml.inference import predict
@@ -108,12 +81,6 @@ def _predict(config: schema.PredictConfig) -> object:
 
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     return predict(config, open_input(config))
-
-
-def _export(config: schema.ExportConfig) -> object:
-    from ensemble_ml.inference import export
-
-    return export(config)
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
@@ -140,47 +107,52 @@ def _benchmark(config: schema.BenchmarkConfig) -> object:
 
 TASKS: dict[str, Task] = {
     "simulate": Task(
-        schema.SimulateConfig, _simulate, "simulate=quickstart output=archive",
+        _of("data_prep.simulate", "simulate"), "simulate=quickstart output=archive",
         "OUTPUT/{ensemble,truth}/*.grib, OUTPUT/static.grib, OUTPUT/archive.json (with the realism of the ensemble)",
     ),
     "prepare": Task(
-        schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib "
+        _of("data_prep", "prepare"),
+        "input=archive/ensemble truth=archive/truth static=archive/static.grib "
         "output=store.zarr",
         "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
     ),
     "inspect": Task(
-        schema.InspectConfig, _inspect, "store.zarr verify=true",
+        _inspect, "store.zarr verify=true",
         "nothing: it prints (format=json for one JSON object)",
     ),
     "train": Task(
-        schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
+        _of("ensemble_ml.training", "train"),
+        "experiment=quickstart data.store=store.zarr run=first",
         "runs/RUN/{config.yaml, log.jsonl, tensorboard, checkpoints/last}, and checkpoints/best where validation dates "
         "can be scored",
     ),
     "compact": Task(
-        schema.CompactConfig, _compact, "checkpoint=runs/first data.store=store.zarr run=first-fast speedup=2",
+        _of("ensemble_ml.training.compact", "compact"),
+        "checkpoint=runs/first data.store=store.zarr run=first-fast speedup=2",
         "OUTPUT/RUN, a run as train leaves it",
     ),
     "plan": Task(
-        schema.PlanConfig, _plan, "experiment=quickstart run=plan data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
+        _of("ensemble_ml.training.plan", "plan"),
+        "experiment=quickstart run=plan data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
         "what it prints, and OUTPUT/RUN/plan.json (and scaling.png and report.html where plan.simulate=true)",
     ),
     "predict": Task(
-        schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
+        _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
         "output=forecast",
         "OUTPUT/forecast_YYYYMMDDHH.nc, one for each init time",
     ),
     "evaluate": Task(
-        schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
+        _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
         "output=scores",
         "OUTPUT/{scores.json, lineage.json, report.html}",
     ),
     "export": Task(
-        schema.ExportConfig, _export, "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",
+        _of("ensemble_ml.inference", "export"),
+        "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",
         "OUTPUT/{model.safetensors, checkpoint.json, MODEL_CARD.md}",
     ),
     "benchmark": Task(
-        schema.BenchmarkConfig, _benchmark, "benchmark=step",
+        _benchmark, "benchmark=step",
         "OUTPUT/NAME/{results.json, report.html}",
     ),
 }  # fmt: skip

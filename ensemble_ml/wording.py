@@ -36,13 +36,10 @@ def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
 
 
 def dates_of(text: str) -> np.ndarray:
-    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates.
+    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates, datetime64[ns], sorted, each once.
 
     Args:
         text: series and dates, separated by blanks.
-
-    Returns:
-        datetime64[ns], sorted, each date once.
 
     Raises:
         ValueError: a word of the text is neither a series nor a date.

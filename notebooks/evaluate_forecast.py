@@ -56,7 +56,7 @@ if " ".join([name, *level]) not in choices:
 # %% [markdown]
 # ## The forecasts
 #
-# One file a start date, with axes of start date and lead time, so that files stand side by side.
+# One file for each init time, with axes of init time and lead time, so that files stand side by side.
 
 
 # %%

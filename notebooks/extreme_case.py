@@ -82,7 +82,7 @@ if not files:
 #
 # The extreme forecast index (EFI) compares the members with the model's own climate: members of other years' forecasts
 # that started around the same day, at the same hour. It is 1 where all members lie above everything the climate holds,
-# -1 where they lie below. With one year in the archive, its other start dates have to stand in for the climate. Dates
+# -1 where they lie below. With one year in the archive, its other init times have to stand in for the climate. Dates
 # whose climate has too few values are left out. Where a member has no value (the sea's temperature on land) there is no
 # index.
 
@@ -94,7 +94,7 @@ source = "the other init times of the archive's only year" if one_year else f"ot
 
 
 def climate_of(chosen):
-    """Quantiles of the members of the chosen start dates, NaN of too few: (quantile, latitude, longitude)."""
+    """Quantiles of the members of the chosen init times, NaN of too few: (quantile, latitude, longitude)."""
     pooled = members.isel(init_time=chosen).values
     found = quantiles(pooled.reshape(-1, *pooled.shape[2:]), PROBABILITIES, FEWEST_VALUES)
     places = {"latitude": members.latitude, "longitude": members.longitude}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks and tests, in an environment of their own.
 #
-# --slow adds the tests that take four seconds or more where others test the like in less, and measures the coverage of
+# --slow adds the tests that take four seconds or more while faster ones cover much the same, and measures the coverage of
 # the others: before Python 3.12 that makes a test 1.5 times as long. Files come in the order of tests/durations.json, the
 # longest first, and types are checked beside the tests.
 set -euo pipefail

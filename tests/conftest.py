@@ -17,12 +17,14 @@ import sys
 
 if os.environ.get("TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+# As the command line does, before torch looks: beside other programs, the fits of a lesson took many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
 from durations import Durations, longest_first
 from hypothesis import settings
-from pictures import libraries_untraced, undrawn  # noqa: F401
+from pictures import libraries_untraced  # noqa: F401
 from quick_fits import fields_read_once, fits_folder, golden_fits, own_fits, short_fits, whole_fits  # noqa: F401
 from stores import stores_made_once  # noqa: F401
 from tracing import pytest_runtest_protocol  # noqa: F401

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 GROUND = {"errors", "fields", "units", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
           "strict_json", "wording", "closed_forms"}  # fmt: skip
 FLOORS = [GROUND | {"distributions"}, {"store"}, {"loading", "models", "distributed", "optim"},
-          {"training", "inference", "verification"}, {"api", "plot"}, {"tasks"},
-          {"cli", "arguments", "__main__"}]  # fmt: skip
+          {"training", "inference", "verification"}, {"arguments", "compose"}, {"api", "plot"}, {"tasks"},
+          {"cli", "__main__"}]  # fmt: skip
 # A room may also use its own floor: training's checkpoints are read by inference.
 FILES = sorted((ROOT / "ensemble_ml").rglob("*.py"))
 
@@ -40,8 +40,8 @@ def test_imports_point_down(path):
         above = {other for other in rooms if floor(other) > floor(room)}
         assert not above, f"{room} imports {above}"
     tops = {n.split(".")[0] for n in names}
-    if room != "cli":
-        assert not tops & {"hydra"}, "only the command line knows Hydra"
+    if room not in {"cli", "compose"}:
+        assert not tops & {"hydra"}, "settings are composed in one place, and only sweeps are run by Hydra"
     if room != "distributed":
         assert not any(n.startswith("torch.distributed") for n in names)
     if room in GROUND | {"store", "verification"}:
@@ -62,8 +62,9 @@ def test_data_preparation_needs_no_torch(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_benchmarks_use_what_the_command_line_does(path):
-    # torch's own averagers of models are competitors.
-    names = [name for name in imported(path) if not name.startswith("torch.distributed.algorithms.model_averaging")]
+    # torch's own averagers of models and its split tensors are competitors.
+    rivals = "torch.distributed" + ".algorithms.model_averaging" * (path.name != "rival_convolutions.py")
+    names = [name for name in imported(path) if not name.startswith(rivals)]
     assert not {
         n for n in names if n.startswith(("hydra", "torch.distributed", "ensemble_ml.cli", "ensemble_ml.tasks"))
     }

@@ -35,7 +35,7 @@ def test_version(capsys):
 def test_help_explains_every_setting(capsys, task):
     status, out, _ = run(capsys, task, "--help")
     assert status == 0
-    for key, _, doc in cli.schema.setting_lines(TASKS[task].config):
+    for key, _, doc in cli.schema.setting_lines(cli.schema.SCHEMAS[task]):
         assert key in out and doc and doc in out
 
 
@@ -78,7 +78,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["train", "run=a", "data.store=x", "optim.quorum=3"], "optim.quorum=3: exchange=allreduce takes no notice"),
         (
             ["train", "run=a", "data.store=x", "optim.exchange=vote", "optim.quorum=3", "parallel.lat=auto"],
-            "optim.quorum=3: the planner lets ranks share a sample",
+            "optim.quorum=3: the planner may split a sample over ranks",
         ),
         (["benchmark", "benchmark=stragglers", "stragglers.steps=5"], "stragglers.steps=5: must be a multiple of"),
         (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a distribution by variable"),
@@ -142,7 +142,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["train", "-sc"], "--shell-completion: name the shell: eval"),
         (
             ["evaluate", "forecast=a", "ensemble=b", "output=c", "members_in=[1,2]"],
-            "members_in=[1, 2]: give a number, of first members of the raw ensemble",
+            "members_in=[1, 2]: give the number of members of the raw ensemble",
         ),
         (
             ["train", "run=..", "data.store=x"],
@@ -252,7 +252,7 @@ def test_a_run_of_a_sweep_that_was_stopped(capsys, tmp_path, monkeypatch, alone)
     monkeypatch.setattr("sys.argv", ["ensemble-ml"])
     monkeypatch.setattr(cli, "_goes_on", lambda: not alone)
     task = TASKS["train"]
-    monkeypatch.setitem(TASKS, "train", Task(task.config, stopped, task.example, task.leaves))
+    monkeypatch.setitem(TASKS, "train", Task(stopped, task.example, task.leaves))
     settings = "train", "-m", "run=a", "data.store=b", "seed=0,1", "hydra.sweep.dir=sweep"
     if alone:
         with pytest.raises(SystemExit) as ended:
@@ -275,8 +275,8 @@ def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):
 
 
 def test_inspect_takes_what_a_pattern_of_the_shell_gives(capsys, tmp_path, monkeypatch):
-    seen, task = [], TASKS["inspect"]
-    monkeypatch.setitem(TASKS, "inspect", Task(task.config, lambda config: seen.append(config), "", ""))
+    seen = []
+    monkeypatch.setitem(TASKS, "inspect", Task(lambda config: seen.append(config), "", ""))
     assert run(capsys, "inspect", "a b.grib", "c[1].grib", "format=json")[0] == 0
     assert run(capsys, "inspect", "store=d.zarr")[0] == 0
     assert [one.store for one in seen] == [["a b.grib", "c[1].grib"], "d.zarr"] and seen[0].format.value == "json"
@@ -290,8 +290,8 @@ def test_inspect_of_nothing(capsys, given):
 
 
 def test_inspect_takes_a_list_that_is_longer_than_a_path(capsys, monkeypatch):
-    seen, task = [], TASKS["inspect"]
-    monkeypatch.setitem(TASKS, "inspect", Task(task.config, lambda config: seen.append(config.store), "", ""))
+    seen = []
+    monkeypatch.setitem(TASKS, "inspect", Task(lambda config: seen.append(config.store), "", ""))
     paths = [f"archive/forecast_{number}.grib" for number in range(400)]
     assert run(capsys, "inspect", f"store=[{','.join(paths)}]")[0] == 0 and seen == [paths]
     monkeypatch.undo()
@@ -346,8 +346,8 @@ def test_options_of_hydra_show_what_they_show_elsewhere(capsys, tmp_path, argume
 def test_a_folder_of_ones_own_files_is_looked_through(capsys, tmp_path, monkeypatch):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 77\n")
-    seen, task = [], TASKS["train"]
-    monkeypatch.setitem(TASKS, "train", Task(task.config, lambda config: seen.append(config.seed), "", ""))
+    seen = []
+    monkeypatch.setitem(TASKS, "train", Task(lambda config: seen.append(config.seed), "", ""))
     given = ["train", "--config-dir", str(tmp_path), "experiment=mine", "run=a", "data.store=b"]
     assert run(capsys, *given)[0] == 0 and run(capsys, *given, "--run")[0] == 0 and seen == [77, 77]
 
@@ -447,8 +447,8 @@ def test_texts_and_paths_that_look_like_numbers_stay_as_they_are_written(task, g
 def test_a_sweep_over_names_that_look_like_numbers(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ensemble-ml"])
-    seen, task = [], TASKS["train"]
-    monkeypatch.setitem(TASKS, "train", Task(task.config, lambda config: seen.append(config.run), "", ""))
+    seen = []
+    monkeypatch.setitem(TASKS, "train", Task(lambda config: seen.append(config.run), "", ""))
     assert run(capsys, "train", "-m", "run=1.10,1_0,a", "data.store=1e5", "hydra.sweep.dir=sweep")[0] == 0
     assert seen == ["1.10", "1_0", "a"]
 
@@ -458,7 +458,7 @@ def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     task = TASKS["prepare"]
-    monkeypatch.setitem(TASKS, "prepare", Task(task.config, interrupted, task.example, task.leaves))
+    monkeypatch.setitem(TASKS, "prepare", Task(interrupted, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_INTERRUPTED and "interrupted" in err
 
@@ -466,7 +466,7 @@ def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
 def test_a_signal_of_a_time_limit_asks_for_the_same_command_again(capsys, monkeypatch):
     task = TASKS["prepare"]
     build = lambda _: os.kill(os.getpid(), signal.SIGUSR1)  # noqa: E731
-    monkeypatch.setitem(TASKS, "prepare", Task(task.config, build, task.example, task.leaves))
+    monkeypatch.setitem(TASKS, "prepare", Task(build, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_REQUEUE and "the same command goes on" in err
 
@@ -499,7 +499,7 @@ def test_a_signal_before_the_first_step(capsys, monkeypatch, kept, restarts, num
             stop.arm()
 
     task = TASKS["train"]
-    monkeypatch.setitem(TASKS, "train", Task(task.config, fits, task.example, task.leaves))
+    monkeypatch.setitem(TASKS, "train", Task(fits, task.example, task.leaves))
     found, _, err = run(capsys, "train", "run=a", "data.store=b")
     assert found == status
     assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1
@@ -510,7 +510,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'eccodes'", name="eccodes")
 
     task = TASKS["prepare"]
-    monkeypatch.setitem(TASKS, "prepare", Task(task.config, lacks, task.example, task.leaves))
+    monkeypatch.setitem(TASKS, "prepare", Task(lacks, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_USER and "pip install 'ensemble-ml[grib]'" in err
 

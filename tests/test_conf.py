@@ -13,7 +13,7 @@ from stores import make_store
 
 from data_prep.simulate.schedule import model_years
 from ensemble_ml import cli
-from ensemble_ml.config import BenchmarkConfig, SimulateConfig, TrainConfig
+from ensemble_ml.config import SCHEMAS, BenchmarkConfig, SimulateConfig, TrainConfig
 from ensemble_ml.models import Climate, ModelSpec, build_model
 from ensemble_ml.optim import build
 from ensemble_ml.tasks import benchmark_names
@@ -47,7 +47,7 @@ def overrides_of(path: Path) -> tuple[str, list[str]]:
 def test_file_composes_and_builds(path):
     task, overrides = overrides_of(path)
     config = cli.build_config(task, cli.compose_config(task, overrides))
-    assert type(config) is cli.TASKS[task].config
+    assert type(config) is SCHEMAS[task]
     if isinstance(config, TrainConfig):
         builds(config)
     if isinstance(config, SimulateConfig) and len(path.parts) > 1:
@@ -102,8 +102,7 @@ def test_a_sweep_in_jobs_of_its_own(tmp_path):
     store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(8, 8)).path
     small = [
         "model.hidden=4",
-        "model.surroundings=16",
-        "model.residuals=16",
+        "model.points=16",
         "model.max_hidden=4",
         "model.depth=1",
         "model.precision=float32",

@@ -62,6 +62,11 @@ def test_links_of_the_readme_lead_somewhere():
     assert len(text.splitlines()) <= 80
 
 
+def test_the_gallery_lists_every_notebook():
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "gallery.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "notebooks").glob("*.py")) and len(listed) == 8
+
+
 def test_the_curves_of_the_concepts_are_those_of_simulated_members():
     """Both figures of the text, and the curves behind the pictures, against draws."""
     spec = importlib.util.spec_from_file_location("concept_pictures", ROOT / "scripts" / "concept_pictures.py")

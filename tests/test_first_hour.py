@@ -23,7 +23,7 @@ FEW = 2
 MEMBERS = 5
 LEADS = (24, 48)
 NARROW = {  # networks, for a grid of a degree in a test
-    "model.hidden": 8, "model.max_hidden": 16, "model.surroundings": 16, "model.residuals": 16,
+    "model.hidden": 8, "model.max_hidden": 16, "model.points": 16,
     "model.precision": "float32",
 }  # fmt: skip
 GEFS_LEFT_OUT = {  # fields at each date, lead and of each product

@@ -50,7 +50,7 @@ def run(tmp_path_factory):
             steps=3,
             batch_size=2,
             data=DataConfig(store=store.path, train=["2001-01-01/2001-01-10"], validation=["2001-01-11"], members=[3]),
-            model=ModelConfig(hidden=8, max_hidden=8, surroundings=16, residuals=16, depth=1),
+            model=ModelConfig(hidden=8, max_hidden=8, points=16, depth=1),
             tracking=TrackingConfig(tensorboard=False),
         )
     )
@@ -345,3 +345,27 @@ def test_calibrate_and_verify_gains_on_the_raw_members(lesson):
     text = lesson("calibrate_and_verify")
     assert "t2m_ensemble_spread" in text and "2 test dates in 1 independent block" in text
     assert float(re.search(r"CRPS (\S+) % lower than the raw 3 members", text)[1]) > 5
+
+
+def test_spread_from_few_finds_more_in_the_flow_than_in_two_members(lesson):
+    text = lesson("spread_from_few")
+    errors = {key: float(error) for key, error in re.findall(r"^(.+): (\S+) K", text, re.MULTILINE)}
+    assert errors["known sigma"] < errors["predicted from 1"] < 1.3 * errors["known sigma"]
+    assert errors["predicted from 1"] < 0.7 * errors["raw from 2"] and "raw from 1" not in errors
+    assert errors["predicted from 5"] < errors["regression from 5"] < errors["raw from 5"]
+
+
+def test_rain_and_wind_have_bounds_and_better_probabilities(lesson):
+    text = lesson("rain_and_wind")
+    assert "csgamma" in text and "truncated_normal" in text
+    assert min(map(float, re.findall(r"smallest quantile anywhere: (\S+)", text))) >= 0
+    gains = re.findall(r"calibrated \((\S+) % lower\)", text)
+    assert len(gains) == 2 and all(float(gain) > 5 for gain in gains)
+
+
+def test_parts_of_a_model_come_nearer_to_the_best_forecast(lesson):
+    text = lesson("parts_of_a_model")
+    crps = {name: float(score) for name, score in re.findall(r"^(.+): (\S+) K", text, re.MULTILINE)}
+    assert crps["raw_5"] > crps["corrections"] > crps["and_network"] > crps["best possible"]
+    assert crps["best possible"] < crps["and_unet"] < crps["and_network"] + 0.005
+    assert crps["best possible"] == pytest.approx(1 / np.sqrt(np.pi), rel=0.05)

@@ -19,8 +19,7 @@ QUICK = [
     "steps=3",
     "threads=1",
     "model.hidden=8",
-    "model.surroundings=16",
-    "model.residuals=16",
+    "model.points=16",
     "model.max_hidden=16",
     "model.precision=float32",
     "tracking.tensorboard=false",
@@ -178,7 +177,7 @@ def contents(folder):
 
 @pytest.mark.skipif(not ERA5.exists(), reason=f"real data are absent: {ERA5}")
 @pytest.mark.slow
-def test_real_ensemble_of_analyses(tmp_path, undrawn):
+def test_real_ensemble_of_analyses(tmp_path):
     """ERA5's ten members, t and z at 500 and 850 hPa: a smoke test on real fields, never a claim."""
     store = tmp_path / "era5.zarr"
     ensemble_ml("prepare", f"input={ERA5}", "truth=null", f"output={store}")

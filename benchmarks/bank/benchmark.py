@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ import torch
 from benchmarks.common.hosts import Hosts, available, linked
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.common.turns import take_turns
-from benchmarks.lion.trials import quickstart_config
+from benchmarks.lion.trials import NO_FITS, network_alone
 from benchmarks.step.benchmark import benchmark_spec, random_batch, training_step
-from ensemble_ml.config import BenchmarkConfig, ModelConfig, OptimConfig, OptimName, Precision, TrackingConfig
+from ensemble_ml.config import Precision
 from ensemble_ml.models import Climate, EnsembleModel, Speed
 from ensemble_ml.training import train
 from ensemble_ml.training.checkpoint import load_meta
@@ -51,23 +50,6 @@ _ENTRANTS: dict[str, dict[str, Any]] = {
     "16 / 16": {"max_hidden": 16},
 }
 _SINGLE = ("bank of 1 %",)  # one seed shows that it trains
-_NO_FITS: dict[str, Any] = {"linear": False, "local_terms": False}
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    bench = run_sections(Bench(config, Path(config.output) / "bank"), SECTIONS)
-    return bench.publish("One bank of weights for all kernels")
 
 
 def _quality(bench: Bench) -> None:
@@ -107,16 +89,8 @@ def _quality(bench: Bench) -> None:
 def _trained(bench: Bench, store: str, seed: int, name: str, model: dict[str, Any]) -> Path:
     """Train one competitor, unless that is done, and return the folder of its run."""
     given = bench.config.bank
-    size: dict[str, Any] = {"hidden": 16, "max_hidden": 64, "precision": Precision.float32} | _NO_FITS | model
-    settings = replace(
-        quickstart_config(store, seed=seed, steps=given.steps, optim={}),
-        run=f"seed{seed}-{name.replace(' ', '')}".replace("/", "-").replace("%", "pct"),
-        output=str(bench.folder / "runs"),
-        model=ModelConfig(**size),
-        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05),
-        validate_every=10**6, checkpoint_every=10**6, checkpoint_minutes=0,
-        tracking=TrackingConfig(tensorboard=False),
-    )  # fmt: skip
+    run = f"seed{seed}-{name.replace(' ', '')}".replace("/", "-").replace("%", "pct")
+    settings = network_alone(store, bench.folder / "runs", run, seed=seed, steps=given.steps, **model)
     folder = Path(settings.output) / settings.run
     done = folder / "checkpoints" / "last"
     return folder if done.exists() and load_meta(done)["step"] == given.steps else train(settings)
@@ -128,7 +102,7 @@ def _step(bench: Bench) -> None:
     entrants: dict[str, Callable[[], object]] = {}
     sizes = {}
     for name, share in (("dense", 0.0), ("bank", _BANK)):
-        spec = benchmark_spec(*shape, hidden=16, max_hidden=64, bank=share, **_NO_FITS)
+        spec = benchmark_spec(*shape, hidden=16, max_hidden=64, bank=share, **NO_FITS)
         torch.manual_seed(0)
         model = EnsembleModel(spec, Climate.default(spec))
         Speed(Precision.float32, True).apply(model)
@@ -159,7 +133,7 @@ def _vote(bench: Bench, hosts: Hosts) -> None:
     sent: dict[str, list[float]] = {"dense": [], "bank": []}
     for _ in range(2):
         for name, share in (("dense", 0.0), ("bank", _BANK)):
-            config = {"hidden": 32, "max_hidden": 128, "bank": share, **_NO_FITS}
+            config = {"hidden": 32, "max_hidden": 128, "bank": share, **NO_FITS}
             job = {
                 "work": "steps",
                 "repeats": bench.config.repeats,
@@ -182,4 +156,4 @@ def _vote(bench: Bench, hosts: Hosts) -> None:
         bench.race(words, seconds["dense"], seconds["bank"], 2.0)
 
 
-SECTIONS = {"step": _step, "links": _links, "quality": _quality}
+run = benchmark("One bank of weights for all kernels", {"step": _step, "links": _links, "quality": _quality})

@@ -1,1 +1,1 @@
-"""Tools of several benchmarks: results, sections, races by turns, processes of their own, jobs of ranks, hosts."""
+"""Tools of several benchmarks: results, sections, turns, own processes, jobs of ranks, ranks as threads, hosts."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Bench:
-    """The settings of a benchmark, its folder, which is made, and the results so far."""
+    """A benchmark: its settings, its folder, which is created, and the results so far."""
 
     config: BenchmarkConfig
     folder: Path
@@ -31,31 +31,31 @@ class Bench:
 
     @property
     def tiny(self) -> bool:
-        """Return whether this run only shows that everything runs."""
+        """Return whether this run is a smoke test at the smallest size, whose figures do not count."""
         return self.config.size is BenchmarkSize.tiny
 
     def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
         """Add a claim.
 
         Args:
-            words: the promise in its own words.
+            words: the claim as a sentence.
             value: the measured value.
             unit: its unit.
-            target: the limit that keeps the promise.
+            target: the smallest value with which the claim holds, or the largest one with `at_most`.
             at_most: whether the target is an upper limit.
         """
         self.claims.append(Claim(words, value, unit, target, at_most))
 
     def race(self, words: str, theirs: Sequence[float], ours: Sequence[float], target: float) -> None:
-        """Claim how many times as long theirs takes as ours.
+        """Add the claim that the other tool takes at least `target` times as long as this package.
 
-        The figure is kept, too. If the claim is near its target, the range shows whether all rounds reach it.
+        The ratio is also published as a figure, whose range shows whether every round reaches the target.
 
         Args:
-            words: the promise in its own words.
+            words: the claim as a sentence.
             theirs: seconds of the other tool, one for each round.
-            ours: our seconds.
-            target: the smallest ratio that keeps the promise.
+            ours: seconds of this package.
+            target: the smallest ratio with which the claim holds.
         """
         self.figures[words] = times_as_long(theirs, ours)
         self.claim(words, self.figures[words].median, "times", target)
@@ -109,3 +109,25 @@ def run_sections(bench: B, sections: Mapping[str, Callable[[B], None]]) -> B:
         sections[name](bench)
         log.info("%s: %s took %.0f s", bench.config.benchmark, name, time.monotonic() - start)
     return bench
+
+
+def benchmark(
+    title: str,
+    sections: Mapping[str, Callable[[B], None]],
+    bench: Callable[[BenchmarkConfig, Path], B] = Bench,  # type: ignore[assignment]  # B is Bench by default
+) -> Callable[[BenchmarkConfig], Path]:
+    """Return the function that `ensemble-ml benchmark` calls.
+
+    It runs the chosen sections, writes OUTPUT/NAME/results.json and report.html, and returns the path of the former. A
+    UserError says that `only` names an unknown section, or that a section cannot be run.
+
+    Args:
+        title: title of the page.
+        sections: all sections by name.
+        bench: makes the benchmark from its settings and its folder.
+    """
+
+    def run(config: BenchmarkConfig) -> Path:
+        return run_sections(bench(config, Path(config.output) / config.benchmark), sections).publish(title)
+
+    return run

@@ -34,20 +34,16 @@ from typing import Any
 import torch
 
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
-from benchmarks.lion.trials import quickstart_config
+from benchmarks.common.sections import Bench, benchmark
+from benchmarks.lion.trials import network_alone
 from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.api.inputs import open_input
 from ensemble_ml.config import (
     BenchmarkConfig,
     CompactConfig,
     CompactData,
-    ModelConfig,
-    OptimConfig,
-    OptimName,
     Precision,
     PredictConfig,
-    TrackingConfig,
     TrainConfig,
     Vertical,
 )
@@ -55,7 +51,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, build_model
-from ensemble_ml.models.compact import NETWORKS, groups
+from ensemble_ml.models.compact import POINTS, groups
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.store import open_store
 from ensemble_ml.training import load_model, train
@@ -67,27 +63,6 @@ from ensemble_ml.training.tracking import read_log
 log = logging.getLogger(__name__)
 
 _SECONDS = "seconds"  # file of a run with the processor time that it took
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a network cannot become as fast as is asked for.
-    """
-    torch.set_num_threads(1)
-    bench = Bench(config, Path(config.output) / "compact")
-    lacking = [name for name in ("store", "checkpoint") if getattr(config.compact, name) is None]
-    bench.notes += [f"compact.{name} was not given: its sections were left out." for name in lacking]
-    return run_sections(bench, {"quality": _quality, "speed": _speed, "predict": _predict}).publish(
-        "Compacted networks"
-    )
 
 
 def _quality(bench: Bench) -> None:
@@ -131,20 +106,8 @@ def _settings(bench: Bench, seed: int, name: str, **model: Any) -> TrainConfig:
     """Return the settings of a training of the U-Net alone."""
     given = bench.config.compact
     assert given.store is not None
-    plain = quickstart_config(given.store, seed=seed, steps=given.steps, optim={})
-    size: dict[str, Any] = {
-        "hidden": 16,
-        "max_hidden": 64,
-        "linear": False,
-        "local_terms": False,
-        "precision": Precision.float32,
-    }
-    optim = OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05)
-    return replace(
-        plain, run=f"seed{seed}-{name}", output=str(bench.folder / "runs"),
-        model=ModelConfig(**size | model), optim=optim,
-        validate_every=10**6, checkpoint_every=10**6, checkpoint_minutes=0, tracking=TrackingConfig(tensorboard=False),
-    )  # fmt: skip
+    run = f"seed{seed}-{name}"
+    return network_alone(given.store, bench.folder / "runs", run, seed=seed, steps=given.steps, **model)
 
 
 def _trained(bench: Bench, seed: int) -> dict[str, Path]:
@@ -244,11 +207,11 @@ def _by_turns(bench: Bench, where: str, models: Mapping[str, torch.nn.Module], i
 def _speed(bench: Bench) -> None:
     """Cut networks to half their time at two sizes, in both precisions."""
     cases: list[tuple[tuple[int, int, int], dict[str, int]]] = [
-        ((8, 64, 128), {"residuals": 2048}),
+        ((8, 64, 128), {"points": 2048}),
         ((4, 33, 64), {"hidden": 16, "max_hidden": 64}),
     ]
     if bench.tiny:
-        cases = [((2, 16, 32), {"surroundings": 64, "residuals": 64, "depth": 2})]
+        cases = [((2, 16, 32), {"points": 64, "depth": 2})]
     for shape, size in cases:
         for precision in [Precision.float32] + [Precision.bfloat16] * has_bfloat16(torch.device("cpu")):
             where = f"at {' x '.join(map(str, shape))}, hidden {size.get('hidden', 32)}, {precision.value}"
@@ -269,7 +232,7 @@ def _halve(bench: Bench, where: str, spec: ModelSpec, speed: Speed) -> None:
     whole, inputs = made(), random_batch(spec, 1)
     every = groups(whole.spec, whole.state_dict())
     terms = {name: torch.full((group.size,), 1 / group.size) for name, group in every.items()}
-    moments = {name: torch.eye(every[name].size + 1, dtype=torch.float64) for name in NETWORKS}
+    moments = torch.eye(every[POINTS].size + 1, dtype=torch.float64)
     clock, importance = Clock(whole, inputs), Importance(terms, moments)
     try:
         small, _ = reach(clock, importance, 1.2 if bench.tiny else 2.0, speed.precision)
@@ -277,8 +240,7 @@ def _halve(bench: Bench, where: str, spec: ModelSpec, speed: Speed) -> None:
         bench.notes.append(f"{where}: {error}.")
         small, _ = reach(clock, importance, 1.5, speed.precision)
     widths, inner = small.spec.config.channels()
-    units = small.spec.config.surroundings, small.spec.config.residuals
-    bench.notes.append(f"{where}: channels {widths}, inside blocks {inner}, hidden units {units}.")
+    bench.notes.append(f"{where}: channels {widths}, inside blocks {inner}, hidden units {small.spec.config.points}.")
     entrants = {
         "whole": whole, "compacted": small, "flat": made(max_hidden=spec.config.hidden),
         "separable": made(vertical=Vertical.separable), "none": without_network(whole),
@@ -311,3 +273,15 @@ def _predict(bench: Bench) -> None:
     for name, values in times.items():
         bench.figures[f"predict as a whole, {name}"] = Figure.of(values, "s")
     bench.claim("speedup of predict as a whole", min(times["whole"]) / min(times["compacted"]), "times", 1.5)
+
+
+def _bench(config: BenchmarkConfig, folder: Path) -> Bench:
+    """Compute on one thread, and note which sections are left out."""
+    torch.set_num_threads(1)
+    lacking = [name for name in ("store", "checkpoint") if getattr(config.compact, name) is None]
+    return Bench(
+        config, folder, notes=[f"compact.{name} was not given: its sections were left out." for name in lacking]
+    )
+
+
+run = benchmark("Compacted networks", {"quality": _quality, "speed": _speed, "predict": _predict}, _bench)

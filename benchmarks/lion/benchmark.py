@@ -20,10 +20,10 @@ import torch
 from benchmarks.common.hosts import Hosts, available, linked
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.lion import packing, quality, simulation
 from benchmarks.lion.worker import BALLOTS, DDP, ENTRANTS
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
+from ensemble_ml.config import BenchmarkSize, require
 
 _VOTE = "vote, 1 bit"
 _RIVALS = [name for name in ENTRANTS if not name.startswith("vote")]
@@ -64,22 +64,6 @@ class LionBench(Bench):
         for rate in self.config.lion.rates:
             with linked(ranks, rate) as hosts:
                 section(hosts)
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    bench = run_sections(LionBench(config, Path(config.output) / "lion"), SECTIONS)
-    return bench.publish("Compressed Lion and its peers")
 
 
 def _packing(bench: LionBench) -> None:
@@ -256,11 +240,15 @@ def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) 
             bench.claim(words, max(more), "%", 0.5, at_most=True)
 
 
-SECTIONS: dict[str, Callable[[LionBench], None]] = {
-    "packing": _packing,
-    "simulation": _simulation,
-    "communication": _communication,
-    "steps": _steps,
-    "replicas": _replicas,
-    "quality": _quality,
-}
+run = benchmark(
+    "Compressed Lion and its peers",
+    {
+        "packing": _packing,
+        "simulation": _simulation,
+        "communication": _communication,
+        "steps": _steps,
+        "replicas": _replicas,
+        "quality": _quality,
+    },
+    LionBench,
+)

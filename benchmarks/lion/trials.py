@@ -19,19 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common.simulated import Room, SimulatedCommunicator, on_ranks
 from ensemble_ml.config import (
     Assign,
     DataConfig,
     LoadingConfig,
     ModelConfig,
     OptimConfig,
+    OptimName,
     ParallelConfig,
     Precision,
+    TrackingConfig,
     TrainConfig,
 )
 from ensemble_ml.distributed import Communicator, Mesh, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import exchange_between
-from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator, on_ranks
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.world import World
 from ensemble_ml.loading import Reader
@@ -44,6 +46,11 @@ from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.state import Average, State
 from ensemble_ml.training.trainer import Trainer
+
+NO_FITS: dict[str, Any] = {
+    "linear": False,
+    "local_terms": False,
+}  # a model without what is fitted before the first step
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,26 @@ def quickstart_config(
         optim=OptimConfig(**({"weight_decay": 0.05} | optim)),
         loading=LoadingConfig(assign=assign),
     )
+
+
+def network_alone(store: str, folder: Path, run: str, *, seed: int, steps: int, **model: Any) -> TrainConfig:
+    """Return the settings of a training of the U-Net without the fits, which would hide what the network gains.
+
+    Args:
+        store: path of the tensor store.
+        folder: folder of the runs.
+        run: name of the run.
+        seed: the seed.
+        steps: number of steps; one checkpoint and one validation are after the last.
+        **model: settings of the model.
+    """
+    size: dict[str, Any] = {"hidden": 16, "max_hidden": 64, "precision": Precision.float32} | NO_FITS | model
+    return replace(
+        quickstart_config(store, seed=seed, steps=steps, optim={}),
+        run=run, output=str(folder), model=ModelConfig(**size),
+        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, lr=1e-3, weight_decay=0.05),
+        validate_every=10**6, checkpoint_every=10**6, checkpoint_minutes=0, tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
 
 
 def prepare(config: TrainConfig) -> Run:

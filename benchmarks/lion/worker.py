@@ -164,8 +164,8 @@ def _network(session: Session, job: dict[str, Any]) -> tuple[EnsembleModel, Call
 
     def loss(module: nn.Module) -> Tensor:
         found = module(batch)
-        distance = crps(Family.NORMAL, found.location_p, found.scale_p, torch.zeros_like(found.location_p)).mean()
-        return distance + (found.spread_p - 1).square().mean()
+        distance = crps(Family.NORMAL, found.location, found.scale, torch.zeros_like(found.location)).mean()
+        return distance + (found.spread - 1).square().mean()
 
     return model, loss
 

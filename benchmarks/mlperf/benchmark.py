@@ -35,8 +35,8 @@ from ensemble_ml.training.mllog import FILE, staged
 RULES = LINKS.parent / "mlperf" / "ensemble_ml.yaml"
 _PREFIX = ":::MLLOG "
 _LIMIT = 6 * 3600.0  # seconds of a run
-_NETWORK = ("model=small", "model.hidden=8", "model.max_hidden=8", "model.depth=1", "model.surroundings=0",
-            "model.residuals=0", "model.linear=false")  # fmt: skip
+_NETWORK = ("model=small", "model.hidden=8", "model.max_hidden=8", "model.depth=1", "model.points=0",
+            "model.linear=false")  # fmt: skip
 _OURS = (*_NETWORK, "optim=lion", "optim.lr=2e-3", "optim.warmup=10")
 
 

@@ -23,11 +23,11 @@ import xarray as xr
 
 from benchmarks.common.hosts import Hosts, available, linked, python
 from benchmarks.common.results import LOST, Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.remote.entrants import LEADS, VARIABLES
 from benchmarks.remote.faults import meet_faults
 from benchmarks.remote.worker import ROWS
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+from ensemble_ml.config import BenchmarkSize
 
 _DATES = {BenchmarkSize.full: 48, BenchmarkSize.small: 12, BenchmarkSize.tiny: 2}
 _FAULTS = {BenchmarkSize.full: 200, BenchmarkSize.small: 50, BenchmarkSize.tiny: 3}
@@ -39,23 +39,6 @@ _LIKE = {  # mean (one for each level) and deviation of random values, and units
     "t2m": ((285.0,), 5.0, "K"), "msl": ((1.01e5,), 500.0, "Pa"),
 }  # fmt: skip
 _PEERS = {"xarray_load": "xarray over fsspec", "xarray_dask": "xarray and Dask over fsspec"}
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run the sections and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: an entrant failed.
-        AssertionError: a fault led to another store, or to an error of several lines.
-    """
-    bench = run_sections(Bench(config, Path(config.output) / "remote"), {"speed": _speed, "faults": _faults})
-    return bench.publish("Archives by URL")
 
 
 def archive(path: Path, dates: int, *, members: int = 50, shape: tuple[int, int] = (32, 64)) -> Path:
@@ -157,3 +140,6 @@ def _faults(bench: Bench) -> None:
         bench.figures[f"faults: {name}"] = Figure.of([count], "runs")
     words = "faults after which the store was the same bits, or one line said why and it stayed"
     bench.claim(words, sum(found.values()), "runs", _FAULTS[BenchmarkSize.full])
+
+
+run = benchmark("Archives by URL", {"speed": _speed, "faults": _faults})

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.jobs import take_part
+from benchmarks.common.memory import peak_bytes
 from benchmarks.common.turns import take_turns
 from benchmarks.spatial.network import cut_input, network, perturbed, small_case, training_loss, weighted_loss
 from benchmarks.step.benchmark import benchmark_spec, random_batch
@@ -98,7 +98,7 @@ def _compared(session: Session, shards: int, kind: OptimName, *, recompute: bool
     weighted_loss(expected, None, spec).backward()
     weighted_loss(got, shard, spec).backward()
     forward = max(
-        _error(getattr(got, n), shard.cut(getattr(expected, n))[part]) for n in ("location_p", "scale_p", "spread_p")
+        _error(getattr(got, n), shard.cut(getattr(expected, n))[part]) for n in ("location", "scale", "spread")
     )
     inner = [(p, q) for p, q in zip(alone.parameters(), mine.parameters(), strict=True) if shards_of(q) is not None]
     gradients = max(_error(whole(q.grad), p.grad) for p, q in inner)
@@ -140,25 +140,13 @@ def memory(session: Session, job: dict[str, Any]) -> dict[str, float]:
     shared(session, mine.model, shards)
     mine.step()  # FSDP2 makes its lists in the first one
     mine.model.zero_grad(set_to_none=True)
-    [measured] = _most(session, [_peak(mine.step)])
+    [measured] = _most(session, [peak_bytes(mine.step)])
     planned = trace(_run(shards), spec, Topology(data=shards), 1, Speed()).activations
     return {"planned": planned, "measured": measured}
 
 
 def _run(shards: int) -> TrainConfig:
     return TrainConfig(run="a", data=DataConfig(store="none"), parallel=ParallelConfig(shard=shards))
-
-
-def _peak(step: Callable[[], object]) -> int:
-    """Return the most bytes that torch's allocator gave at once in a call, beyond those from before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 @dataclass(eq=False)
@@ -214,7 +202,7 @@ def steps(session: Session, job: dict[str, Any]) -> dict[str, Any]:
 def _peak_of(entrant: Entrant) -> int:
     """Return the peak of a step beyond weights and momenta; of gradients, those of this step alone are in it."""
     entrant.optimizer.zero_grad(set_to_none=True)
-    return _peak(entrant.step)
+    return peak_bytes(entrant.step)
 
 
 def _entrant(name: str, session: Session, spec: ModelSpec) -> Entrant:

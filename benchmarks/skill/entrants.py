@@ -47,7 +47,7 @@ START = "start"  # our network before its first step: a statistical correction
 CLOSED_FORM = ("emos",)  # a single fit, without trials or seeds
 # The settings of conf/model, except that our U-Net has the size of the quickstart.
 NETS: dict[str, dict[str, Any]] = {
-    "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "residuals": 2048},
+    "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "points": 2048},
     "emos": {"spread": False},
     "drn": {"spread": False, "hidden": 128, "departures": True},
     "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128, "departures": True},
@@ -62,7 +62,7 @@ TRIALS: tuple[dict[str, Any], ...] = (
 )
 _COMMIT = "commit.txt"
 _NO_STEP = {"lr": 1e-12, "weight_decay": 0.0}
-_TINY = {"hidden": 8, "max_hidden": 8, "depth": 1, "surroundings": 16, "residuals": 16}
+_TINY = {"hidden": 8, "max_hidden": 8, "depth": 1, "points": 16}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Score every entrant on the test dates, beside the raw ensemble and its corrections step by step.
+"""Score the forecasts on the test dates, together with the raw ensemble and its corrections, one step after another.
 
 Axes: D init time, M member, T lead, Z level, Y latitude, X longitude.
 """
@@ -31,7 +31,7 @@ from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble
 
 EXTREME = 0.7  # |EFI| above which a forecast counts as extreme
 BINS = 10
-CHANCE = "chance"  # an entrant: the error that remains if the distribution of the members is known
+CHANCE = "chance"  # label of the error that remains even if the distribution of the members is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Data:
     train: np.ndarray
     test: np.ndarray
     members: int
-    seasons: dict[int, np.ndarray] = field(default_factory=dict)  # of the model climate
+    seasons: dict[int, np.ndarray] = field(default_factory=dict)
     heights: Heights | None = None
 
     @property
@@ -60,7 +60,7 @@ class Data:
         return len(self.store.layout.realization)
 
     def read(self, part: Part, date: int, group: Group) -> np.ndarray:
-        """Return (M, Z, Y, X) float64; a truth has M = 1.
+        """Return the fields of a group at one init time, (M, Z, Y, X) float64. For the truth, M is 1.
 
         Args:
             part: forecast or truth.
@@ -82,7 +82,7 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """Fits of one group to the training dates, and where its test dates are extreme.
+    """The fits of one group to the training dates, and a mask of extreme points on the test dates.
 
     Attributes:
         correction: corrections of the reduced ensemble.
@@ -117,7 +117,7 @@ def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, 
 
 
 def fit(data: Data, group: Group) -> Fitted:
-    """Fit the corrections of one group, and find where its test dates are extreme.
+    """Fit the corrections of one group, and find the points that are extreme on the test dates.
 
     Args:
         data: the store and its dates.
@@ -147,7 +147,7 @@ def _extremes(data: Data, group: Group) -> np.ndarray:
     """Return where |EFI| of the full ensemble is large on the test dates, (D, Z, Y, X) bool."""
     found = np.zeros((len(data.test), len(group.levels), *data.store.layout.grid.shape), bool)
     if len(np.unique(data.store.layout.init_time.astype("datetime64[Y]"))) < 2:
-        return found  # no other year to be unusual against
+        return found  # a model climate needs members of other years
     climate = ModelClimate(data.store, seasons=data.seasons)
     for position, date in enumerate(data.test.tolist()):
         index = extreme_forecast_index(climate, group, date, data.read(Part.FORECAST, date, group))
@@ -214,8 +214,9 @@ class _Scorer:
     def _raw(self, members: np.ndarray) -> Iterator[tuple[str, Family, np.ndarray, np.ndarray]]:
         """Yield forecasts of the raw ensemble and of its corrections, as distributions.
 
-        These are N(m, (1 + 1/M) s^2) of all members and of the reduced ensemble; the latter without bias; then also
-        with the right dispersion; and then with the variable's own distribution with that mean.
+        The first two are N(m, (1 + 1/M) s^2) of all members and of the reduced ensemble. The next three correct the
+        reduced ensemble, each on top of the one before: the bias, the dispersion, and the variable's own distribution
+        in place of the normal one, with the same mean.
         """
         few, law = self.data.members, registered(self.group.variable).family
         for size in (self.data.full, few):
@@ -249,7 +250,8 @@ class _Scorer:
                 self._put("held_out", label, error**2, everywhere)
         if held is not None and self.fitted.held_out is not None:
             self._put("held_out", f"held_out_regression_{few}", (self.fitted.held_out(given) - held) ** 2, everywhere)
-            # Variance of `held` where its members are normal draws and their law is known: no forecast errs by less.
+            # If members are draws from a known normal distribution, this is the variance of `held`. No forecast has a
+            # smaller mean squared error.
             known = c4(full - few)
             self._put("held_out", CHANCE, (c4(full) / known) ** 2 * (1 - known**2) * variance, everywhere)
 
@@ -277,7 +279,7 @@ class _Scorer:
             self._put(f"bin_{number}", label, (bins == number).astype(float), weight)
 
     def _read(self, file: netCDF4.Dataset, part: str) -> np.ndarray:
-        """Return (Z, Y, X) float64 at the group's lead, with levels in the group's order."""
+        """Return fields of a forecast file at the group's lead, (Z, Y, X) float64, with levels in its order."""
         hours = np.atleast_1d(file.variables["forecast_period"][:]).astype(int).tolist()
         found = file.variables[f"{self.group.variable}_{part}"][0, hours.index(self.group.lead_hours)]
         values = np.ma.filled(found, np.nan)

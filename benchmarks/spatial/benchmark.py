@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +18,9 @@ import torch
 from benchmarks.common.hosts import Hosts, available, linked
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import Figure, times_as_long
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.spatial.steps import GATHER, HALVES, ONE, OURS, OVERLAP
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+from ensemble_ml.config import BenchmarkSize
 
 _EXACT = 1e-12
 _SURE_STEP = 1e-6  # of a step; AdamW divides by |gradient| + 1e-8, which repeats relative errors of tiny gradients
@@ -57,22 +55,6 @@ class SpatialBench(Bench):
         hosts = hosts or Hosts(lat * lon)
         job = {"work": work, "lat": lat, "lon": lon, "repeats": self.config.repeats, **settings}
         return hand_out(hosts, "benchmarks.spatial.worker", job, self.folder, seconds=1200)
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    bench = run_sections(SpatialBench(config, Path(config.output) / "spatial"), SECTIONS)
-    return bench.publish("One sample over several ranks")
 
 
 def _exactness(bench: SpatialBench) -> None:
@@ -254,13 +236,17 @@ def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int], precisio
         bench.race(words, seconds[GATHER], _best(seconds)[0], 3.0)
 
 
-SECTIONS: dict[str, Callable[[SpatialBench], None]] = {
-    "exactness": _exactness,
-    "networks": _networks,
-    "rivals": _rivals,
-    "periodic": _periodic,
-    "memory": _memory,
-    "scaling": _scaling,
-    "links": _links,
-    "gpu": _gpu,
-}
+run = benchmark(
+    "One sample over several ranks",
+    {
+        "exactness": _exactness,
+        "networks": _networks,
+        "rivals": _rivals,
+        "periodic": _periodic,
+        "memory": _memory,
+        "scaling": _scaling,
+        "links": _links,
+        "gpu": _gpu,
+    },
+    SpatialBench,
+)

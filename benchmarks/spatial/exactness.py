@@ -217,7 +217,7 @@ def networks(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
         mine = copy.deepcopy(whole).to(device)
         shard = partition_model(mine, session.mesh, Overlap(overlap))
         expected, got = whole(batch), mine(cut_input(shard, batch).to(device))
-        names = ("location_p", "scale_p", "spread_p")
+        names = ("location", "scale", "spread")
         forward = max(_error(getattr(got, n).detach(), shard.cut(getattr(expected, n)).detach()) for n in names)
         weighted_loss(expected, None, spec).backward()
         weighted_loss(got, shard, spec).backward()

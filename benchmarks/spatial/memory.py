@@ -1,4 +1,4 @@
-"""Measure the peak memory of activations of a forward and backward pass, from the allocator's own events."""
+"""Measure the peak memory of activations of a forward and backward pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.memory import peak_bytes
 from benchmarks.spatial.network import cut_input, network, training_loss
 from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.distributed import Session
@@ -37,15 +38,9 @@ def peak(model: EnsembleModel, batch: EnsembleInput) -> tuple[int, int]:
     for module in model.modules():
         if isinstance(module, Convolution):
             hooks.append(module.register_forward_pre_hook(count))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        training_loss(model, batch).backward()
+    most = peak_bytes(lambda: training_loss(model, batch).backward())
     for hook in hooks:
         hook.remove()
-    held = most = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
     return most, padding[0]
 
 

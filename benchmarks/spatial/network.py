@@ -88,7 +88,7 @@ def weighted_loss(found: Prediction, shard: Shard | None, spec: ModelSpec) -> Te
     """
     weight = torch.rand(spec.grid.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     weight = weight if shard is None else shard.cut(weight)
-    values = found.location_p, found.scale_p, found.spread_p
+    values = found.location, found.scale, found.spread
     terms = [(torch.log1p(v.double() ** 2) * weight.to(v.device)).sum() for v in values if v is not None]
     return torch.stack(terms).sum()
 
@@ -101,5 +101,5 @@ def training_loss(model: nn.Module, batch: EnsembleInput) -> Tensor:
         batch: its input.
     """
     found = model(batch)
-    distance = crps(Family.NORMAL, found.location_p, found.scale_p, torch.zeros_like(found.location_p)).sum()
-    return (distance + (found.spread_p - 1).square().sum()) * 1e-6
+    distance = crps(Family.NORMAL, found.location, found.scale, torch.zeros_like(found.location)).sum()
+    return (distance + (found.spread - 1).square().sum()) * 1e-6

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common.turns import take_turns
-from ensemble_ml.distributed import Session
-from ensemble_ml.distributed.layers import partition
-from ensemble_ml.distributed.rival_convolutions import (
+from benchmarks.spatial.rival_convolutions import (
     Place,
     convolved,
     dtensor_place,
     gradients,
     shard_tensor_place,
 )
+from ensemble_ml.distributed import Session
+from ensemble_ml.distributed.layers import partition
 
 _DTENSOR, _SHARD_TENSOR = "torch DTensor", "PhysicsNeMo ShardTensor"
 _NAMES = ("forward", "input gradient", "weight gradient")

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.common.turns import take_turns
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.distributions import crps
@@ -72,20 +72,6 @@ CASES = (
     Case("the quickstart's 4 x 33 x 64, hidden 16, batch 4", (4, 33, 64), 4, {"hidden": 16, "max_hidden": 64}),
 )
 GPU_CASES = (*CASES, Case("8 x 361 x 720, hidden 32, batch 1", (8, 361, 720), 1))
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Time both forms in turn, at every shape, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-    """
-    keep_freed_memory()  # as in training; both forms gain from it
-    bench = run_sections(Bench(config, Path(config.output) / "step"), SECTIONS)
-    return bench.publish("A training step, ours and naive")
 
 
 def _device() -> torch.device:
@@ -253,7 +239,13 @@ def _time(bench: Bench) -> None:
             bench.claim(words, found["naive over ours"].median, "times", _FASTER)
 
 
-SECTIONS = {"bytes": _bytes, "prediction": _prediction, "time": _time}
+def _bench(config: BenchmarkConfig, folder: Path) -> Bench:
+    """Let freed memory stay with the process, as in training; both forms gain from it."""
+    keep_freed_memory()
+    return Bench(config, folder)
+
+
+run = benchmark("A training step, ours and naive", {"bytes": _bytes, "prediction": _prediction, "time": _time}, _bench)
 
 
 def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str, Figure], str]:
@@ -314,10 +306,8 @@ def random_batch(spec: ModelSpec, batch: int) -> EnsembleInput:
         batch: number of init times.
     """
     generator = torch.Generator().manual_seed(0)
-    leads = len(spec.leads_in)
-    members_p = torch.randn(batch, 5, leads, *spec.pressure_shape[1:], generator=generator)
-    members_s = torch.randn(batch, 5, leads, *spec.surface_shape[1:], generator=generator)
-    return ensemble_input(members_p, members_s, torch.full((batch,), 100.0))
+    members = torch.randn(batch, 5, len(spec.leads_in), *spec.shape[1:], generator=generator)
+    return ensemble_input(members, torch.full((batch,), 100.0))
 
 
 def _pass(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], Tensor]:
@@ -325,9 +315,9 @@ def _pass(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], Tensor]:
 
     def run_once() -> Tensor:
         found = model(batch)
-        zero = torch.zeros_like(found.location_p)
-        loss = crps(Family.NORMAL, found.location_p, found.scale_p, zero).mean()
-        loss = loss + (found.spread_p - 1).square().mean()
+        zero = torch.zeros_like(found.location)
+        loss = crps(Family.NORMAL, found.location, found.scale, zero).mean()
+        loss = loss + (found.spread - 1).square().mean()
         loss.backward()
         return loss
 
@@ -403,9 +393,9 @@ class _NaiveModel(EnsembleModel):
         with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
             shared = self.common_stem(common[:, :, None])
             planes = []
-            for (part, _), x_BCYXZ in zip(self._parts(), (channels_p, channels_s[..., None]), strict=True):
-                if part is not None:
-                    planes.append(part.stem(x_BCYXZ.permute(0, 1, 4, 2, 3).contiguous()) + shared)
+            for part in self._parts():
+                x_BCYXZ = channels_s[..., None] if part.surface else channels_p
+                planes.append(part.stem(x_BCYXZ.permute(0, 1, 4, 2, 3).contiguous()) + shared)
             hidden = torch.cat(planes, 2) + self.plane_bias[:, :, None, None]
             found = self.scale(_naive_unet(self.unet, hidden)).permute(0, 1, 3, 4, 2)
             return found.to(self.plane_bias.dtype)

@@ -7,8 +7,8 @@ WAGMA-SGD       between these meetings, groups average in every step, and no ran
                 arXiv:2005.00124, Algorithm 2)
 
 In WAGMA-SGD, the first rank that finishes step t starts the averages of that step in all groups. A rank that has not
-finished it contributes what it sent last. `combined` says what each rank then makes of its group's buffers: by the
-paper's rule, or by one that leaves old buffers out.
+finished the step contributes the weights that it sent last. Each rank then combines the weights of its group
+(`combined`) by the paper's rule, or by one that leaves out weights of earlier steps.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LocalSteps(Exchange):
 
 
 class DiLoCo(LocalSteps):
-    """Local SGD with an outer Nesterov step, by the paper's rate of 0.7 and momentum of 0.9."""
+    """Local SGD with an outer Nesterov step, with the paper's rate of 0.7 and momentum of 0.9."""
 
     _RATE, _MOMENTUM = 0.7, 0.9
 
@@ -90,7 +90,7 @@ class DiLoCo(LocalSteps):
 
 
 class Rounds(Protocol):
-    """The averages of groups, one in each step that does not end at a meeting."""
+    """The averages of groups: one in each step, unless all ranks average after it."""
 
     def publish(self, step: int, weights: Tensor) -> None:
         """Send this rank's weights after `step`, and start the step's averages if no other rank has."""
@@ -100,7 +100,7 @@ class Rounds(Protocol):
 
 
 class WaitAvoiding(LocalSteps):
-    """WAGMA-SGD.
+    """The exchange of WAGMA-SGD: weights are averaged in groups, and from time to time over all ranks.
 
     Args:
         group: all ranks.
@@ -115,7 +115,7 @@ class WaitAvoiding(LocalSteps):
         self._rounds: Rounds | None = None
 
     def begin(self, step: int) -> None:
-        """Note the number of the step; at the first, begin to answer the others."""
+        """Note the number of the step; at the first step, begin to take part in the averages of groups."""
         super().begin(step)
         if self._rounds is None:
             self._rounds = self._make(_flat(self.params))
@@ -148,8 +148,8 @@ def combined(own: Tensor, sent: Sequence[Sent], place: int, step: int, *, drop: 
         sent: what the ranks of the group had sent when the average began.
         place: place of the rank in its group.
         step: number of the step.
-        drop: leave out what follows an earlier step. Otherwise the paper's rule: W / S for a rank whose weights are
-            in the sum W of S buffers, and (W + own) / (S + 1) for a late one.
+        drop: leave out weights of earlier steps. Otherwise the paper's rule holds: with the sum W of the S weights that
+            the ranks had sent, a rank that was in time gets W / S, and a late one gets (W + own) / (S + 1).
     """
     late = sent[place][1] != step
     counted = [weights for weights, at in sent if at == step or not drop] + [own] * late
@@ -157,12 +157,12 @@ def combined(own: Tensor, sent: Sequence[Sent], place: int, step: int, *, drop: 
 
 
 def groups_of(ranks: int, size: int) -> list[list[list[int]]]:
-    """Return the groups of each phase: in phase i, the ranks that differ in digit i alone, in base `size`.
+    """Return the groups of each phase. In phase i, a group's rank numbers in base `size` differ only in digit i.
 
     After as many steps as there are phases, every rank's weights have reached every other rank.
 
     Raises:
-        UserError: the number of ranks is no power of the size of a group.
+        UserError: the number of ranks is not a power of the size of a group.
     """
     phases, stride = [], 1
     while stride < ranks:
@@ -170,7 +170,7 @@ def groups_of(ranks: int, size: int) -> list[list[list[int]]]:
         phases.append([[head + i * stride for i in range(size)] for head in heads])
         stride *= size
     if stride != ranks:
-        raise UserError(f"groups of {size}: {ranks} ranks are no power of it")
+        raise UserError(f"groups of {size}: the number of ranks, {ranks}, is not a power of {size}")
     return phases
 
 
@@ -179,9 +179,9 @@ def _flat(params: Sequence[Tensor]) -> Tensor:
 
 
 class Starts:
-    """The rank that hears of every finished step, and tells all ranks of the first to finish it.
+    """A hub that starts the averages: when the first rank finishes a step, it tells all ranks.
 
-    It stands in the place of a `Hub` behind its connections.
+    It takes the place of a `Hub`, and uses the same connections.
     """
 
     def __init__(self, size: int):
@@ -189,7 +189,7 @@ class Starts:
         self._next, self._lock = 0, threading.Lock()
 
     def put(self, rank: int, words: Tensor) -> None:
-        """Tell all ranks to begin the averages up to the step in `words`, unless they have."""
+        """Tell all ranks to begin the averages up to the step in `words`, except those that have begun."""
         with self._lock:
             for step in range(self._next, int(words[0]) + 1):
                 for outbox in self.outboxes:
@@ -203,12 +203,12 @@ class Starts:
 
 
 class GroupRounds:
-    """Averages of groups of processes, for which a thread of each rank answers while the rank computes.
+    """Averages of groups of processes. A thread of each rank takes part in them while the rank computes.
 
     Args:
         link: connection to `Starts`.
         groups: this rank's group in each phase, each with a communicator that nothing else uses.
-        meets: returns whether all ranks meet when so many steps are done, in place of an average of groups.
+        meets: returns whether, after a number of steps, all ranks average in place of groups.
         weights: weights before the first step.
     """
 
@@ -222,7 +222,7 @@ class GroupRounds:
 
     def publish(self, step: int, weights: Tensor) -> None:
         """Send this rank's weights after `step`, and start the step's averages if no other rank has."""
-        self._sent = (weights, step)  # one assignment, so that the thread never sees half of it
+        self._sent = (weights, step)  # one assignment, so that the thread never sees new weights with an old step
         self._link.send(torch.tensor([step]))
 
     def take(self, step: int) -> tuple[list[Sent], int]:
@@ -263,7 +263,7 @@ class ScriptedRounds:
         phases: groups of each phase (`groups_of`).
         script: for each step, the step after which each rank had last sent (`clock.held`).
         sent: what ranks have sent, by rank and step; all ranks share it.
-        news: tells of changes of `sent`.
+        news: notified when `sent` changes.
         weights: weights before the first step.
     """
 
@@ -295,8 +295,8 @@ class TorchAverages(LocalSteps):
     Args:
         group: the ranks.
         every: number of steps between averages of all.
-        sizes: for a hierarchical averager, the number of ranks that average, by the number of steps between their
-            averages; None for averages of all ranks alone.
+        sizes: for a hierarchical averager, {steps between averages: number of ranks that average}; None to average over
+            all ranks only.
     """
 
     def __init__(self, group: Communicator, every: int, sizes: Mapping[int, int] | None = None):
@@ -305,7 +305,7 @@ class TorchAverages(LocalSteps):
         from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
         self._averager = PeriodicModelAverager(every) if sizes is None else HierarchicalModelAverager(sizes)
-        self._averager.step = 1  # it would average after steps 1, 11, 21, ...
+        self._averager.step = 1  # otherwise it would average after steps 1, 11, 21, ...
 
     def after_step(self) -> dict[str, Any]:
         """Let torch average where it finds it is time."""

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +28,8 @@ from torch import Tensor
 from benchmarks.common.hosts import Hosts, available, linked
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
+from benchmarks.common.simulated import join_simulated
 from benchmarks.lion import trials
 from benchmarks.stragglers.averaging import DiLoCo, LocalSteps, ScriptedRounds, WaitAvoiding, groups_of
 from benchmarks.stragglers.clock import KINDS, Pace, averages, votes
@@ -46,11 +46,10 @@ from benchmarks.stragglers.worker import (
     QUORUM,
     VOTE,
 )
-from ensemble_ml.config import BenchmarkConfig, ExchangeName, ModelConfig, OptimConfig, Precision
+from ensemble_ml.config import ExchangeName, ModelConfig, OptimConfig, Precision
 from ensemble_ml.distributed import Communicator
 from ensemble_ml.distributed.choice import quorum_vote
 from ensemble_ml.distributed.quorum import quorum_of
-from ensemble_ml.distributed.simulated import join_simulated
 from ensemble_ml.optim import Exchange
 
 log = logging.getLogger(__name__)
@@ -62,21 +61,6 @@ _WORDS = {
 _ENTRANTS = [ALLREDUCE, DDP, VOTE, HUB, LOCAL, PERIODIC, HIERARCHICAL, DILOCO, PAPER, DROP, QUORUM]
 _SCALE = 64, 1024  # ranks of the simulated jobs
 _ROUNDS = 200  # steps of each
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    return run_sections(Bench(config, Path(config.output) / "stragglers"), SECTIONS).publish("Ranks that do not wait")
 
 
 def _speed(bench: Bench) -> None:
@@ -155,7 +139,7 @@ def _quality(bench: Bench) -> None:
         bench.notes.append("The quality section was left out: give stragglers.store=STORE.")
         return
     plain = trials.quickstart_config(given.store, seed=0, steps=given.quality_steps, optim={"lr": 1e-3})
-    model = ModelConfig(hidden=8, max_hidden=8, depth=1, surroundings=0, residuals=0, precision=Precision.float32)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=1, points=0, precision=Precision.float32)
     plain = replace(plain, model=model, average=0.0, validate_every=10**6, checkpoint_every=10**6)
     # A seed decides the order of dates, the members and the stragglers. The fits, most of the work, are made once.
     start = trials.prepare(plain)
@@ -246,4 +230,4 @@ def _maker(
     return quorum, ends
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"speed": _speed, "scaling": _scaling, "quality": _quality}
+run = benchmark("Ranks that do not wait", {"speed": _speed, "scaling": _scaling, "quality": _quality})

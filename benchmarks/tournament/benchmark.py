@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common.hosts import Hosts, available, linked, python
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.lion import trials
 from benchmarks.loading.storage import Storage
 from benchmarks.stragglers.averaging import LocalSteps
@@ -50,31 +50,12 @@ _PARTED = "tournament, parted dates"
 _EXTRA = {"shared": TournamentData.shared, "parted": TournamentData.parted}
 
 
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    bench = Bench(config, Path(config.output) / "tournament")
-    if config.tournament.store is None:
-        bench.notes.append("Only the simulation was run: give tournament.store=STORE for the other sections.")
-        bench.config = replace(config, only=["simulation"])
-    return run_sections(bench, SECTIONS).publish("Trainers that compete")
-
-
 def _plain(bench: Bench, seed: int, **tournament: Any) -> TrainConfig:
     """Return the settings of a training of trainers with one sample a step each."""
     given = bench.config.tournament
     assert given.store is not None
     plain = trials.quickstart_config(given.store, seed=seed, steps=given.steps, optim={})
-    model = ModelConfig(hidden=8, max_hidden=8, depth=1, surroundings=0, residuals=0, precision=Precision.float32)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=1, points=0, precision=Precision.float32)
     return replace(
         plain, model=model, average=0.0, batch_size=1, validate_every=1, checkpoint_every=10**6,
         optim=OptimConfig(weight_decay=0.05, lr=1e-3), parallel=ParallelConfig(trainer=given.trainers),
@@ -198,8 +179,8 @@ def _cost(bench: Bench) -> None:
     shutil.rmtree(output, ignore_errors=True)
     settings = {
         "run": "cost", "output": output.resolve(), "data.store": given.store, "data.train": "[2001]",
-        "data.validation": "[2002]", "model.hidden": 16, "model.max_hidden": 64, "model.surroundings": 0,
-        "model.residuals": 0, "model.precision": "float32", "batch_size": 1, "steps": 3 * every + 1,
+        "data.validation": "[2002]", "model.hidden": 16, "model.max_hidden": 64, "model.points": 0,
+        "model.precision": "float32", "batch_size": 1, "steps": 3 * every + 1,
         "validate_every": every, "checkpoint_every": every, "parallel.trainer": given.trainers,
         "tournament.every": every, "tournament.soup": False, "threads": 1, "tracking.tensorboard": False,
         "tracking.log_every": 1,
@@ -295,6 +276,23 @@ def _still_bad(count: int, seed: int) -> int:
     return int(np.isnan(scores[sources(TournamentKeep.pairs, scores.tolist(), seed, 1)]).sum())
 
 
-SECTIONS: dict[str, Any] = {
-    "quality": _quality, "rates": _rates, "nan": _nan, "cost": _cost, "storage": _storage, "simulation": _simulation,
-}  # fmt: skip
+def _bench(config: BenchmarkConfig, folder: Path) -> Bench:
+    """Leave out all sections but the simulation where there is no store."""
+    if config.tournament.store is not None:
+        return Bench(config, folder)
+    note = "Only the simulation was run: give tournament.store=STORE for the other sections."
+    return Bench(replace(config, only=["simulation"]), folder, notes=[note])
+
+
+run = benchmark(
+    "Trainers that compete",
+    {
+        "quality": _quality,
+        "rates": _rates,
+        "nan": _nan,
+        "cost": _cost,
+        "storage": _storage,
+        "simulation": _simulation,
+    },
+    _bench,
+)

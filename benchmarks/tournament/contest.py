@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common.simulated import on_mesh
 from ensemble_ml.config import ParallelConfig, TrainConfig
 from ensemble_ml.distributed import Mesh, Session
-from ensemble_ml.distributed.simulated import on_mesh
 from ensemble_ml.distributed.world import World
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.batches import collate

@@ -1,9 +1,9 @@
-"""Measure how fast raw ensembles are scored, beside the package `scores`.
+"""Measure how fast raw ensembles are scored, compared with the package `scores`.
 
 The scores are fair CRPS, spread/skill and rank histogram, all weighted by area. Fields have 361 x 720 points and ten
-members, and come date by date, as from a forecast archive. Both entrants get the same arrays in memory and keep only
-sums. Each runs in its own process, whose peak memory is read at the end. With Python, xarray and one date, that is the
-memory that scoring needs.
+members, and come date by date, as from a forecast archive. Both packages get the same arrays in memory and keep only
+sums. Each runs in its own process, whose peak memory is read at the end. This peak includes Python, xarray and the
+fields of one date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ensemble_ml.verification.streaming import EnsembleSums, score_members
 
 _SIZES = {"full": (100, 361, 720), "small": (5, 361, 720), "tiny": (2, 19, 36)}  # dates, rows, columns
 _MEMBERS = 10
-_APART = 1e-3  # of a score; our sums are float32
+_APART = 1e-3  # largest relative difference of a score; this package sums in float32
 _DISTINCT = 2  # dates that differ; the others repeat them, so that no time goes into random numbers
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.results import Figure
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.workflows import engines
-from ensemble_ml.config import BenchmarkConfig
 
 _SECONDS = 900.0  # limit of one run
 _TASKS = {"make -j2": 200, "Merlin --local": 100, "Merlin, redis": 200, "ecFlow": 50, "Cylc": 6}
@@ -31,22 +30,6 @@ _NEEDS = {
     "Cylc": ("cylc",),
 }
 _HEAD = engines.ROOT / "scripts" / "workflows" / "ecflow"
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section.
-    """
-    bench = run_sections(Bench(config, Path(config.output) / "workflows"), SECTIONS)
-    return bench.publish("Workflow engines: what a task costs")
 
 
 class Place:
@@ -271,4 +254,4 @@ def _enqueued(bench: Bench) -> None:
             bench.figures[f"Merlin hands {count} samples over to redis"] = Figure.of([seconds], "s")
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"rates": _rates, "failures": _failures, "enqueued": _enqueued}
+run = benchmark("Workflow engines: what a task costs", {"rates": _rates, "failures": _failures, "enqueued": _enqueued})

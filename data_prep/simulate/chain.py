@@ -118,7 +118,7 @@ class Chain:
         """Run the cycles of the year that are missing.
 
         Args:
-            progress: receives a text, and whether another start date is complete.
+            progress: receives a text, and whether another init time is complete.
         """
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = self._load()
@@ -128,7 +128,7 @@ class Chain:
                 state = self._reach(cycle, index, state, progress)
             assert state is not None  # the first cycle of a year is fresh
             state = self._cycle(cycle, state)
-            self._save(state)
+            save(self._state_file, {**vars(state)})
             progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", cycle.written)
 
     def _reach(self, cycle: Cycle, index: int, state: State | None, progress: Callable[[str, bool], None]) -> State:
@@ -209,10 +209,6 @@ class Chain:
             return None
         with np.load(self._state_file) as arrays:
             return State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
-
-    def _save(self, state: State) -> None:
-        """Save the state of the year."""
-        save(self._state_file, {**vars(state)})
 
 
 def _two_days(model: Atmosphere, x_nkml: np.ndarray, day: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -40,9 +40,10 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 
 
 def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
-    """Return temperature at the ground, and the exponent of the fictitious air below it.
+    """Return the temperature at the ground, and the exponent of the temperature profile in the fictitious air below it.
 
-    The exponent is R gamma / g, with the lapse rate gamma. Under high ground, gamma is reduced.
+    Temperature there varies as pressure to the power of R gamma / g, where gamma is the lapse rate. Under ground higher
+    than 2000 m, gamma is reduced.
 
     Args:
         fields: from `sigma_fields`; t (N, Z, Y, X), phis (Y, X).
@@ -118,9 +119,10 @@ def _near_ground(values, fields, phi, ground, depth, facts) -> dict[str, np.ndar
 def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: ModelFacts) -> dict[str, np.ndarray]:
     """Return sp and msl (Pa), t2m (K), u10 and v10 (m/s), each (N, Y, X).
 
-    Near-surface air is that of SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Temperature continues with
-    the lapse rate of the lowest layers if these are unstable, down to sea level over sea. Wind is 0.95 times that of
-    the lowest layer. Mean sea level pressure: Trenberth et al. (1993), equation 11.
+    Near-surface air is computed as for SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Where temperature
+    falls with height in the lowest layers, it is continued to the surface at the same lapse rate, and over sea on to
+    sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer. Mean sea level
+    pressure follows Trenberth et al. (1993), equation 11.
 
     Args:
         fields: from `sigma_fields`.

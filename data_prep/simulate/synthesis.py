@@ -51,7 +51,7 @@ def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
 
 
 def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine.
+    """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine, each (N, N, J).
 
     The recurrences use up the last degree of `p`, so the results have one degree less. With the unnormalised P_l^m, and
     up to the sign of d(lat):
@@ -63,9 +63,6 @@ def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         p: P[m, l, j] of `legendre`, (N + 1, N + 1, J).
-
-    Returns:
-        Both derivatives, (N, N, J).
     """
     n = p.shape[0] - 1
     over_cosine, slope = np.zeros((n, n, p.shape[2])), np.zeros((n, n, p.shape[2]))
@@ -126,14 +123,11 @@ class Synthesis:
         return self._fields(x_ml, self._p)
 
     def wind(self, vorticity_ml: np.ndarray, divergence_ml: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Synthesise the wind from vorticity and divergence.
+        """Synthesise the wind from vorticity and divergence: eastward and northward (..., latitude, longitude), m/s.
 
         Args:
             vorticity_ml: coefficients (..., M, L), 1/s.
             divergence_ml: coefficients (..., M, L), 1/s.
-
-        Returns:
-            Eastward and northward wind (..., latitude, longitude), m/s.
         """
         stream, potential = vorticity_ml * self._inverse_laplacian, divergence_ml * self._inverse_laplacian
         east = self._fields(self._turn(potential), self._east) - self._fields(stream, self._north)

@@ -22,8 +22,8 @@ from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 
-_SILENCE = 30.0  # seconds without a line, after which one is printed
-_GO_ON = "what is finished stays: run the same command to go on"
+_SILENCE = 30.0  # a line is printed after so many seconds without one
+_GO_ON = "finished parts are kept; run the same command again to go on"
 
 
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
@@ -74,7 +74,7 @@ class _Progress:
 
         Args:
             text: the step.
-            finished: whether it completes a start date.
+            finished: whether it completes an init time.
         """
         self.count += finished
         self.latest = text
@@ -125,7 +125,7 @@ def _check(workers: list) -> None:
 
 
 def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) -> None:
-    """Build the two models once, then run years until none is left. This is the body of a worker."""
+    """Run a worker: build the two models once, then run years until none is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before jax chooses the size of its thread pool

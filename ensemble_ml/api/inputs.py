@@ -7,14 +7,15 @@ Some modules are imported inside functions, because the import of torch, which i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from data_prep import Overrides, Pair, open_orographies, open_pair, user_index
 from data_prep.file_index import FileIndex
+from data_prep.notices import once
 from ensemble_ml.config import EvaluateConfig, PredictConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
@@ -48,7 +49,7 @@ def holds_dataset(paths: Any) -> bool:
 
 
 def open_input(config: PredictConfig) -> Pair:
-    """Open `config.input` with all that the checkpoint of `config` needs.
+    """Open `config.input` for the checkpoint of `config`, with sums over the same intervals as in its training.
 
     Args:
         config: the settings of `ensemble-ml predict`.
@@ -134,30 +135,37 @@ class Reopened:
     Workers of Dask receive only the opener and its argument, because an open file cannot be sent to another process.
 
     Args:
-        opener: a function of a module, which opens the source. It is sent by its name.
+        opener: a function at the top level of a module that opens the source; pickle sends only its name.
         config: the argument of the opener.
+        logged: texts of notices about these data that have been logged before, and are not logged again.
     """
 
-    def __init__(self, opener: Callable[[Any], Any], config: Any):
+    def __init__(self, opener: Callable[[Any], Any], config: Any, logged: Iterable[str] = ()):
         self._opener, self._config, self._source = opener, config, None
+        self._logged = set(logged)
 
     @property
     def source(self) -> Any:
         """Return the source itself, which is opened at the first use."""
         if self._source is None:
-            self._source = self._opener(self._config)
+            with once(self._logged):
+                self._source = self._opener(self._config)
         return self._source
 
+    def logged(self) -> set[str]:
+        """Return the texts of the notices that have been logged about the source."""
+        return set(self._logged)
+
     def __getattr__(self, name: str) -> Any:
-        # copy and pickle ask for special methods before the attributes of the copy exist. Without this check such a
-        # question would open the source, which asks for `_source`, and so on without end.
+        # copy and pickle look up special methods before the copy has its attributes. Without this check, such a look-up
+        # would read `source`, which looks up `_source`, which is not there either and ends here again, without end.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.source, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the opener and its argument, which are all that another process needs."""
-        return {"_opener": self._opener, "_config": self._config, "_source": None}
+        """Return the opener and its argument, with which another process opens the source, without the same notices."""
+        return {"_opener": self._opener, "_config": self._config, "_source": None, "_logged": self._logged}
 
     def __deepcopy__(self, _: Any) -> Reopened:
         return self
@@ -168,7 +176,8 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
 
     Args:
         cls: the schema of the task.
-        given: the user's settings by their names. A choice may be given as the text of its value.
+        given: the user's settings by their names. A choice may be given as the text of its value, and a list of texts
+            of length one as that text (`dates="2003"`).
         ours: settings that the caller derives from its other arguments. The user may not give these.
         refused: settings that have no meaning here, each with a text that says what to do instead.
 
@@ -179,22 +188,24 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
         UserError: there is no such setting, or a value is not allowed.
     """
     known = {part.name: part.default for part in fields(cls)}  # type: ignore[arg-type]
-    made = dict(ours)
+    types, made = get_type_hints(cls), dict(ours)
     for name, value in given.items():
         if name in refused:
             raise UserError(f"{name}={value}: {refused[name]}")
         if name not in known or name in ours:
             others = ", ".join(sorted(set(known) - set(ours) - set(refused)))
             raise UserError(f"{name}: no such setting here; there are {others}")
-        made[name] = _chosen(name, value, known[name])
+        made[name] = _chosen(name, value, known[name], types[name])
     return cls(**made)
 
 
-def _chosen(name: str, value: Any, default: Any) -> Any:
-    """Convert a value to the type of its setting: a text to the choice that it names, and a tuple to a list."""
+def _chosen(name: str, value: Any, default: Any, kind: Any) -> Any:
+    """Convert a value to the type of its setting: a text to a choice or to a list, a tuple to a list."""
     if isinstance(default, Enum) and not isinstance(value, Enum):
         try:
             return type(default)(value)
         except ValueError:
             raise UserError(f"{name}={value}: {', '.join(one.value for one in type(default))} are allowed") from None
+    if isinstance(value, str) and list[str] in (kind, *get_args(kind)):
+        return [value]
     return list(value) if isinstance(value, tuple) else value

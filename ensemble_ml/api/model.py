@@ -9,14 +9,14 @@ from typing import Any
 import xarray as xr
 
 from ensemble_ml.api.inputs import Reopened, open_input, settings_of
-from ensemble_ml.api.opening import resolve
+from ensemble_ml.api.opening import notices_of, resolve
 from ensemble_ml.config import ExportConfig, PredictConfig
 from ensemble_ml.inference.export import export
 from ensemble_ml.inference.job import plan_job
 from ensemble_ml.inference.lazy import forecast_dataset
 from ensemble_ml.training.checkpoint import find_checkpoint, load_checkpoint
 
-_TO_FILES = "is for files; save what predict returns, as with to_netcdf or to_zarr, or use ensemble-ml predict"
+_TO_FILES = "belongs to the command line; save the result by to_netcdf or to_zarr, or use ensemble-ml predict"
 _REFUSED = {name: _TO_FILES for name in ("output", "overwrite", "resume", "parallel")}
 
 
@@ -53,7 +53,7 @@ class Model:
 
         Args:
             ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path; on the model's grid.
-            members: the number of first members to use, or a list of member numbers; None takes all.
+            members: how many members to use, from the first on, or a list of member numbers; None takes all.
             device: the device to compute on, "cpu" or "cuda"; None takes a GPU if there is one.
             **settings: other settings of `ensemble-ml predict` by their names: `dates`, `quantiles`, `thresholds`,
                 `members_out`, `region`, `points`, `regrid`, `static`, `precision`, `threads` ...
@@ -82,7 +82,7 @@ class Model:
         ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
         config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
         # Workers of Dask open the input for themselves.
-        source = Reopened(open_input, config)
+        source = Reopened(open_input, config, notices_of(ensemble))
         job, starts = plan_job(config, source, self.spec, self.meta)  # type: ignore[arg-type]
         return forecast_dataset(job, starts, device)
 
@@ -123,3 +123,14 @@ def load(path: str | os.PathLike[str]) -> Model:
         (24, 48)
     """
     return Model(path)
+
+
+def trained(run: Path, *, keep: Any = None) -> Model:
+    """Load the model of a run that has ended: its best checkpoint, or the last one if none could be scored.
+
+    Args:
+        run: the folder of the run.
+        keep: an object that has to live as long as the model.
+    """
+    best = run / "checkpoints" / "best"
+    return Model(best if best.exists() else run / "checkpoints" / "last", keep=keep)

@@ -197,6 +197,24 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
     return (paths, settings), resolve(truth)
 
 
+def notices_of(*inputs: Any) -> set[str]:
+    """Return the texts of the notices that were logged when Datasets were opened.
+
+    What opens their paths again leaves these out (`data_prep.notices.once`).
+
+    Args:
+        *inputs: Datasets, paths (which have none), or lists of either.
+    """
+    found: set[str] = set()
+    for data in inputs:
+        if isinstance(data, list | tuple):
+            found |= notices_of(*data)
+        elif is_dataset(data):
+            origins = [array.encoding.get(_ORIGIN) for array in data.variables.values()]
+            found |= {text for origin in origins if origin is not None for text in origin.source.logged()}
+    return found
+
+
 def _base(name: str, *parts: str) -> str:
     """Return the variable that a name such as `t_truth` belongs to.
 

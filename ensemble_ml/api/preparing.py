@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data_prep import prepare as prepare_store
+from data_prep.notices import once
+from data_prep.truth import TruthRefused
 from ensemble_ml.api.inputs import is_store_path, settings_of
-from ensemble_ml.api.opening import resolve, resolve_pair
-from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig
+from ensemble_ml.api.opening import notices_of, resolve, resolve_pair
+from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import TensorStore, open_store
 
@@ -59,15 +61,20 @@ def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **setting
     # If ensemble and truth were opened with different names or units, those of the ensemble count.
     opened |= {name: value for name, value in of_ensemble.items() if value}
     ours = {"input": paths, "truth": of_truth, "output": os.fspath(output)}
-    return prepare_store(settings_of(PrepareConfig, {**opened, **settings}, ours, {}))
+    config = settings_of(PrepareConfig, {**opened, **settings}, ours, {})
+    try:
+        with once(notices_of(ensemble, truth)):
+            return prepare_store(config)
+    except TruthRefused as error:
+        raise error.in_python() from error
 
 
 def calibrate(
     ensemble: Any,
     truth: Any = None,
     *,
-    train: list[str] | None = None,
-    validation: list[str] | None = None,
+    train: str | list[str] | None = None,
+    validation: str | list[str] | None = None,
     networks: bool = False,
     output: str | os.PathLike[str] | None = None,
     **settings: Any,
@@ -80,9 +87,10 @@ def calibrate(
         ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is first prepared into a
             temporary store; a tensor store is read as it is.
         truth: the same for the truth; None takes that of a tensor store.
-        train: init times to fit on, as years, ISO dates or ranges; None takes all dates that are not for validation.
+        train: init times to fit on: a year, an ISO date or a range, or a list of these; None takes all dates that are
+            not for validation.
         validation: init times that choose penalties and calibration factors; None takes the last fifth of all dates.
-        networks: whether to fit two small networks of single points, too, which takes minutes.
+        networks: whether to fit the point network, too, which takes minutes.
         output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
         **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,
             `levels`, `leads`, `gaps` ...
@@ -101,7 +109,7 @@ def calibrate(
         0
     """
     # torch takes seconds to import, and `prepare` does not need it.
-    from ensemble_ml.api.model import Model
+    from ensemble_ml.api.model import trained
     from ensemble_ml.training import train as run_training
 
     kept = None if output is None else Path(output)
@@ -113,8 +121,7 @@ def calibrate(
         store = _store_of(ensemble, truth, Path(scratch) / "store.zarr", settings)
         config = _fits(store, root, train, validation, networks)
         run = run_training(config)
-    best = run / "checkpoints" / "best"
-    return Model(best if best.exists() else run / "checkpoints" / "last", keep=folder)
+    return trained(run, keep=folder)
 
 
 def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -> TensorStore:
@@ -130,16 +137,16 @@ def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -
 
 
 def _fits(
-    store: TensorStore, root: Path, train: list[str] | None, validation: list[str] | None, networks: bool
+    store: TensorStore, root: Path, train: str | list[str] | None, validation: str | list[str] | None, networks: bool
 ) -> TrainConfig:
     """Return the settings of a run that ends after its fits."""
     if train is None or validation is None:
-        train, validation = _split(store, train, validation)
+        train, validation = split_dates(store, train, validation)
     members = len(store.layout.realization)
     data = DataConfig(
         store=store.path,
-        train=list(train),
-        validation=list(validation),
+        train=as_list(train),
+        validation=as_list(validation),
         members=[size for size in _SIZES if size < members] or [1],
         validation_members=min(5, max(1, members - 1)),
     )
@@ -149,8 +156,7 @@ def _fits(
         hidden=4,
         max_hidden=4,
         depth=0,
-        surroundings=usual.surroundings if networks else 0,
-        residuals=usual.residuals if networks else 0,
+        points=usual.points if networks else 0,
     )
     return TrainConfig(
         run=root.name,
@@ -162,7 +168,9 @@ def _fits(
     )
 
 
-def _split(store: TensorStore, train: list[str] | None, validation: list[str] | None) -> tuple[list[str], list[str]]:
+def split_dates(
+    store: TensorStore, train: str | list[str] | None, validation: str | list[str] | None
+) -> tuple[list[str], list[str]]:
     """Choose the init times to fit on and those for validation.
 
     If one of the two is given, the other gets all remaining dates. If neither is given, the last fifth is for
@@ -173,11 +181,11 @@ def _split(store: TensorStore, train: list[str] | None, validation: list[str] | 
     times = store.layout.init_time
     every = np.arange(len(times))
     if validation is not None:
-        left = np.setdiff1d(every, select_dates(times, validation, "validation"))
-        return _iso(times[left]), validation
+        left = np.setdiff1d(every, select_dates(times, as_list(validation), "validation"))
+        return _iso(times[left]), as_list(validation)
     if train is not None:
-        left = np.setdiff1d(every, select_dates(times, train, "train"))
-        return train, _iso(times[left])
+        left = np.setdiff1d(every, select_dates(times, as_list(train), "train"))
+        return as_list(train), _iso(times[left])
     count = len(times) // _VALIDATION
     if count < _FEWEST:
         raise UserError(

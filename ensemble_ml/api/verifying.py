@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from data_prep.notices import once
 from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
-from ensemble_ml.api.opening import resolve_pair
+from ensemble_ml.api.opening import notices_of, resolve_pair
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
@@ -21,7 +22,9 @@ from ensemble_ml.inference.netcdf import file_name
 from ensemble_ml.verification import Evaluation, score
 from ensemble_ml.verification.evaluate import FILES, put
 
-_REFUSED = {name: "is for files; use Scores.save, or ensemble-ml evaluate" for name in ("output", "overwrite")}
+_REFUSED = dict.fromkeys(
+    ("output", "overwrite"), "belongs to the command line; use Scores.save, or ensemble-ml evaluate"
+)
 _START = "forecast_reference_time"
 _METRICS_OF = ("value", "low", "high")
 
@@ -49,8 +52,8 @@ class Scores:
 
         Returns:
             For each metric a float64 array (entrant, lead_time, field) in the units of the variable, with its
-            confidence interval as METRIC_low and METRIC_high; NaN where a score is not defined. A field is a variable
-            and its level in hPa, as t850, or a surface variable, as t2m.
+            confidence interval as METRIC_low and METRIC_high; NaN where a score is not defined. An entrant is a
+            forecast or a baseline. A field is a variable and its level in hPa, as t850, or a surface variable, as t2m.
         """
         rows = self.content["scores"]
         names = [f"{row['variable']}{'' if row['level'] is None else row['level']}" for row in rows]
@@ -121,9 +124,9 @@ def _written(path: Path, text: str, overwrite: bool) -> Path:
 
 
 def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | None = None, **settings: Any) -> Scores:
-    """Score forecasts beside the raw ensemble and statistical baselines, with confidence intervals.
+    """Score forecasts, the raw ensemble and statistical baselines, with confidence intervals.
 
-    A lazy forecast is computed once, batch by batch, into a temporary folder. The scores are bit for bit those of
+    A lazy forecast is computed once, chunk by chunk, into a temporary folder. The scores are bit for bit those of
     `ensemble-ml evaluate`.
 
     Args:
@@ -132,8 +135,8 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
         ensemble: the full ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path.
         truth: the same for the truth; None takes that of the ensemble's tensor store. If there is none, only the spread
             is scored.
-        members: the number of first members that make up the raw reduced ensemble beside the forecasts; None takes as
-            many as the forecasts were made from.
+        members: how many members, from the first on, make up the raw reduced ensemble that forecasts are compared with;
+            None takes as many as the first forecast was made from.
         **settings: other settings of `ensemble-ml evaluate` by their names: `baselines` (paths), `fit`, `regions`,
             `climate_days`, `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
 
@@ -164,10 +167,12 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
         opened = {name: value for name, value in more.items() if name in ("names", "units") and value}
         opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
-        both = open_verified(config)
+        with once(notices_of(ensemble, truth)):
+            both = open_verified(config)
+            ground = open_ground(config, both)
         # The scores name their inputs as text. An open Dataset cannot be written to scores.json.
         config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
-        return Scores(score(config, both, both.unverified(), open_ground(config, both)))
+        return Scores(score(config, both, both.unverified(), ground))
 
 
 def _shown(paths: Any) -> list[str]:

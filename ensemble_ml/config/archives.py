@@ -16,7 +16,7 @@ from ensemble_ml.units import unit_conversion
 
 
 class Executor(Enum):
-    """Who builds the start dates of a store."""
+    """The workers that build the init times of a store."""
 
     threads = "threads"
     processes = "processes"
@@ -25,28 +25,28 @@ class Executor(Enum):
 
 
 class OutputFormat(Enum):
-    """How a task prints what it found."""
+    """The format in which a task prints its results."""
 
     text = "text"
     json = "json"
 
 
 class Packing(Enum):
-    """How values lie in a tensor store."""
+    """The format of values in a tensor store."""
 
     uint16 = "uint16"
     float32 = "float32"
 
 
 class Control(Enum):
-    """What becomes of an unperturbed member."""
+    """The treatment of an unperturbed member."""
 
     apart = "apart"
     include = "include"
 
 
 class Gaps(Enum):
-    """What becomes of start dates for which the archive or the truth lacks fields that others have."""
+    """The treatment of init times for which the archive or the truth lacks fields that others have."""
 
     error = "error"
     skip = "skip"
@@ -197,7 +197,7 @@ class PrepareConfig:
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
     gaps: Gaps = opt(Gaps.error, "error | skip | mask: init times with missing fields end the run, are left out, or kept with these fields absent; the last two also look for fields that are all NaN in NetCDF and Zarr")
     index: str | None = opt("", "folder for the tables of files, which save looking through them again; empty: .NAME.index beside the output; null keeps none")
-    climate_days: int = opt(0, "also keep the model climate, for the extreme forecast index: quantiles of the members of other years within so many days of each init time (9 is usual); 0 keeps none")
+    climate_days: int = opt(0, "also keep the model climate, for the extreme forecast index: quantiles of the members of other years within this many days of each init time (9 is usual); 0 keeps none")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store, once the new one is complete")
     restart: bool = opt(False, "throw away an unfinished build of the same output, and start anew")
@@ -227,7 +227,7 @@ class PrepareConfig:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Return which share of the start dates this process builds: (number from 0, number of shares)."""
+        """Return which part of the init times this process builds: (number from 0, number of parts)."""
         return (_part(self.parts) if self.parts is not None else None) or (0, 1)
 
     def _check_grid(self) -> None:

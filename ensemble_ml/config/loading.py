@@ -56,7 +56,7 @@ class LoadingConfig:
     folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
     ahead: int = opt(3, "batches read ahead; torch: shared out to the workers, of which each reads one at least, and without workers none")
     threads: int = opt(2, "clairvoyant: threads that read and decode")
-    assign: Assign = opt(Assign.fixed, "fixed: each rank its slice of the global batch | locality: to the rank that holds a sample, where the slices stay as long")
+    assign: Assign = opt(Assign.fixed, "fixed: each rank gets its slice of the global batch | locality: a rank gets the samples that it holds, as far as slices stay equally long")
     workers: int = opt(0, "torch: worker processes; 0 reads in the training thread")
     timeline: str | None = opt(None, "clairvoyant: write a picture of reads, waits and compute to this file (.png, .svg); 'run' puts it into the run folder")
     bandwidth: float | None = opt(None, "for `plan`: slow storage, MB/s over all ranks; null measures it on what is read of the store")

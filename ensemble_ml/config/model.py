@@ -59,8 +59,7 @@ class ModelConfig:
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
-    surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, what the spread owes to them beyond the linear correction; 0: neither this one nor the next")
-    residuals: int = opt(1024, "unet3d: of a second such network, what errors are to be expected, and how large; 0: none")
+    points: int = opt(1024, "unet3d: hidden units of a small network of the points around, what spread and errors owe to them beyond the linear correction; 0: none")
     departures: bool = opt(False, "drn, ens10_unet, poet: also show them what unet3d's statistical start sees: departures from the training mean at the point in typical spreads, their differences and means around")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
@@ -85,7 +84,7 @@ class ModelConfig:
             numbers = getattr(self, key)
             require(f"model.{key}", numbers, numbers is None or self.name == "unet3d", f"model.name={self.name} has none; leave it out")
             require(f"model.{key}", numbers, all(n >= 4 and n % 4 == 0 for n in numbers or ()), "positive multiples of 4 are needed")
-        at_least(self, 0, "surroundings", "residuals", group="model.")
+        at_least(self, 0, "points", group="model.")
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}
         require("model.families", given, isinstance(given, dict), "give a distribution by variable, {q: lognormal}")

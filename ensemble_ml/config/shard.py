@@ -24,7 +24,7 @@ class ShardConfig:
     batch_size: int = opt(4, "init times a step of these trainings")
     validate_every: int = opt(20, "steps between their validations")
     labelled: list[int] = opt(lambda: [8, 16, 60], "numbers of init times whose truth is used")
-    steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; from scratch the sum of both")
+    steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; an autoencoder, and training from scratch, get the same time of processors")
     seeds: int = opt(3, "trainings of each kind")
     fits: bool = opt(False, "let the trainings make the statistical corrections before the first step, too")
 

@@ -4,21 +4,7 @@ This is the only package that may use `torch.distributed`. `start` joins the oth
 `Session`, which holds the `Mesh` of communicators. A single rank runs the same code with communicators that do nothing.
 """
 
-from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, Pending, TorchCommunicator
+from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
 from ensemble_ml.distributed.launch import Session, solo, start
-from ensemble_ml.distributed.mesh import Mesh, make_mesh
-from ensemble_ml.distributed.topology import Topology, make_topology
-
-__all__ = [
-    "Communicator",
-    "Mesh",
-    "NullCommunicator",
-    "Pending",
-    "Session",
-    "Topology",
-    "TorchCommunicator",
-    "make_mesh",
-    "make_topology",
-    "solo",
-    "start",
-]
+from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.distributed.topology import Topology

@@ -6,9 +6,7 @@ Hooks on the blocks of the U-Net allocate and free what FSDP2 does (torch 2.13),
     backward   kernels are made of the shards, the shards of the next block are gathered ahead, gradients are copied
                into one buffer, which stays until the next block's, and leave their sum of this rank's part
 
-Kernels are contiguous, and fields are channels-last. So a convolution copies its kernel forward; backward, copies of
-kernel and gradient take the memory of three more kernels on processors, as measured, and are reckoned as two on GPUs.
-Gloo copies what it sends.
+Kernels are contiguous, which FSDP2 asks for. Gloo copies what it sends.
 
 On fake tensors this costs nothing; `models.ledger.Ledger` counts it.
 """
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.distributed.echo import Message, Traffic
-from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock, UNet3d
+from ensemble_ml.models.blocks.unet3d import ResidualBlock, UNet3d
 
 SHARD_AXES = ("shard",)
 
@@ -63,7 +61,6 @@ class EchoShards:
     _gathered: dict[int, Tensor] = field(default_factory=dict)  # shards of all ranks, by unit
     _kernels: dict[int, Tensor] = field(default_factory=dict)
     _sums: list[Tensor] = field(default_factory=list)
-    _copies: dict[int, Tensor] = field(default_factory=dict)
     _buffer: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -76,16 +73,9 @@ class EchoShards:
         self._order: list[int] = []
         for unit, module in enumerate([*blocks, self.unet]):
             module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit))
-            module.register_forward_hook(lambda *_, unit=unit: self._leave(unit))
-            module.register_full_backward_pre_hook(lambda *_, unit=unit: self._turn(unit))
+            module.register_forward_hook(lambda module, given, found, unit=unit: self._leave(unit, found))
             for p in self._params[unit]:
                 p.register_post_accumulate_grad_hook(lambda p, unit=unit: self._arrived(p, unit))
-        for module in self.unet.modules():
-            if isinstance(module, Convolution):
-                kernel, times = max(module.parameters(), key=torch.numel), 3 if self.gloo else 2
-                module.register_forward_pre_hook(lambda *_, kernel=kernel: self._copy(kernel, 1))
-                module.register_forward_hook(lambda *_, kernel=kernel: self._drop(kernel))
-                module.register_full_backward_pre_hook(lambda *_, k=kernel, times=times: self._copy(k, times))
 
     @property
     def elements(self) -> int:
@@ -124,7 +114,9 @@ class EchoShards:
             del self._gathered[other]
         self._kernels[unit] = self._new(unit)
 
-    def _leave(self, unit: int) -> None:
+    def _leave(self, unit: int, output: Tensor) -> None:
+        # As FSDP2 does. A module's own hook for the backward pass would keep the gradient until that of the input.
+        output.register_hook(lambda _: self._turn(unit))
         self._kernels.pop(unit)
         self._order.append(unit)
 
@@ -139,15 +131,8 @@ class EchoShards:
         if self._order:
             self._gather(self._order[-1])
 
-    def _copy(self, kernel: Tensor, times: int) -> None:
-        self._copies[id(kernel)] = kernel.new_empty(times * kernel.numel())
-
-    def _drop(self, kernel: Tensor) -> None:
-        self._copies.pop(id(kernel), None)
-
     def _arrived(self, p: Tensor, unit: int) -> None:
         """Sum and scatter the gradients of a unit once all are there."""
-        self._drop(p)
         self._missing[unit] -= 1
         if self._missing[unit]:
             return

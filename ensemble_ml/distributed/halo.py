@@ -1,11 +1,12 @@
-"""Halo exchange: pad a rank's shard of a field by its neighbours' rows and columns; and the adjoint of this padding.
+"""Exchange halos: pad a rank's shard with rows and columns of its neighbours, and apply the adjoint of this padding.
 
-Axes of tensors: B init time, C channel, then the others; `rows` and `columns` say which of them are split.
+Axes of tensors: B init time, C channel, then the axes of the field. `rows` and `columns` name those that are split.
 
-Every rank pads its shard by `left` and `right` points on each split axis (a negative width crops). The values are those
-of the whole field there: a neighbour's points, or at the outer edges what the edge's rule says (zeros, the outermost
-row repeated, or the row on the other side of the pole, rolled by half the circle: see `models.padding`). A stock
-operation without padding then gives exactly this rank's shard of the whole result. For a convolution:
+Every rank pads its shard by `left` and `right` points on each split axis. A negative width crops. The padding holds the
+values that the whole field has there. Inside the field these are a neighbour's points. Beyond the outer edges they
+follow the rule of the edge: zeros, the outermost row repeated, or the row on the other side of the pole, rolled by half
+the circle (see `models.padding`). An ordinary operation without padding then gives exactly this rank's shard of the
+whole result. For a convolution:
 
     left  = p
     right = d (k - 1) - p - s + 1      at the last rank: p
@@ -19,11 +20,11 @@ The formulas hold if every shard starts at a multiple of s.
 
 Axes are padded in sequence, rows first, so that corners need no exchange of their own. If every rank holds all rows,
 the rows from across the poles bring their corners with them and travel together with the columns. One all_to_all_single
-an axis carries both sides. There is no order of sends and receives that could deadlock, even if two ranks are each
-other's neighbour on both sides. The backward pass is the adjoint: gradients of copied points are added to the points
-that they were copied from.
+for each axis carries the strips of both sides. It cannot deadlock, even if two ranks are each other's neighbour on both
+sides. The backward pass is the adjoint of the padding: it adds the gradient of each copied point to the point that was
+copied.
 
-The interior is copied while the strips travel. `overlap.halo_conv` also computes during that time.
+The interior of the shard is copied while the strips travel. `overlap.halo_conv` also computes during that time.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from torch.autograd.function import once_differentiable
 from ensemble_ml.distributed.strips import Across, Opposite, Side, Swap, strips
 from ensemble_ml.models.padding import Beyond, empty_in_order_of
 
-__all__ = ["Across", "Filling", "Folding", "Side", "halo"]
-
 
 def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | None = None) -> Tensor:
     """Pad this rank's shard of a field by the points that surround it in the whole field.
@@ -48,15 +47,15 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
     Args:
         x: (B, C, ...) the shard, with split axes `rows.dim` and `columns.dim`.
-        rows: how latitude is padded; None leaves it alone. Ends that cross a pole need `across` and `columns`.
-        columns: how longitude is padded; None leaves it alone.
-        across: how rows are continued across a pole.
+        rows: padding of latitude; None does not pad it. A padding across a pole needs `across` and `columns`.
+        columns: padding of longitude; None does not pad it.
+        across: continuation of rows across a pole.
 
     Returns:
-        The shard, longer by `left + right` along each axis.
+        The shard, longer by `left + right` along each axis, or shorter where that sum is negative.
 
     Raises:
-        UserError: this rank's shard is thinner than the halo that a neighbour needs of it.
+        UserError: this rank's shard is thinner than a neighbour's halo, or than the rows that a pole mirrors.
     """
     sides = check(x, rows, columns)
     if any(side.active for side in sides):
@@ -65,7 +64,11 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
 
 def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
-    """Return the sides that are not None. Raise a UserError if `x` is thinner than a neighbour's halo."""
+    """Return the sides that are not None.
+
+    Raises:
+        UserError: `x` is thinner than a neighbour's halo, or than the rows that a pole mirrors.
+    """
     sides = [side for side in (rows, columns) if side is not None]
     for side in sides:
         side.check_thickness(x.shape[side.dim])
@@ -73,7 +76,7 @@ def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
 
 
 def cropped(x: Tensor, sides: Sequence[Side]) -> Tensor:
-    """Cut off as many points as the negative widths of `sides` ask for."""
+    """Return `x` without the points that negative widths of `sides` cut off."""
     for side in sides:
         left, right = side.widths(side.comm.rank)
         if left < 0 or right < 0:
@@ -106,8 +109,8 @@ def begin_padding(
     """Make the padded tensor, start the exchange, and copy the interior meanwhile.
 
     Returns:
-        The padded tensor and the fillings that remain to be finished, in order. The rows have begun, and so have the
-        columns if both axes travel at once.
+        The padded tensor and the fillings that remain to be finished, in order. That of the rows has begun. That of the
+        columns has begun only if both axes are exchanged at the same time.
     """
     pads = [(0, 0)] * x.ndim
     for side in (rows, columns):
@@ -137,9 +140,9 @@ def begin_padding(
 def at_once(rows: Side | None, columns: Side | None) -> bool:
     """Return whether both axes can be exchanged at the same time.
 
-    This holds if columns are split, every rank has all rows, and every row beyond the ends comes from across a pole.
-    The corners can then come from there too, and neighbours along the columns hold only rows that this rank has as
-    well.
+    This holds if columns are split and padded, every rank has all rows and crops none, and every row beyond the ends
+    comes from across a pole. The corners then come from across the pole as well, so neighbours along the columns send
+    only rows that this rank itself holds.
     """
     if rows is None or columns is None or rows.comm.size > 1 or columns.comm.size == 1 or rows.crops:
         return False
@@ -148,9 +151,10 @@ def at_once(rows: Side | None, columns: Side | None) -> bool:
 
 
 class Filling:
-    """The padding of one axis of `padded`, a tensor that has its final width along the other axes.
+    """The filling of the padding along one axis.
 
-    It is used in two halves, so that other work can run while the strips travel: `begin`, then `finish`.
+    `padded` is the padded tensor, or a view of it without the padding of the other axis. `begin` sends the strips and
+    `finish` receives them, so that other work can run in between.
     """
 
     def __init__(self, padded: Tensor, side: Side, columns: Side | None, across: Across | None):
@@ -158,18 +162,21 @@ class Filling:
         self._begun = False
 
     def begin(self, inner: Tensor | None = None) -> None:
-        """Send what other ranks need of the interior, unless that is done already.
+        """Send the strips of the interior that other ranks need, unless they have been sent already.
 
-        `inner` is the interior if `padded` does not hold it yet.
+        Args:
+            inner: the interior; None takes it from `padded`.
         """
         if not self._begun:
             self.prepare(inner)
             self.post()
 
     def post(self, together: Filling | None = None) -> None:
-        """Send what was prepared.
+        """Send the strips that `prepare` collected.
 
-        If `together` is given, rows from across the poles travel in one message with the strips of that other axis.
+        Args:
+            together: filling of the other axis, whose strips travel in one message with the rows from across the poles;
+                None sends no other strips.
         """
         if self._mirrors:
             self._opposite.post(None if together is None else together._swap)
@@ -195,7 +202,7 @@ class Filling:
             )
 
     def finish(self) -> None:
-        """Fill both sides."""
+        """Wait for the strips, and fill the padding at both ends of the axis."""
         self.finish_ends()
         self.finish_strips()
 
@@ -203,7 +210,7 @@ class Filling:
         """Fill the points beyond the ends of the whole axis."""
         side, padded = self.side, self.padded
         for is_first, rule, _ in side.ends():
-            # A row from across a pole is filled below.
+            # Rows from across a pole are filled below.
             target = side.beyond(padded, is_first)
             if rule.beyond is Beyond.ZERO:
                 target.zero_()
@@ -215,18 +222,18 @@ class Filling:
                 side.beyond(padded, is_first).copy_(self._across.continued(source.flip(side.dim)))
 
     def finish_strips(self) -> None:
-        """Fill the points that neighbours hold."""
+        """Wait for the strips of the neighbours, and fill the points that they hold."""
         if self.side.meets:
             for part, received in zip(self._into, self._swap.wait(), strict=True):
                 part.of(self.padded, self.side.dim).copy_(received)
 
 
 class Adjoint:
-    """The adjoint of padding along one axis: the halos of `grad` are added to the points that they were copied from.
+    """The adjoint of padding along one axis: it adds the halos of `grad` to the points that they were copied from.
 
-    The resulting gradient is dense, as the gradient of a whole field is. It is a copy that is made while the strips
-    travel, or the interior of `grad` itself if that is dense and `own` allows to change it. `poles`, the gradients of
-    another axis beyond the poles, travel in the same message.
+    The resulting gradient is dense, as the gradient of a whole field is. It is the interior of `grad` itself if that is
+    dense and `own` permits changes in place. Otherwise it is a copy, which is made while the strips travel. If `poles`
+    is given, those gradients of the other axis travel in the same message as the strips.
     """
 
     def __init__(
@@ -234,7 +241,7 @@ class Adjoint:
         poles: Poles | None = None,
     ):  # fmt: skip
         self.side = side
-        # Everything that other ranks need is sent before the local work, so that it travels meanwhile.
+        # The strips for other ranks are sent first, so that they travel during the local work.
         self._poles = Poles(grad, side, columns, across)
         self._poles.post()
         if side.meets:
@@ -246,7 +253,7 @@ class Adjoint:
             else:
                 poles.post(self._swap)
         inner = side.inside(grad)
-        # A clone keeps the order of the axes in memory (channels last, for one).
+        # A clone keeps the order of the axes in memory, such as channels last.
         self._inner = inner if own and _is_dense(inner) else inner.clone()
         for is_first, rule, _ in side.ends():
             if rule.beyond is Beyond.REPLICATE:
@@ -265,7 +272,10 @@ class Adjoint:
 
 
 class Poles:
-    """The rows of `grad` beyond the poles, on their way back to the rows that they mirror. There may be none."""
+    """An exchange that returns the rows of `grad` beyond the poles to the rows that they mirror.
+
+    Without ends at a pole it does nothing.
+    """
 
     def __init__(self, grad: Tensor, rows: Side, columns: Side | None, across: Across | None):
         self._rows = rows
@@ -276,7 +286,7 @@ class Poles:
             self._opposite = Opposite(gone, columns, across, wide=at_once(rows, columns), back=True)
 
     def post(self, together: Swap | None = None) -> None:
-        """Send them, in one message with another swap if one is given."""
+        """Send the rows, in one message with the swap `together` if it is given."""
         if self._ends:
             self._opposite.post(together)
 
@@ -288,10 +298,10 @@ class Poles:
 
 
 class Folding:
-    """The adjoint of `halo`: it turns the gradient of a padded shard into that of the shard.
+    """The adjoint of `halo`: it turns the gradient of a padded shard into the gradient of the shard.
 
     The constructor does all that is possible without waiting for a neighbour, and `finish` does the rest. Axes are
-    folded in the reverse order of padding. `own` allows to change `grad` in place.
+    folded in the reverse order of padding. If `own` is set, `grad` may be changed in place.
     """
 
     def __init__(
@@ -312,10 +322,10 @@ class Folding:
             self._step(wait=False)
 
     def _step(self, *, wait: bool) -> None:
-        """Fold the next axis, or begin to if that would wait for a neighbour."""
+        """Fold the next axis. Unless `wait` is set, only begin to fold an axis whose neighbours have to answer."""
         side, columns, across = self._rest.pop(0)
         adjoint = Adjoint(self._grad, side, columns, across, own=self._own, poles=self._poles)
-        # After the first axis the gradient is a tensor of this object's own, which may be changed in place.
+        # After the first axis the gradient belongs to this object, so it may be changed in place.
         self._own = True
         if wait or not (side.meets and side.comm.size > 1):
             self._grad = adjoint.finish()
@@ -334,7 +344,7 @@ class Folding:
 
 
 def _mirrored(inner: Tensor, side: Side, is_first: bool, rule: Any, width: int) -> Tensor:
-    """Return the rows of the interior that the padding beyond an end mirrors."""
+    """Return the rows of the interior from which the padding beyond an end is mirrored."""
     # A grid of a single row has no row to skip, so that row mirrors itself.
     return side.outermost(inner, is_first, min(rule.skip, inner.shape[side.dim] - width), width)
 

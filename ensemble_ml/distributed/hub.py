@@ -2,7 +2,7 @@
 
 The hub is a thread of the first rank. Every rank has one connection to it, on which it sends a ballot when its gradient
 is complete and receives the outcome of every vote in order. Receiving is a thread of its own, so a rank that computes,
-sleeps or is stopped holds up no vote that can close without it.
+sleeps or is stopped does not delay a vote that can close without it.
 
 A star was chosen over collectives because a collective needs every rank's thread in every vote. The price is that the
 link of the first rank carries the ballots of all: P n / 8 bytes each way in a vote of one bit (P ranks, n parameters),
@@ -39,11 +39,12 @@ from ensemble_ml.distributed.vote import count
 from ensemble_ml.errors import UserError
 
 _WORD = 16  # bytes of the secret with which a connection begins, so that no stranger can cast a ballot
-# Share of the time since the last vote that a vote stays open after the last ballot that it needs. Ranks of equal speed
-# come within a few milliseconds. Without this, one of four would miss every vote that three can end.
+# When a vote has the ballots that it needs, it stays open for this fraction of the time that it has taken, so that
+# ranks of equal speed, which differ by a few milliseconds, are all in it. Otherwise, if three of four ballots close a
+# vote, one rank would miss every vote.
 _GRACE = 0.05
 _LEAVE = 5.0  # seconds that the hub waits for slow receivers when it ends
-_FAILED = -1  # in place of the number of a vote: the ranks of the flags have not come in time
+_FAILED = -1  # in place of the number of a vote: it has failed, and the flags mark the ranks whose ballots are missing
 
 
 class Link(Protocol):
@@ -52,10 +53,10 @@ class Link(Protocol):
     bytes_sent: int
 
     def send(self, ballot: Tensor) -> None:
-        """Send a ballot, words of any number."""
+        """Send a ballot of any number of words."""
 
     def receive(self) -> Tensor:
-        """Return the outcome of the next vote, and wait for it.
+        """Wait for the outcome of the next vote, and return it.
 
         Raises:
             ConnectionError: the hub is gone.
@@ -66,21 +67,21 @@ class Link(Protocol):
 
 
 class Relay(Protocol):
-    """What stands behind the connections of all ranks: it takes their words, and leaves words for each of them."""
+    """The interface of an object that receives words from all ranks and queues words for each of them."""
 
     @property
     def outboxes(self) -> Sequence[queue.Queue[Tensor | None]]:
-        """Return the words for each rank, in order."""
+        """Return a queue of words for each rank, in the order of ranks."""
 
     def put(self, rank: int, words: Tensor) -> None:
         """Take the words of a rank."""
 
     def close(self) -> None:
-        """Leave None for all ranks, after which no words follow."""
+        """Put None into all queues, which says that no words follow."""
 
 
 class Hub:
-    """The votes of all ranks, one after the other, in a thread.
+    """A hub, which holds the votes of all ranks one after another in its own thread.
 
     Args:
         size: number of ranks.
@@ -88,7 +89,8 @@ class Hub:
         first: number of the first vote.
         needed: returns how many ballots close a vote, by its number.
         seconds: time that a vote may wait for the ballots that it needs.
-        script: for a vote, the ranks that have to be in it; None, or no entry, for those that come first.
+        script: the ranks that have to be in a vote, by its number. In a vote without an entry, the ranks whose ballots
+            come first are in it. None has no entries.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class Hub:
             outbox.put(None)
 
     def _chosen(self) -> list[int] | None:
-        """Return the ranks of the next vote once it can close; none if ballots are missing for too long.
+        """Wait until the next vote can close, and return its ranks.
 
-        None stands for the end.
+        The list is empty if ballots are missing for too long. The result is None if the hub was closed.
         """
         script, began = self._script.get(self._vote), time.monotonic()
         until, enough = began + self._seconds, False
@@ -163,7 +165,8 @@ class Hub:
 def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> Tensor:
     """Count a vote.
 
-    Ballots whose first head word is not above zero have no sample. They count only if no other ballot is in.
+    If the first word of a ballot's head is not above zero, its rank had no sample. Such ballots count only if there are
+    no others.
 
     Args:
         vote: number of the vote, which decides how ties fall.
@@ -172,7 +175,7 @@ def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> T
         bits: bits of an element in a ballot.
 
     Returns:
-        The words of the outcome, as the head of the file says.
+        The words of the outcome, as described at the top of this file.
     """
     head = int(next(iter(ballots.values()))[0])
     heads, flags = torch.zeros(size, head, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
@@ -195,7 +198,7 @@ def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], T
         The number of the vote, the ranks that were in it, their heads (ranks in it, h), and the winning words.
 
     Raises:
-        UserError: ranks have not come in time.
+        UserError: ballots were missing when the time limit was reached.
     """
     vote, flags, rest = int(words[0]), words[1 : 1 + size], words[1 + size :]
     ranks = tuple(torch.nonzero(flags).flatten().tolist())
@@ -228,7 +231,7 @@ class LocalLink:
         return _taken(self._hub.outboxes[self._rank])
 
     def close(self) -> None:
-        """End the hub if it is this rank's."""
+        """End the hub if this rank owns it."""
         if self._owner:
             self._hub.close()
 
@@ -240,7 +243,7 @@ class _Served:
         self._own, self._listener = LocalLink(hub, 0, owner=True), listener
         self.bytes_sent = 0
         self._hub, self._open, self._senders = hub, dict[int, socket.socket](), list[threading.Thread]()
-        # A stranger may connect as well, so it goes on until all ranks are there.
+        # Others than ranks may connect as well, so the loop goes on until all ranks have connected.
         while len(self._open) < len(ranks):
             connection, _ = listener.accept()
             connection.settimeout(_LEAVE)
@@ -269,7 +272,7 @@ class _Served:
         return self._own.receive()
 
     def close(self) -> None:
-        """End the hub once the others have what was sent to them, or do not take it."""
+        """End the hub after the other ranks have received all outcomes, or after a few seconds if one does not."""
         self._own.close()
         until = time.monotonic() + _LEAVE
         for sender in self._senders:
@@ -280,7 +283,7 @@ class _Served:
             connection.close()
 
     def _pass_on(self, rank: int, connection: socket.socket) -> None:
-        """Hand the ballots of a rank to the hub until it leaves. A rank that dies is found by its heartbeat."""
+        """Hand the ballots of a rank to the hub until it leaves. The heartbeats find a rank that has died."""
         with suppress(OSError):
             while (words := _words(connection)) is not None:
                 self._hub.put(rank, words)
@@ -323,7 +326,7 @@ class _Remote:
 
 
 def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> Link:
-    """Return this rank's connection to a hub on the first rank of `group`. All ranks of it call this.
+    """Return this rank's connection to a hub on the first rank of `group`. All ranks of the group must call this.
 
     Args:
         group: the ranks, the first of which is the first of the job.
@@ -366,7 +369,7 @@ def _taken(outcomes: queue.Queue[Tensor | None]) -> Tensor:
 
 
 def _send(connection: socket.socket, words: Tensor) -> int:
-    """Send words with their number before them; return the bytes."""
+    """Send the number of bytes and then the words; return how many bytes were sent."""
     data = words.contiguous().numpy().tobytes()
     connection.sendall(len(data).to_bytes(8, "little") + data)
     return len(data) + 8

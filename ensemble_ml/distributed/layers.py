@@ -81,7 +81,9 @@ def partition(
     overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
-        if kind is None or (kind is not PartDropout and _sharers(module, mesh) == 1):
+        # The number of ranks over which the values lie that the layer combines.
+        sharers = mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
+        if kind is None or (kind is not PartDropout and sharers == 1):
             continue
         module.__class__ = kind
         object.__setattr__(module, "part_mesh", mesh)
@@ -110,11 +112,6 @@ def _rate(layer: Any, axis: int) -> Fraction:
         return Fraction(_tuple(layer.scale_factor, axis - 1)[axis - 2])
     stride = Fraction(_tuple(getattr(layer, "stride", 1), axis - 1)[axis - 2])
     return stride if isinstance(layer, _PartTransposed) else 1 / stride
-
-
-def _sharers(module: nn.Module, mesh: Mesh) -> int:
-    """Return the number of ranks over which the values lie that a layer combines."""
-    return mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
 
 
 def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:

@@ -31,7 +31,7 @@ from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder, geometries
-from ensemble_ml.models.surroundings import Surroundings
+from ensemble_ml.models.points import PointNetwork
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 # Layers that act on each point alone (or are containers), so that a shard of their result needs no neighbours.
@@ -47,9 +47,6 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
         model: a model of the whole grid.
         mesh: the mesh of the job.
         overlap: a switch that makes convolutions compute while their halos travel; None for off.
-
-    Returns:
-        The rows and columns of this rank.
 
     Raises:
         UserError: the shards are too thin (see `shard_of`).
@@ -73,8 +70,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartFeatures, shard=shard)
         elif isinstance(module, LinearCorrection):
             _swap(module, PartLinear, shard=shard)
-        elif isinstance(module, Surroundings):
-            _swap(module, PartSurroundings, shard=shard)
+        elif isinstance(module, PointNetwork):
+            _swap(module, PartPoints, shard=shard)
     _swap(model, PartModel, shard=shard)
     return shard
 
@@ -213,8 +210,8 @@ class PartFeatures(Features):
     part_shard: Shard
     position = _sliced("position")
 
-    def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
-        mean, std = super()._standard(suffix)
+    def _standard(self) -> tuple[Tensor, Tensor]:
+        mean, std = super()._standard()
         return (self.part_shard.cut(mean), self.part_shard.cut(std)) if self.spec.local else (mean, std)
 
 
@@ -236,8 +233,8 @@ class PartLinear(LinearCorrection):
     pieces: Any = property(_pieces)
 
 
-class PartSurroundings(Surroundings):
-    """The spread MLP or the error MLP at this rank's grid points."""
+class PartPoints(PointNetwork):
+    """The point network at this rank's grid points."""
 
     part_shard: Shard
 

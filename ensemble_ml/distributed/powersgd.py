@@ -61,7 +61,8 @@ class PowerSGD(GradientAverage):
         The first carries the left factors and the small parameters, the second the right factors.
         """
         scale = 1.0 if self.reduction is Reduction.sum else 1 / self.group.size
-        matrices = {i: self._matrix(i, scale) for i in self.factors}
+        # Each is the gradient of a parameter, scaled, plus the error of the steps before.
+        matrices = {i: self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i] for i in self.factors}
         left = {i: m @ self.factors[i] for i, m in matrices.items()}
         plain = [i for i in range(len(self.params)) if i not in self.factors]
         used = torch.tensor([float(p.grad is not None) for p in self.params], dtype=self._wide)
@@ -116,10 +117,6 @@ class PowerSGD(GradientAverage):
         # A parameter that was not exchanged in the saved run starts without an error.
         for name in held.keys() & state.keys():
             held[name].copy_(state[name])
-
-    def _matrix(self, i: int, scale: float) -> Tensor:
-        """Return the gradient of a parameter as a matrix, scaled, plus the error of the steps before."""
-        return self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i]
 
     def _flat_grad(self, i: int) -> Tensor:
         p = self.params[i]

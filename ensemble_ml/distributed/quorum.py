@@ -1,19 +1,21 @@
 """A vote that ends when enough ballots are in, so that no rank waits for a straggler.
 
-    vote k ends      when `quorum` ranks have cast a ballot since vote k - 1, or all of them if k + 1 is a meeting
+    vote k           ends shortly after the hub holds the ballots of `quorum` ranks that no earlier vote has counted. If
+                     a meeting follows, the vote ends only when the hub holds the ballots of all ranks
     a late rank      abstains in the votes that ended without it. When its gradient is complete, it casts its ballot in
                      the vote that is open then, and applies the winners of all votes up to that one, in order
-    a meeting        every `bound` votes, and wherever the run validates, writes a checkpoint or ends
+    a meeting        is a step after which all ranks have done the same number of steps. There is one every `bound`
+                     votes, and wherever the run validates, writes a checkpoint or ends
 
-The weights of every rank are therefore the same function of the sequence of winners, and after the same vote replicas
-are equal bit for bit. Only momenta differ, as in every vote: each follows its rank's own gradients. A ballot is at most
-`bound` - 1 votes older than the vote that counts it.
+The weights of every rank are therefore the same function of the sequence of winners. After the same vote, the weights
+of all ranks are equal bit for bit. Only the momenta differ, as in every vote, because the momentum of a rank follows
+the rank's own gradients. A ballot is at most `bound` - 1 votes older than the vote that counts it.
 
 Each rank's loss is the mean over its own samples, since a sum over ranks would wait for all of them. Losses and flags
 travel in the heads of the ballots. So all ranks see the same numbers of a vote, and take the same decisions.
 
-Wait-avoiding averages of weights (WAGMA-SGD, Li et al. 2020, arXiv:2005.00124) let a straggler's old weights count;
-here its old gradient counts, once, by its signs.
+In wait-avoiding averages of weights (WAGMA-SGD, Li et al. 2020, arXiv:2005.00124), the old weights of a straggler enter
+the average. Here a straggler's old gradient enters a single vote on signs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import Outcome, total_norm
 
-# Returns the connection of a rank to the hub that the second argument makes.
+# A function that returns a rank's connection to the hub of its group. Its second argument makes the hub.
 Join = Callable[[Communicator, Callable[[], Hub]], Link]
 
 
@@ -44,8 +46,8 @@ class Quorum:
 
     Attributes:
         ballots: number of ballots that end a vote.
-        bound: votes from one meeting to the next, at most.
-        seconds: time that a vote waits for the ballots that it needs.
+        bound: largest number of votes from one meeting to the next.
+        seconds: how long, in seconds, a vote waits for the ballots that it needs.
     """
 
     ballots: int
@@ -61,8 +63,10 @@ def quorum_of(text: str, ranks: int) -> int:
         ranks: number of ranks that vote.
 
     Raises:
-        UserError: more than there are ranks, or fewer than half of them. Two votes of fewer than half could be of
-            different ranks altogether, so that the ranks would take turns in moving the weights.
+        UserError: the number is larger than that of the ranks, or smaller than half of it. If fewer than half of the
+            ranks could end a vote, two successive votes might have no rank in common, and different ranks would take
+            turns in moving the weights.
+        ValueError: `text` is neither `all` nor `auto` nor a number.
     """
     if text == "all":
         return ranks
@@ -84,16 +88,16 @@ class QuorumVote(Vote):
 
     Args:
         group: the ranks that vote.
-        rule: when votes end.
+        rule: the rule by which votes end.
         join: connects a rank with the hub that closes the votes.
-        settings: passed to `Vote`.
+        settings: passed to `Vote`, except for `overlap`, which is always off.
 
     Attributes:
-        milestone: returns whether a vote, by the number of steps done after it, has to be a meeting although `bound`
-            does not ask for it. It must be the same on all ranks.
-        script: the ranks of each vote of an earlier run, by its number, if that run is to be repeated; for the first
-            rank.
-        record: called for each vote in order, with its number and the ranks that were in it.
+        milestone: function that takes a number of steps and returns whether there is a meeting after that many, in
+            addition to those every `bound` votes. It must return the same on all ranks.
+        script: the ranks whose ballots each vote counted in an earlier run, by number of the vote, if that run is to be
+            repeated. Only the first rank uses it. None repeats no run.
+        record: called for each vote in order, with the number of the vote and the ranks whose ballots it counted.
     """
 
     def __init__(self, group: Communicator, rule: Quorum, join: Join, **settings: object):
@@ -106,22 +110,28 @@ class QuorumVote(Vote):
         self._cast, self._missed, self._samples = False, False, True
 
     def meets(self, step: int) -> bool:
-        """Return whether all ranks have done the same number of steps when `step` steps are done."""
+        """Return whether there is a meeting after `step` steps, where all ranks have done the same number of steps."""
         return step % self.rule.bound == 0 or self.milestone(step)
 
     @property
     def slack(self) -> int:
-        """Return how many steps ranks may be apart."""
+        """Return an upper bound on the number of steps that ranks may be apart."""
         return self.rule.bound
 
     @property
     def abstains(self) -> bool:
-        """Return whether this rank's momentum stays: the vote ended without it, or it has no sample."""
+        """Return whether this rank's momentum stays unchanged.
+
+        It does if the vote ended without this rank's ballot, or if this rank has no sample.
+        """
         return self._missed or not self._samples
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent so far; on the first rank, with the outcomes for all others."""
+        """Return the bytes that this rank has sent so far.
+
+        On the first rank, these include the outcomes that its hub has sent to the other ranks.
+        """
         return super().bytes_sent + (self._link.bytes_sent if self._link is not None else 0)
 
     def _prepare(self) -> None:
@@ -138,15 +148,19 @@ class QuorumVote(Vote):
 
     def begin(self, step: int) -> None:
         """Prepare for the backward pass of `step`."""
-        self.step = step  # the hub, which the first call makes, begins with it
+        self.step = step  # the first call makes the hub, whose first vote gets this number
         super().begin(step)
         self._cast, self._missed = False, False
 
     def finish(self) -> Outcome:
-        """Cast this rank's ballot, and return the outcome of the next vote in order.
+        """Cast this rank's ballot unless it has been cast, and return the outcome of the next vote in order.
 
-        While `missed` is set in it, the vote ended before the ballot came. The caller has to take the step and then
-        call this again.
+        If `missed` is set in the outcome, the vote ended before this rank's ballot came. The caller then takes the step
+        and calls this method again, until `missed` is not set.
+
+        Raises:
+            UserError: the vote did not get the ballots that it needs within `Quorum.seconds`.
+            ConnectionError: the hub is gone.
         """
         assert self._arrivals is not None and self._link is not None
         if not self._cast:
@@ -177,7 +191,7 @@ class QuorumVote(Vote):
         return Outcome(float(self._norm), culprits, waited, sent, self._missed, sums)
 
     def close(self) -> None:
-        """Remove the hooks, and end threads and connections."""
+        """Remove the hooks, and end the threads and the connection to the hub."""
         super().close()
         if self._link is not None:
             self._link.close()
@@ -185,7 +199,10 @@ class QuorumVote(Vote):
 
     @torch.no_grad()
     def _take_outcome(self, heads: Tensor, winner: Tensor) -> None:
-        """Turn the winning words into signs, and let exactly the parameters that a voter used have a gradient."""
+        """Turn the winning words into signs.
+
+        Afterwards exactly those parameters have a gradient that at least one of the voting ranks used.
+        """
         [bucket], [flat] = self.buckets, self._flats
         unpack_signs(winner.to(flat.device), flat)
         rows = heads[:, 2:].tolist()
@@ -200,7 +217,7 @@ class QuorumVote(Vote):
                 p.grad = own
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
-        """Keep the ballot until the numbers that go with it are known."""
+        """Keep the ballot for `finish`, which sends it with the numbers that are known only then."""
         if self.bits > 1:
             self._to_units(views, magnitude)
         self._codes = cast(flat, self.bits, 1, self.step)[0].cpu()

@@ -17,6 +17,7 @@ class Shard:
     """The part of a grid that belongs to one rank of a topology.
 
     Shards are whole blocks of 2^depth rows and columns, so that pooling and upsampling by two never cross a border.
+    Only the last block along an axis may be smaller.
 
     Attributes:
         topology: the mesh, seen from this rank.
@@ -71,7 +72,8 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
         UserError: there are more ranks along an axis than blocks of 2^depth points.
     """
     rows = bands(shape[0], topology.lat, 2**depth)
-    # Every rank needs a whole block of columns here, unlike rows, whose last block may be short.
+    # `bands` also accepts a rank with nothing but the short last block. That is allowed for rows. For columns it is
+    # not: there may be no more ranks than whole blocks.
     columns = shape[1] // 2**depth if shape[1] >= 2**depth else 1
     if topology.lon > columns:
         raise UserError(
@@ -82,7 +84,7 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
 
 
 def mark_own(p: Tensor, shard: Shard) -> None:
-    """Mark `p` (..., Y, X) as a parameter of which each rank of `shard` uses its own grid points only.
+    """Mark `p` (..., Y, X) as a parameter of which each rank uses only the grid points of its own shard.
 
     Copies of `p` do not carry the mark.
     """

@@ -226,12 +226,9 @@ class Swap:
         """Cut the received buffer, which is sorted by rank, into strips in the order of `shapes`."""
         order = sorted(range(len(self._shapes)), key=lambda i: self._shapes[i][0])
         pieces = dict(zip(order, self._buffer.split([self._shapes[i][1].numel() for i in order]), strict=True))
-        return [_shaped(pieces[i], shape) for i, (_, shape) in enumerate(self._shapes)]
-
-
-def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
-    """View a flat strip, which was sent channels last, in its shape (B, C, ...)."""
-    return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+        # Strips are sent channels last; their shapes are (B, C, ...).
+        shapes = [shape for _, shape in self._shapes]
+        return [pieces[i].view(s[0], *s[2:], s[1]).movedim(-1, 1) for i, s in enumerate(shapes)]
 
 
 class Strip(NamedTuple):

@@ -78,13 +78,10 @@ class Topology:
         return replace(self, rank=rank)
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks whose coordinates differ from this rank's along `axes` only.
+        """Return the ranks whose coordinates differ from this rank's along `axes` only, ascending, this one included.
 
         Args:
             axes: names out of `AXES`.
-
-        Returns:
-            The ranks in ascending order, this one included.
         """
         own = self.place
         every = zip(AXES, self.shape, own, strict=True)

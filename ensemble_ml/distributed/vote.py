@@ -76,7 +76,7 @@ def sign_allreduce(
     bits = 1 if scale is VoteScale.sign else bits
     factor = None
     if bits > 1:
-        magnitude = _magnitude(flat, scale)
+        magnitude = flat.abs().mean() if scale is VoteScale.l1 else flat.abs().amax()
         factor = inverse(magnitude * unit(bits, scale))
     # Large tensors go in pieces: each is packed while the votes on the piece before travel.
     rounds = Rounds([group], bits, step)
@@ -108,12 +108,9 @@ def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
     packed = torch.zeros(room(len(flat), ranks) // WORD, dtype=torch.int64, device=flat.device)
     packed[:whole] = pack_signs(flat[: whole * WORD], step)
     if whole * WORD < len(flat):
-        packed[whole : whole + 1] = pack_signs(_padded(flat[whole * WORD :]), step)
+        rest = flat[whole * WORD :]
+        packed[whole : whole + 1] = pack_signs(torch.nn.functional.pad(rest, (0, WORD - len(rest))), step)
     return packed.view(ranks, -1)
-
-
-def _padded(x: Tensor) -> Tensor:
-    return torch.nn.functional.pad(x, (0, WORD - len(x)))
 
 
 def share(elements: int, ranks: int) -> int:
@@ -132,10 +129,6 @@ def inverse(delta: Tensor) -> Tensor:
     There 1 / delta may be infinite, and an exact zero times infinity is NaN. With 0 all elements count as zero.
     """
     return torch.where(delta >= torch.finfo(delta.dtype).tiny, 1 / delta, 0.0)
-
-
-def _magnitude(u: Tensor, scale: VoteScale) -> Tensor:
-    return u.abs().mean() if scale is VoteScale.l1 else u.abs().amax()
 
 
 def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:

@@ -106,7 +106,8 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     worlds = [world for launcher in _NAMES if (world := _read(env, launcher)) is not None]
     for other in worlds[1:]:
         if (other.rank, other.size) != (worlds[0].rank, worlds[0].size):
-            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; choose whose count: {_choices(worlds[0], other)}")
+            choices = " or ".join(f"parallel.launcher={world.launcher.value}" for world in (worlds[0], other))
+            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; choose whose count: {choices}")
     return worlds[0] if worlds else World()
 
 
@@ -114,11 +115,6 @@ def _told(world: World) -> str:
     """Return a launcher's rank and size as "NAME=value" pairs, for messages."""
     names = _NAMES[world.launcher]
     return f"{names.rank}={world.rank} {names.size}={world.size}"
-
-
-def _choices(*worlds: World) -> str:
-    """Return the settings that would choose each of the launchers."""
-    return " or ".join(f"parallel.launcher={world.launcher.value}" for world in worlds)
 
 
 def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:

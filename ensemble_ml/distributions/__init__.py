@@ -7,15 +7,3 @@ The formulas stand in `ensemble_ml.closed_forms`, with their sources. `maths` ha
 from ensemble_ml.distributions.formulas import cdf, crps, moments, quantile
 from ensemble_ml.distributions.means import LEAST_MEAN, MEAN_TABLES, location_of_mean, widen
 from ensemble_ml.distributions.members import remap_members
-
-__all__ = [
-    "LEAST_MEAN",
-    "MEAN_TABLES",
-    "cdf",
-    "crps",
-    "location_of_mean",
-    "moments",
-    "quantile",
-    "remap_members",
-    "widen",
-]

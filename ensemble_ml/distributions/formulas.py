@@ -23,7 +23,7 @@ _FAR = 30.0  # l from which quantiles of the truncated normal come from the lead
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the continuous ranked probability score (CRPS) of each forecast.
+    """Return the continuous ranked probability score (CRPS) of each forecast, in the units of `y`.
 
     An observation that the distribution cannot produce gets the score of the nearer bound plus its distance from it.
 
@@ -32,9 +32,6 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
         location: location of the forecasts, physical units, any shape.
         scale: scale of the forecasts, in the same units; positive.
         y: observations, in the same units.
-
-    Returns:
-        The score of each forecast, in the units of `y`.
     """
     if family is Family.NORMAL:
         return scale * forms.crps_normal(TORCH, (y - location) / scale)
@@ -61,7 +58,7 @@ def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the distribution function P(value <= y).
+    """Return the distribution function P(value <= y), in [0, 1].
 
     At its bounds, a censored distribution counts the mass that lies there.
 
@@ -70,9 +67,6 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
         location: location, any shape.
         scale: scale, in the units of `location`; positive.
         y: values, in the same units.
-
-    Returns:
-        Probabilities in [0, 1].
     """
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l, x, v = (at - mu) / sigma, -mu / sigma, mu / sigma, at / sigma
@@ -89,16 +83,13 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 
 
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
-    """Return the value that is not exceeded with probability `level`.
+    """Return the value that is not exceeded with probability `level`, in the units of `location`.
 
     Args:
         family: the distribution.
         location: location, any shape.
         scale: scale, in the units of `location`; positive.
         level: probability; a number, or a tensor that broadcasts against `location`.
-
-    Returns:
-        Values in the units of `location`.
     """
     mu, sigma = location.double(), scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
@@ -117,15 +108,12 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
 
 
 def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the distribution.
+    """Return mean and standard deviation of the distribution, in the units of `location`.
 
     Args:
         family: the distribution.
         location: location, any shape.
         scale: scale, in the units of `location`; positive.
-
-    Returns:
-        Mean and standard deviation, in the units of `location`.
     """
     if family is Family.NORMAL:
         return location, scale

@@ -38,7 +38,7 @@ MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds
 
 
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
-    """Return the location at which the distribution with a given scale has a given mean.
+    """Return the location at which the distribution with a given scale has a given mean, in the units of `mean`.
 
     There is no closed form, so the location is read off a table by linear interpolation. Its entries are 1 % of a scale
     apart; far below zero, they are 1 % of the location apart. Between two bounds, the table of the distribution with
@@ -53,9 +53,6 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
         family: the distribution.
         mean: the means, any shape.
         scale: the scale, in the units of `mean`; positive.
-
-    Returns:
-        Locations, in the units of `mean`.
     """
     if family is Family.NORMAL:
         return mean
@@ -121,9 +118,6 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
         location: location, any shape.
         scale: scale, in the units of `location`.
         width: factor of the scale, broadcast against `scale`.
-
-    Returns:
-        The new location and the new scale.
     """
     wider = width * scale
     if family is Family.NORMAL:

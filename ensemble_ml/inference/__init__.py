@@ -5,5 +5,3 @@ from ensemble_ml.inference.export import export
 from ensemble_ml.inference.netcdf import file_name, write_forecast
 from ensemble_ml.inference.predict import predict
 from ensemble_ml.inference.select import Places, select
-
-__all__ = ["Header", "Kind", "Output", "Places", "export", "file_name", "predict", "select", "write_forecast"]

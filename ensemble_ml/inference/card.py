@@ -72,7 +72,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         *_compacted(meta),
-        ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
+        ("hours of init times", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
         (
             "calibration",
             _calibration(spec, meta) + _of(meta),
@@ -94,13 +94,13 @@ def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _shown(meta: Mapping[str, Any]) -> str:
-    """Return the numbers of members in training, in words. Forecasts from other numbers are an extrapolation."""
+    """Return in words how many members training used. Forecasts from other ensemble sizes are an extrapolation."""
     sizes = _sizes(meta)
     return f"; trained with {_listed(sizes)}" if sizes else ""
 
 
 def _sizes(meta: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of members that training drew, in ascending order."""
+    """Return the sizes of the member subsets that training drew, in ascending order."""
     return sorted(meta.get("config", {}).get("data", {}).get("members") or ())
 
 
@@ -128,7 +128,7 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     """Return in words how the scale was calibrated: for how many fields, by which factors, for how many members."""
     widths, members = meta.get("widths"), meta["config"]["data"]["validation_members"]
     if not spec.config.postprocess:
-        return "none: it predicts the spread alone"
+        return "none: the model predicts only the spread"
     if not widths:
         return "none: there was no validation date with a truth"
     found, count = _told(widths), sum(map(len, widths))
@@ -136,9 +136,9 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         return "none: too few validation dates had a truth"
     between = f"{min(found):.3f} to {max(found):.3f}"
     sizes = sorted(map(int, meta.get("widths_by_size", ())))
-    others = f"; factors beside it for {_listed(sizes)} members" if sizes else ""
+    others = f"; other factors for {_listed(sizes)} members" if sizes else ""
     which = "each lead, variable and level" if len(found) == count else f"{len(found)} of {count} fields"
-    return f"scale of {which} times {between}, by the validation dates with at most {members} members{others}"
+    return f"the scale of {which} is multiplied by {between}, from validation with at most {members} members{others}"
 
 
 def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:
@@ -224,12 +224,13 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
             claim["claim"],
             f"{claim['value']:.4g} {claim['unit']}",
             _interval(claim),
-            "yes" if claim["holds"] else "**no**",
+            # As in the report, a claim is compared with no gain at all, and not with the targets of the benchmarks.
+            "yes" if (claim["value"] < 1 if claim["unit"] == "ratio" else claim["value"] > 0) else "**no**",
             _certain(claim),
         )
         for claim in scores["claims"]
     ]
-    return f"## Scores\n\n{lines}\n\n{_table(('claim', 'measured', 'interval', 'holds', 'certain'), rows)}"
+    return f"## Scores\n\n{lines}\n\n{_table(('claim', 'measured', 'interval', 'better', 'certain'), rows)}"
 
 
 def _certain(claim: Mapping[str, Any]) -> str:
@@ -250,22 +251,22 @@ def _interval(claim: Mapping[str, Any]) -> str:
 def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     """Return the section on limits: general ones, the notes of the evaluation, and where the model is worse."""
     lines = [
-        "Only the grid, variables, levels and lead times above; anything else is refused by name.",
-        f"Trained on {len(meta['training_dates'])} init times; seasons and regimes that they lack are extrapolation.",
-        "Tied to the forecasting system of the training data: after a change of that system, fit anew.",
+        "It takes only the grid, variables, levels and lead times above. Other inputs are refused with a reason.",
+        f"It was trained on {len(meta['training_dates'])} init times. For other seasons and regimes it extrapolates.",
+        "It is tied to the forecasting system of the training data. Train it again after a change of that system.",
     ]
     if _told(meta.get("widths")) and spec.config.postprocess:
-        text = "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate."
+        text = (
+            "It is calibrated on average. A single forecast may be off, most if the ensemble is far from its climate."
+        )
         lines.append(text)
     if predicts_members(meta):
-        text = (
-            "Trained to predict a member that it was not given (objective=members), as if that were the truth: sigma is"
-        )
+        text = "It was trained to predict a member that it did not get as input (objective=members). Its sigma is the"
         lines.append(
-            f"{text} the spread of members, and lacks the error of their model. A start for training on a truth."
+            f"{text} spread of members and lacks the error of their model. Use it to start training on a truth."
         )
     if not spec.config.postprocess:
-        lines.append("Predicts the spread of the ensemble, which need not be the error of its mean.")
+        lines.append("It predicts the spread of the ensemble, which need not be the error of its mean.")
     if scores is not None:
         lines += list(scores["notes"])
         lines += _worse(scores)

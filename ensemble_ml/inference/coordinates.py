@@ -44,7 +44,7 @@ def coordinates(header: Header) -> Iterator[Coordinate]:
     for name, dates in header.dates.items():
         if len(dates.values) and not dates.text:
             # Training dates without a short text become a coordinate of their own. A data variable would be repeated
-            # for each start when files are concatenated.
+            # for each init time when files are concatenated.
             seconds = dates.values.astype("datetime64[s]").astype(np.int64)
             yield Coordinate(name, (name,), seconds, {"long_name": name.replace("_", " "), **_CLOCK})
     yield from _times(header)
@@ -82,8 +82,8 @@ def height_of(name: str) -> Coordinate | None:
 def _times(header: Header) -> Iterator[Coordinate]:
     """Yield the init times, the lead times and the valid times.
 
-    A file has one init time, and files of several starts concatenate along this axis. Valid times have both axes,
-    start and lead. As an axis of their own they would overlap between files. Whoever opens many files as one would then
+    A file has one init time, and files of several init times concatenate along this axis. Valid times have both axes,
+    init time and lead. As an axis of their own they would overlap between files. Whoever opened many files as one would
     get the union of all valid times, most of it empty.
     """
     starts = np.atleast_1d(np.asarray(header.init_time)).astype("datetime64[s]").astype(np.int64)
@@ -104,7 +104,7 @@ def _times(header: Header) -> Iterator[Coordinate]:
 
 
 def _space(places: Places) -> Iterator[Coordinate]:
-    """Yield latitudes and longitudes: of the grid, or of points with the places that were requested."""
+    """Yield latitudes and longitudes: those of the grid, or those of points and of the places that users requested."""
     latitude = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
     longitude = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
     if places.asked is None:

@@ -1,13 +1,13 @@
 """Read the members of init times, reduce them to the inputs of the model, and compare them with the training range.
 
-Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
+Axes: B date in a batch, M member, T lead, F field (variables and levels, then surface variables), Y latitude,
 X longitude.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,17 +36,18 @@ class Sample:
 
     Attributes:
         start: the init time and its members.
-        members: (M, T_in, ...) raw members. They take most of the memory of a date, so M is 0 if nothing needs them.
-        mean: (T_in, ...) mean of the members.
-        spread: (T_in, ...) standard deviation of the members.
+        members: raw members, as the source has them. They take most of the memory of a date, so M is 0 if nothing needs
+            them.
+        mean: (T_in, F, Y, X) mean of the members.
+        spread: (T_in, F, Y, X) standard deviation of the members.
         remarks: sentences for the file, about values beyond the training range.
-        extremes: smallest and largest value of each field, (V Z + S,) each; None if no training range is known.
+        extremes: smallest and largest value of each field, (F,) each; None if no training range is known.
     """
 
     start: Start
     members: Fields
-    mean: Fields
-    spread: Fields
+    mean: np.ndarray
+    spread: np.ndarray
     remarks: tuple[str, ...] = ()
     extremes: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -87,8 +88,7 @@ class Samples:
                 level, lead and date.
         """
         members = self.reader.forecast(start.date, start.positions)
-        reduced = [self.reader.reduce(values) for values in (members.pressure, members.surface)]
-        mean, spread = (Fields(*pair) for pair in zip(*reduced, strict=True))
+        mean, spread = self.reader.reduced(members)
         extremes = None
         if self._limits is not None:
             extremes = _by_field(members, np.fmin.reduce), _by_field(members, np.fmax.reduce)
@@ -136,7 +136,7 @@ class Samples:
         width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
         excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
         found: dict[str, tuple[float, str]] = {}
-        for index, (name, level) in enumerate(_fields(self.spec)):
+        for index, (name, level) in enumerate(self.spec.names):
             # Of all levels of a variable, only the one with the largest excess is described.
             if excess[index] > _MARGIN and excess[index] > found.get(name, (0.0, ""))[0]:
                 above = high[index] - limits[index, 1] >= limits[index, 0] - low[index]
@@ -157,26 +157,21 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         ones are filled up to the largest number.
     """
 
-    def stack(arrays: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.stack(arrays))
+    def stack(arrays: Iterable[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(list(arrays)))
 
     single, every = spec.config.one_member, spec.takes_members
     # Dates may differ in their numbers of members. Shorter ones are filled up so that they can be stacked.
     most = max(len(s.start.positions) for s in samples)
-    given = [s.members for s in samples] if spec.masked else []
-    shares = [valid_shares(spec, members.pressure, members.surface) for members in given]
+    given = [s.members for s in samples]
     return EnsembleInput(
-        stack([s.mean.pressure for s in samples]),
-        stack([s.spread.pressure for s in samples]),
-        stack([s.mean.surface for s in samples]),
-        stack([s.spread.surface for s in samples]),
+        stack(s.mean for s in samples),
+        stack(s.spread for s in samples),
         torch.tensor([float(len(s.start.positions)) for s in samples]),
         torch.tensor([float(day_of_year(s.start.init_time)) for s in samples]),
-        stack([s.members.pressure[0] for s in samples]) if single else None,
-        stack([s.members.surface[0] for s in samples]) if single else None,
-        stack([filled(s.members.pressure, most) for s in samples]) if every else None,
-        stack([filled(s.members.surface, most) for s in samples]) if every else None,
-        **{name: stack([share[name] for share in shares]) for name in ("valid_p", "valid_s") if shares},
+        stack(Fields(one.pressure[0], one.surface[0]).joined() for one in given) if single else None,
+        stack(filled(one.joined(), most) for one in given) if every else None,
+        stack(valid_shares(spec, one.pressure, one.surface) for one in given) if spec.masked else None,
     )
 
 
@@ -202,23 +197,17 @@ def replace_static(model: AnyModel, source: Source) -> None:
     model.features.load_state_dict({"position": Features(spec, climate.checked(spec)).position}, strict=False)
 
 
-def _fields(spec: ModelSpec) -> list[tuple[str, int | None]]:
-    """Return the (variable, level) of each field in the model's order; the level of a surface variable is None."""
-    upper: list[tuple[str, int | None]] = [(name, level) for name in spec.variables for level in spec.levels]
-    return upper + [(name, None) for name in spec.surface]
-
-
 def _limits(spec: ModelSpec, ranges: Mapping[str, Any]) -> np.ndarray:
-    """Return the training range of each field, (V Z + S, 2).
+    """Return the training range of each field, (F, 2).
 
     The checkpoint has it as {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}.
     """
-    pairs = [ranges[name] if level is None else ranges[name][str(level)] for name, level in _fields(spec)]
+    pairs = [ranges[name] if level is None else ranges[name][str(level)] for name, level in spec.names]
     return np.asarray(pairs, np.float64)
 
 
 def _by_field(members: Fields, reduce: Any) -> np.ndarray:
-    """Reduce members, leads and grid points to one number for each field, (V Z + S,). NaN is ignored."""
+    """Reduce members, leads and grid points to one number for each field, (F,). NaN is ignored."""
     upper = reduce(members.pressure, axis=(0, 1, 4, 5)) if members.pressure.size else np.zeros(0)
     flat = reduce(members.surface, axis=(0, 1, 3, 4)) if members.surface.size else np.zeros(0)
     return np.concatenate([upper.ravel(), flat.ravel()]).astype(np.float64)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ensemble_ml.inference.card import model_card
 from ensemble_ml.inference.export import CARD
-from ensemble_ml.models import ModelSpec
-from ensemble_ml.training.checkpoint import META, find_checkpoint, load_meta
+from ensemble_ml.training.checkpoint import META, find_checkpoint, load_meta, load_spec
 
 _COPIED = ("step", "steps", "full_members", "lead_bounds", "data_fingerprint", "sha256", "versions", "input_range")
 
@@ -27,7 +26,7 @@ def describe_checkpoint(path: str) -> dict[str, Any]:
     """
     folder = find_checkpoint(path)
     meta = load_meta(folder)
-    spec = ModelSpec.from_json(meta["spec"])
+    spec = load_spec(folder)
     exported = folder / CARD
     card = exported.read_text(encoding="utf-8") if exported.is_file() else model_card(spec, meta, None)
     return {

@@ -27,6 +27,7 @@ from ensemble_ml.inference.job import Job, header_of_all
 from ensemble_ml.inference.outputs import kinds_of, outputs
 from ensemble_ml.inference.predict import batch_size, forward, put_on_device, torch_threads
 from ensemble_ml.inference.starts import Start
+from ensemble_ml.machine import return_freed_memory
 from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.store.source import Fields
 from ensemble_ml.training.checkpoint import load_model
@@ -73,6 +74,7 @@ class Forecaster:
         with _alone, dask.config.set(scheduler="synchronous"), torch_threads(self._threads), torch.inference_mode():
             model, device, samples = self._ready()
             group = [samples.read(start) for start in starts]
+            return_freed_memory()  # the pass needs most memory, and other threads' pools hold what they freed
             prediction = forward(model, group, device)
             return prediction, [self._kept(samples.judged(sample)) for sample in group]
 
@@ -83,8 +85,8 @@ class Forecaster:
         """
         if self.job.wanted.members or self.job.spec.masked:
             return sample
-        nothing = Fields(np.empty(0, np.float32), np.empty(0, np.float32))
-        return replace(sample, members=nothing, mean=nothing, spread=nothing)
+        nothing = np.empty(0, np.float32)
+        return replace(sample, members=Fields(nothing, nothing), mean=nothing, spread=nothing)
 
     def variable(self, batch: Batch, name: str) -> dict[str, np.ndarray]:
         """Make the fields of one variable from the prediction of a batch.
@@ -109,7 +111,10 @@ class Forecaster:
         """Return the model, its device and the reader, which are made at the first call in a process."""
         if self._made is None:
             config, source = self.job.config, self.job.source
-            model, meta = load_model(config.checkpoint)
+            # With weights that were made in inference mode, torch may compute a product of matrices in another way,
+            # which rounds differently. The command makes its weights outside of that mode.
+            with torch.inference_mode(False):
+                model, meta = load_model(config.checkpoint)
             if config.static is not None:
                 replace_static(model, source)
             device = solo().device if self._device is None else torch.device(self._device)

@@ -23,7 +23,6 @@ from ensemble_ml.inference.contents import Kind, Output
 from ensemble_ml.inference.inputs import Sample
 from ensemble_ml.inference.select import Places
 from ensemble_ml.models import ModelSpec, Prediction
-from ensemble_ml.store import Fields
 
 log = logging.getLogger(__name__)
 
@@ -153,12 +152,9 @@ def outputs(
     Raises:
         UserError: a prediction is not finite.
     """
-    for suffix, names in (("p", spec.variables), ("s", spec.surface)):
-        for position, name in enumerate(names):
-            if only not in (None, name):
-                continue
-            part = _Variable(spec, prediction, suffix, at, position, sample)
-            for kind, values in part.masked_fields(name, wanted):
+    for name in (*spec.variables, *spec.surface):
+        if only in (None, name):
+            for kind, values in _Variable(spec, prediction, name, at, sample).masked_fields(wanted):
                 yield Output(name, kind, places.cut(values.float().numpy()))
 
 
@@ -184,45 +180,58 @@ def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
 class _Variable:
     """A variable of one date: its parameters (T, [Z,] Y, X) and raw members (M, T, [Z,] Y, X)."""
 
-    def __init__(self, spec: ModelSpec, prediction: Prediction, suffix: str, at: int, position: int, sample: Sample):
-        def pick(name: str) -> Tensor | None:
-            values = getattr(prediction, f"{name}_{suffix}")
-            return None if values is None else values[at][:, position]
+    def __init__(self, spec: ModelSpec, prediction: Prediction, name: str, at: int, sample: Sample):
+        self.location, self.scale, self.spread = (
+            None if values is None else self._own(values[at], spec, name)
+            for values in (prediction.location, prediction.scale, prediction.spread)
+        )
+        self.family: Family = spec.family(name)
+        self._spec, self._name, self._sample = spec, name, sample
 
-        self.location, self.scale, self.spread = pick("location"), pick("scale"), pick("spread")
-        self.family: Family = spec.families[suffix == "s"][position]
-        self._sample, self._suffix, self._position, self._leads = sample, suffix, position, spec.lead_positions
-        self._masked = bool(spec.masked)
+    @staticmethod
+    def _own(values: Tensor, spec: ModelSpec, name: str) -> Tensor:
+        """Return the fields of a variable, (T, F, Y, X) -> (T, [Z,] Y, X)."""
+        own = values[:, spec.of(name)]
+        return own[:, 0] if name in spec.surface else own
 
-    def _raw(self, fields: Fields) -> Tensor:
-        """Return this variable of the given members, or of their mean or spread, at the predicted leads."""
-        values, axis = (fields.pressure, -4) if self._suffix == "p" else (fields.surface, -3)
-        # Taking the variable leaves the lead on the axis where the variable was.
-        return torch.from_numpy(values.take(self._position, axis).take(self._leads, axis))
+    def _raw(self, values: np.ndarray) -> Tensor:
+        """Return this variable of the members' mean or spread (T_in, F, Y, X) at the predicted leads."""
+        return self._own(torch.from_numpy(values[self._spec.lead_positions]), self._spec, self._name)
 
-    def masked_fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
+    def _members(self) -> Tensor:
+        """Return the members of this variable at the predicted leads, (M, T, [Z,] Y, X)."""
+        spec, members, name = self._spec, self._sample.members, self._name
+        if name in spec.surface:
+            own = members.surface[:, :, spec.surface.index(name)]
+        else:
+            own = members.pressure[:, :, spec.variables.index(name)]
+        return torch.from_numpy(own.take(spec.lead_positions, 1))
+
+    def masked_fields(self, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
         """Yield the results of `fields`, with NaN where none of the members has a value.
 
         Raises:
             UserError: the model predicts something that is not finite elsewhere.
         """
+        name, masked = self._name, bool(self._spec.masked)
         # The mean of the members is NaN exactly where none of them has a value.
-        hidden = torch.isnan(self._raw(self._sample.mean)) if self._masked else torch.zeros((), dtype=torch.bool)
+        hidden = torch.isnan(self._raw(self._sample.mean)) if masked else torch.zeros((), dtype=torch.bool)
         for values in (self.location, self.scale, self.spread):
             if values is not None and not (torch.isfinite(values) | hidden).all():
                 raise UserError(f"{name}: the prediction is not finite; the checkpoint is of no use for this input")
-        for kind, values in self.fields(name, wanted):
+        for kind, values in self.fields(wanted):
             if (torch.isinf(values) & ~hidden).any():
                 raise UserError(f"{name}: {kind.value} is not finite; the checkpoint is of no use for this input")
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 
-    def fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
+    def fields(self, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
         """Yield the fields of this variable that the forecast holds, in the order of the file."""
         if self.location is not None and self.scale is not None:
-            yield from self._distribution(self.location, self.scale, wanted.quantiles, wanted.thresholds.get(name, ()))
+            thresholds = wanted.thresholds.get(self._name, ())
+            yield from self._distribution(self.location, self.scale, wanted.quantiles, thresholds)
             if wanted.members:
                 sample = self._sample
-                members, mean, spread = (self._raw(fields) for fields in (sample.members, sample.mean, sample.spread))
+                members, mean, spread = self._members(), self._raw(sample.mean), self._raw(sample.spread)
                 order = torch.from_numpy(order_of_equals(sample.start.init_time, len(members)))
                 law = self.location, self.scale, self.family
                 yield Kind.MEMBER, remap_members(members, mean, spread, *law, order)

@@ -15,8 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -42,8 +43,6 @@ from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, S
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Fields, Source
 from ensemble_ml.training.checkpoint import find_checkpoint, load_model
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,9 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
         if isinstance(model, EnsembleModel):
             partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
         wanted_paths = [None if path in made else path for path in paths]
-        _run(job, model, session.device, _own(list(zip(starts, wanted_paths, strict=True)), session))
+        # The groups of ranks take turns at the dates.
+        own = slice(session.topology.place.data, None, session.topology.data)
+        _run(job, model, session.device, list(zip(starts, wanted_paths, strict=True))[own])
     return paths
 
 
@@ -140,11 +141,6 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
         raise UserError(f"model.name={spec.config.name}: cannot be shared out; use parallel.lat=1 parallel.lon=1")
     # Parts of the grid are whole blocks of the U-Net's poolings, so the depth decides where they may begin.
     return make_shard(topology, spec.grid.shape, spec.config.depth if topology.spatial > 1 else 0)
-
-
-def _own(items: list[T], session: Session) -> list[T]:
-    """Return the init times of this rank's group. The groups take turns at the dates."""
-    return items[session.topology.place.data :: session.topology.data]
 
 
 def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start, Path | None]]) -> None:
@@ -206,18 +202,17 @@ def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
         extremes = low.numpy(), high.numpy()
     members, mean, spread = sample.members, sample.mean, sample.spread
     if job.wanted.members or job.spec.masked:
-        mean = _whole_fields(job, mean)
+        mean = _gathered(job, mean)
     if job.wanted.members:
-        members, spread = _whole_fields(job, members), _whole_fields(job, spread)
+        members = Fields(_gathered(job, members.pressure), _gathered(job, members.surface))
+        spread = _gathered(job, spread)
     return None if spatial.rank else replace(sample, members=members, mean=mean, spread=spread, extremes=extremes)
 
 
-def _whole_fields(job: _Job, fields: Fields) -> Fields:
-    """Gather fields on the whole grid, on the first rank of the group."""
-    parts = (
-        gather(torch.from_numpy(v), job.shard, job.session.mesh.spatial) for v in (fields.pressure, fields.surface)
-    )
-    return Fields(*(None if part is None else part.numpy() for part in parts))  # type: ignore[arg-type]
+def _gathered(job: _Job, values: np.ndarray) -> np.ndarray:
+    """Gather an array on the whole grid, on the first rank of the group. The others get an empty one."""
+    whole = gather(torch.from_numpy(values), job.shard, job.session.mesh.spatial)
+    return np.empty(0) if whole is None else whole.numpy()
 
 
 def _groups(

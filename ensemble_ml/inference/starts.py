@@ -119,7 +119,7 @@ def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ..
 
     Args:
         realization: numbers of all members.
-        members_in: a number of first members, a list of member numbers, or None for all.
+        members_in: how many members to take, from the first on, a list of member numbers, or None for all.
 
     Raises:
         UserError: `members_in` asks for more members than there are, for one that is not there, or for one twice.

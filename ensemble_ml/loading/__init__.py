@@ -2,21 +2,6 @@
 
 from ensemble_ml.loading.batches import Batch, Batches, batches_by_size, fixed_batches
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
-from ensemble_ml.loading.items import DatasetItems
-from ensemble_ml.loading.order import Order, epoch_order, member_subset
+from ensemble_ml.loading.order import member_subset
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.loading.store_items import StoreItems
-
-__all__ = [
-    "Batch",
-    "Batches",
-    "ClairvoyantLoader",
-    "DatasetItems",
-    "Order",
-    "Reader",
-    "StoreItems",
-    "epoch_order",
-    "batches_by_size",
-    "fixed_batches",
-    "member_subset",
-]

@@ -1,6 +1,7 @@
 """Make the batches for training (random dates and members) and for validation (fixed dates and members).
 
-Axes: B init time in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B init time in a batch, M member, T lead, F field (variables and levels, then surface variables), Y latitude,
+X longitude.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Draw:
 class Batch:
     """A batch of inputs and targets.
 
-    Targets stand at the predicted leads, (B, T_out, V, Z, Y, X) on pressure levels (`_p`) and (B, T_out, S, Y, X) at
-    the surface (`_s`), NaN where absent. They are None where the model has no head for them.
+    Targets stand at the predicted leads, (B, T_out, F, Y, X), NaN where absent. They are None where the model has no
+    head for them.
 
-    `target_spread_*` is NaN for a sample that shows all members. The spread of its inputs is the target itself, so such
+    `target_spread` is NaN for a sample that shows all members. The spread of its inputs is the target itself, so such
     a sample trains the distribution of the truth only.
 
     A rank whose share of a short batch is empty gets a stand-in sample with NaN targets (`idle`). It has weight zero in
@@ -60,10 +61,8 @@ class Batch:
 
     inputs: EnsembleInput
     init_time: list[str]
-    truth_p: Tensor | None = None
-    truth_s: Tensor | None = None
-    target_spread_p: Tensor | None = None
-    target_spread_s: Tensor | None = None
+    truth: Tensor | None = None
+    target_spread: Tensor | None = None
     idle: bool = False
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32, *, non_blocking: bool = False) -> Batch:
@@ -259,11 +258,10 @@ def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays
     """
     members, targets = reader.forecast(draw.date, draw.read), dict[str, np.ndarray]()
     if draw.withheld is not None and reader.spec.config.postprocess:
-        at = list(reader.spec.lead_positions)
-        targets |= {"truth_p": members.pressure[-1, at], "truth_s": members.surface[-1, at]}
+        withheld = Fields(members.pressure[-1], members.surface[-1]).joined()
+        targets["truth"] = withheld[list(reader.spec.lead_positions)]
     for part, name in target_parts(reader):
-        fields = reader.target(part, draw.date)
-        targets |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
+        targets[name] = reader.target(part, draw.date).joined()
     return [_inputs(reader, Fields(members.pressure[:size], members.surface[:size])) | targets for size in sizes]
 
 
@@ -289,7 +287,7 @@ def join(
     spec = reader.spec
     counts = [len(draw.members) for draw in draws]
     stacked = {name: _stack(name, [sample[name] for sample in samples], max(counts), new) for name in samples[0]}
-    targets = {name: stacked.pop(name) for name in list(stacked) if name.startswith(("truth_", "target_"))}
+    targets = {name: stacked.pop(name) for name in ("truth", "target_spread") if name in stacked}
     times = [reader.time(draw.date) for draw in draws]
     inputs = EnsembleInput(
         count=torch.tensor([float(count) for count in counts]),
@@ -300,41 +298,38 @@ def join(
     # head.
     whole = [i for i, draw in enumerate(draws) if counts[i] == len(reader.available(draw.date))]
     for name, values in targets.items():
-        if name.startswith("target_spread"):
+        if name == "target_spread":
             values[whole] = torch.nan
         if spec.masked:
-            targets[name] = _hide(spec, inputs, name, values)
+            targets[name] = _hide(spec, inputs, values)
         if idle:
             targets[name] = torch.full_like(values, torch.nan)
     return Batch(inputs, [iso(time) for time in times], **targets, idle=idle)
 
 
-def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> Tensor:
+def _hide(spec: ModelSpec, inputs: EnsembleInput, target: Tensor) -> Tensor:
     """Set the target to NaN, which has weight zero, where none of the input members has a value.
 
     There is no forecast to correct at such points.
     """
-    mean = inputs.mean_p if name.endswith("_p") else inputs.mean_s
-    return torch.where(torch.isnan(mean[:, spec.lead_positions]), torch.nan, target)
+    return torch.where(torch.isnan(inputs.mean[:, spec.lead_positions]), torch.nan, target)
 
 
 def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
     """Reduce the members of a sample to the inputs of the model, by name."""
-    found: dict[str, np.ndarray] = {}
-    for suffix, values in (("p", fields.pressure), ("s", fields.surface)):
-        found[f"mean_{suffix}"], found[f"spread_{suffix}"] = reader.reduce(values)
-        if reader.spec.config.one_member:
-            found[f"member_{suffix}"] = values[0]
-        if reader.spec.takes_members:
-            found[f"members_{suffix}"] = values
-    if reader.spec.masked:
-        found |= valid_shares(reader.spec, fields.pressure, fields.surface)
+    spec, found = reader.spec, dict(zip(("mean", "spread"), reader.reduced(fields), strict=True))
+    if spec.config.one_member:
+        found["member"] = Fields(fields.pressure[0], fields.surface[0]).joined()
+    if spec.takes_members:
+        found["members"] = fields.joined()
+    if spec.masked:
+        found["valid"] = valid_shares(spec, fields.pressure, fields.surface)
     return found
 
 
 def _stack(name: str, arrays: list[np.ndarray], most: int, new: NewArray | None) -> Tensor:
     """Stack one array of all samples along a new first axis; members are filled up to `most`."""
-    if name.startswith("members_"):
+    if name == "members":
         arrays = [filled(values, most) for values in arrays]
     if new is None:
         return torch.from_numpy(np.stack(arrays))

@@ -69,9 +69,6 @@ def choose(
         sizes: (F,) bytes of each sample.
         used: (P,) bytes of each rank's memory that its own samples take.
         room: Bytes of memory of each rank.
-
-    Returns:
-        The copies of all ranks.
     """
     count, sizes = len(owner), np.asarray(sizes, np.int64)
     end, keys, offsets = used.astype(np.int64).copy(), np.empty(0, np.int64), np.empty(0, np.int64)

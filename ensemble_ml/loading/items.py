@@ -70,7 +70,7 @@ class Items(Protocol):
     def fingerprint(self) -> str:
         """Return a short hash of the data, so that a cache on disk is not used for other data.
 
-        Where the hash stands for every byte, the attribute `lasting = True` says so. A cache on disk may then serve
+        If the hash covers every byte, the items have the attribute `lasting = True`. A cache on disk may then serve
         later runs.
         """
 
@@ -135,7 +135,7 @@ class DatasetItems:
     Args:
         dataset: Source of the samples. `[i]` is called from several threads and must return the same each time. A
             sample in a cache is not requested again, so draw random transforms after the loader.
-        name: Name of this content and no other, for messages and fingerprints. With a name, a cache on disk serves
+        name: Name that no other content has, for messages and fingerprints. With a name, a cache on disk serves
             later runs; without one, it serves only the run that made it.
         first: Sample that defines the shapes. It is kept until its first use, so it is read only once.
         like: Shapes of the arrays where another process has determined them; no sample is read for this.
@@ -175,16 +175,16 @@ class DatasetItems:
             try:
                 array = np.asarray(part.detach() if hasattr(part, "detach") else part)
             except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of a type that NumPy lacks
-                raise UserError(f"{self.name(sample)}: {key} makes no array ({error}); float32 would do") from error
+                raise UserError(f"{self.name(sample)}: {key} cannot become an array ({error}); give float32") from error
             if array.dtype.hasobject or array.dtype.kind in "USV":
                 raise UserError(f"{self.name(sample)}: {key} is {type(part).__name__}; arrays or numbers are needed")
             if array.dtype.kind in "mM" or array.dtype.char in "gG":
                 raise UserError(
-                    f"{self.name(sample)}: {key} is {array.dtype}, which torch has not; float64 or int64 would do"
+                    f"{self.name(sample)}: {key} is {array.dtype}, which torch does not have; give float64 or int64"
                 )
             if np.ma.is_masked(part):
                 raise UserError(
-                    f"{self.name(sample)}: {key} has masked values, which would be lost; fill them, with NaN"
+                    f"{self.name(sample)}: {key} has masked values, and the mask would be lost; fill them, as with NaN"
                 )
             arrays[key] = array.astype(array.dtype.newbyteorder("="), copy=kept)
         return arrays
@@ -208,7 +208,7 @@ class DatasetItems:
             if array is None or (array.shape, array.dtype) != (shape.shape, shape.dtype):
                 has = "nothing" if array is None else f"{array.dtype} {array.shape}"
                 raise UserError(
-                    f"{self.name(sample)}: {key} is {has}, that of the first sample {shape.dtype} {shape.shape};"
+                    f"{self.name(sample)}: {key} is {has}, but {shape.dtype} {shape.shape} in the first sample;"
                     " samples must be alike, so pad or crop them"
                 )
             out[start : start + shape.bytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -226,6 +226,6 @@ class DatasetItems:
         return f"{self._name}: sample {sample}"
 
     def fingerprint(self) -> str:
-        """Return a hash of name, length and shapes, which is all that a dataset tells about itself."""
+        """Return a hash of name, length and shapes: nothing else is known of a dataset without reading it."""
         said = repr((self._name, len(self.dataset), sorted((k, str(v)) for k, v in self.arrays.items())))
         return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -371,65 +372,98 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
         sizes: (F,) bytes of each sample.
         tiers: Cache capacity of each rank.
         heads: Whether the space that is left in each memory at the end holds the head of a sample that no rank holds.
-
-    Returns:
-        The place of each sample.
     """
-    count = order.n
-    owner, tier = np.full(count, NOBODY, np.int32), np.full(count, STORAGE, np.uint8)
-    offset = np.full(count, -1, np.int64)
-    samples = order.epoch(0)
-    index = np.arange(count)
+    samples, index = order.epoch(0), np.arange(order.n)
     first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
-    sizes = np.asarray(sizes, np.int64)
-    smallest = int(sizes.min())
-    free = {(rank, which): size for which, size in ((RAM, tiers.ram), (DISK, tiers.disk)) for rank in range(ranks)}
-    used = dict.fromkeys(free, 0)
-
-    def fill(wanted: np.ndarray, rank: int, which: int) -> None:
-        """Place samples in the given order while they fit."""
-        room = free[rank, which]
-        for _ in range(2):  # the second pass takes smaller samples behind the first one that did not fit
-            ends = np.cumsum(sizes[wanted])
-            fits = int(np.searchsorted(ends, room, side="right"))
-            taken = wanted[:fits]
-            if fits:
-                offset[taken] = used[rank, which] + ends[:fits] - sizes[taken]
-                owner[taken], tier[taken] = rank, which
-                used[rank, which] += int(ends[fits - 1])
-                room -= int(ends[fits - 1])
-            if room < smallest:
-                break
-            wanted = wanted[fits:]
-            wanted = wanted[sizes[wanted] <= room]
-            if not len(wanted):
-                break
-        free[rank, which] = room
-
+    caches = _Caches(ranks, np.asarray(sizes, np.int64), tiers)
     # Group the samples by their first user in one sort, instead of a search for each rank.
     by_rank = np.argsort(first_user, kind="stable")
     bounds = np.searchsorted(first_user[by_rank], np.arange(ranks + 1))
     for rank in range(ranks):
         mine = samples[by_rank[bounds[rank] : bounds[rank + 1]]]
-        fill(mine, rank, RAM)
-        fill(mine[owner[mine] == NOBODY], rank, DISK)
+        caches.fill(mine, rank, RAM)
+        caches.fill(caches.not_held(mine), rank, DISK)
     # Only few caches can still take a sample. Searching all samples for each of a thousand ranks would take long, so
     # the others are skipped.
-    for (rank, which), room in list(free.items()):
-        if room and room >= smallest:
-            fill(samples[owner[samples] == NOBODY], rank, which)
-    kept = np.where(owner != NOBODY, sizes, 0)
-    # Heads fill the ends of the memories, one for each rank. A rank prefers a sample that it uses first itself, so its
-    # head is read by the rank that uses it. The candidates are the first such sample of every rank, and enough others
-    # for ranks that have none.
-    left = np.flatnonzero(owner[samples] == NOBODY) if heads else index[:0]
-    own = np.unique(first_user[left], return_index=True)[1]
-    left = left[np.union1d(own, index[: min(ranks, len(left))])]
-    # The largest space comes first, because it saves the most bytes.
-    for rank in sorted(range(ranks), key=lambda rank: -free[rank, RAM]):
-        room = free[rank, RAM]
-        if room and len(left):
-            first = np.argmax(first_user[left] == rank)
-            one, left = samples[left[first]], np.delete(left, first)
-            owner[one], tier[one], offset[one], kept[one] = rank, RAM, used[rank, RAM], min(room, sizes[one])
-    return Placement(owner, tier, offset, kept)
+    for rank, which in caches.with_room():
+        caches.fill(caches.not_held(samples), rank, which)
+    if heads:
+        caches.fill_heads(samples, first_user)
+    return caches.placement
+
+
+class _Caches:
+    """The caches of all ranks while they are filled.
+
+    Args:
+        ranks: Number of ranks, P.
+        sizes: (F,) bytes of each sample.
+        tiers: Cache capacity of each rank.
+
+    Attributes:
+        placement: The place of each sample that has one so far.
+    """
+
+    def __init__(self, ranks: int, sizes: np.ndarray, tiers: Room):
+        count = len(sizes)
+        self.placement = Placement(
+            owner=np.full(count, NOBODY, np.int32),
+            tier=np.full(count, STORAGE, np.uint8),
+            offset=np.full(count, -1, np.int64),
+            kept=np.zeros(count, np.int64),
+        )
+        self._ranks, self._sizes, self._smallest = ranks, sizes, int(sizes.min())
+        capacities = (RAM, tiers.ram), (DISK, tiers.disk)
+        self._free = {(rank, which): size for which, size in capacities for rank in range(ranks)}
+        self._used = dict.fromkeys(self._free, 0)
+
+    def not_held(self, samples: np.ndarray) -> np.ndarray:
+        """Return those of some samples that no rank holds, in their order."""
+        return samples[self.placement.owner[samples] == NOBODY]
+
+    def with_room(self) -> list[tuple[int, int]]:
+        """Return rank and tier of the caches that have room for the smallest sample."""
+        return [where for where, room in self._free.items() if room and room >= self._smallest]
+
+    def fill(self, wanted: np.ndarray, rank: int, which: int) -> None:
+        """Place samples in a cache in the given order while they fit."""
+        for _ in range(2):  # the second pass takes smaller samples behind the first one that did not fit
+            ends = np.cumsum(self._sizes[wanted])
+            fits = int(np.searchsorted(ends, self._free[rank, which], side="right"))
+            if fits:
+                taken = wanted[:fits]
+                begin = self._used[rank, which] + ends[:fits] - self._sizes[taken]
+                self._put(taken, rank, which, begin, self._sizes[taken])
+                self._used[rank, which] += int(ends[fits - 1])
+                self._free[rank, which] -= int(ends[fits - 1])
+            if self._free[rank, which] < self._smallest:
+                return
+            wanted = wanted[fits:]
+            wanted = wanted[self._sizes[wanted] <= self._free[rank, which]]
+
+    def fill_heads(self, samples: np.ndarray, first_user: np.ndarray) -> None:
+        """Fill the ends of the memories with heads of samples that no rank holds, one for each rank.
+
+        A rank prefers a sample that it uses first itself, so its head is read by the rank that uses it.
+
+        Args:
+            samples: (F,) samples in the order of the first epoch.
+            first_user: (F,) the rank that uses each of them first.
+        """
+        left = np.flatnonzero(self.placement.owner[samples] == NOBODY)
+        # The candidates are the first such sample of every rank, and enough others for ranks that have none.
+        own = np.unique(first_user[left], return_index=True)[1]
+        left = left[np.union1d(own, np.arange(min(self._ranks, len(left))))]
+        # The largest space comes first, because it saves the most bytes.
+        for rank in sorted(range(self._ranks), key=lambda rank: -self._free[rank, RAM]):
+            room = self._free[rank, RAM]
+            if room and len(left):
+                first = np.argmax(first_user[left] == rank)
+                one, left = samples[left[first]], np.delete(left, first)
+                self._put(one, rank, RAM, self._used[rank, RAM], min(room, self._sizes[one]))
+
+    def _put(self, samples: Any, rank: int, which: int, offset: Any, kept: Any) -> None:
+        """Note that a rank holds samples in a tier, where they begin there and how many bytes of each it holds."""
+        held = self.placement
+        held.owner[samples], held.tier[samples] = rank, which
+        held.offset[samples], held.kept[samples] = offset, kept

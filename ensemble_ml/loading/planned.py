@@ -1,8 +1,8 @@
-"""Produce the batches of a training run by plan.
+"""Produce the batches of a training run in the order of its schedule.
 
-Threads fetch packed units ahead of their use, decode them and join them to batches. The memory of the batches is a ring
-of page-aligned buffers, which are used again and again. With a GPU they are pinned, and a CUDA stream of their own
-copies them to it. The size of the ring limits how far ahead the threads read.
+Threads fetch packed units before they are used, decode them and join them to batches. The batches lie in a ring of
+page-aligned buffers, each of which is reused. On a machine with a GPU the buffers are pinned, and a separate CUDA
+stream copies them to the GPU. The size of the ring limits how far ahead the threads read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
 
-_STALL = 30.0  # seconds of waiting after which the log names the file that is read
+_STALL = 30.0  # seconds of waiting after which the log names what has been read for longest
 
 
 @dataclass(eq=False)
 class _Job:
-    """A batch in progress: a turn of the schedule, its decoded samples so far, and the batch once it is complete."""
+    """A batch in progress: a turn of the schedule, the samples decoded so far, and the batch once it is complete."""
 
     number: int
     turn: Turn
@@ -45,18 +45,19 @@ class _Job:
 
 
 class Engine:
-    """The threads that run through a schedule, for one data coordinate.
+    """A group of threads that produce the batches of a schedule for one data coordinate.
 
     Args:
-        schedule: Schedule of the run, for which the plan of `cache` was made.
+        schedule: Schedule of the run. The plan of `cache` must have been made for this schedule.
         cache: Cache of this rank.
         coordinate: Data coordinate of this rank.
         device: Device to which batches are copied.
-        ahead: Number of batches of look-ahead.
+        ahead: Number of batches that are prepared ahead of the one in use.
         threads: Number of threads that fetch and decode.
-        alone: Whether no other rank takes units from this one. Otherwise, units stay until every rank has finished one
-            more step.
-        meets: Whether all ranks have done the same number of steps, by that number; None where they always have.
+        alone: True if no other rank takes units from this one. If False, the units of a batch are kept until a step or
+            a meeting of all ranks shows that every rank has received the batch.
+        meets: Function that takes a number of steps and returns whether all ranks wait for each other after that many.
+            None if they do so in every step.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Engine:
     ):
         self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
         self._alone, self._meets, self._met = alone, meets, -1
-        self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # the user holds one
+        self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # one more, for the user
         self._free = list(range(ahead + 1))
         self._change = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -88,17 +89,17 @@ class Engine:
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
         """Return the next batch of this rank.
 
-        The memory of the batch is reused after the next call.
+        The next call frees the memory of this batch for reuse.
 
         Args:
-            validation: Whether a validation batch is wanted, or else a training batch.
+            validation: True asks for a validation batch, False for a training batch.
             step: Number of optimizer steps done before the batch; None accepts any.
 
         Returns:
-            The batch, or None where the next batch is not of this kind or the schedule has ended.
+            The batch, or None if the next batch is of the other kind or of another step, or if the schedule has ended.
 
         Raises:
-            UserError: The store cannot be read.
+            UserError: The store cannot be read. Any other error of a thread is raised here as well.
         """
         self._finish()
         began = time.monotonic()
@@ -122,19 +123,20 @@ class Engine:
         return self._device.take(job.batch, job.ready)
 
     def _finish(self) -> None:
-        """Release the batch that the user holds: free its buffers, and record which turn all ranks have passed."""
+        """Free the buffer of the batch that the user holds, and record the last turn that all ranks have passed."""
         job, self._current = self._current, None
         if job is None:
             return
         self.cache.timeline.add("compute", self._since, time.monotonic())
         # The copy to the GPU must be complete before the buffer is filled again.
         self._device.wait(job.ready)
-        # All ranks exchange gradients in every training step, so its end shows that all of them have received the
-        # batches up to it. The end of a validation batch shows nothing about the other ranks.
+        # All ranks exchange gradients in every training step. The end of a step therefore shows that every rank has
+        # received the batches up to that step. The end of a validation batch shows nothing about the other ranks.
         if self._alone or (self._meets is None and not job.turn.validation):
             self._passed = job.number
-        # Ranks that do not wait for each other pass a batch at different times. A meeting shows that all have received
-        # the batches up to the meeting before: a late rank may still have to fetch those since then, to leave them out.
+        # Ranks that do not wait for each other pass a batch at different times. A meeting shows only that every rank
+        # has received the batches up to the previous meeting. A late rank may still have to fetch the batches since
+        # then, even if it goes on to skip them.
         elif self._meets is not None and not job.turn.validation and self._meets(job.turn.step + 1):
             self._passed, self._met = self._met, job.number
         with self._change:
@@ -142,15 +144,15 @@ class Engine:
             self._change.notify_all()
 
     def _wait(self) -> None:
-        """Wait for a change; after 30 s without one, log the file that is read."""
+        """Wait for a change. If none comes within 30 s, log what has been read for longest, and return."""
         if not self._change.wait(_STALL) and (slow := self.cache.slowest()):
             log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
     def _list_tasks(self) -> Iterator[tuple[_Job, int, range]]:
-        """Yield (job, place in the batch, uses of the sample) and wait while the ring is full."""
+        """Yield (job, place in the batch, numbers of the sample's uses of units). Wait while the ring is full."""
         use = 0
         for number, turn in enumerate(self.schedule):
-            # Uses are numbered over all data coordinates in order (`Trace.of`), so the uses of the other coordinates
+            # Uses are numbered across all data coordinates in order (`Trace.of`), so the uses of the other coordinates
             # are counted as well.
             before = sum(1 + len(draw.read) for c in range(self._coordinate) for draw in turn.read_by(c))
             after = [turn.read_by(c) for c in range(self._coordinate + 1, len(turn.shares))]
@@ -170,7 +172,7 @@ class Engine:
             self._change.notify_all()
 
     def _open(self, number: int, turn: Turn, draws: tuple[Draw, ...]) -> _Job | None:
-        """Start the batch of a turn in the next free buffer of the ring; return None after `close`."""
+        """Wait for a free buffer of the ring, and start the batch of a turn in it. Return None after `close`."""
         with self._change:
             while not self._free and not self._stopped:
                 self._change.wait()
@@ -183,10 +185,10 @@ class Engine:
         return job
 
     def _work(self) -> None:
-        """Fetch and decode samples until the tasks end. An error is kept for the thread of the user."""
+        """Fetch and decode samples until the tasks end. An error is kept, and `next` raises it in the user's thread."""
         try:
             while not self._stopped:
-                # One thread at a time advances the generator of tasks, which may wait there for a free buffer.
+                # Only one thread at a time advances the generator of tasks. It may wait there for a free buffer.
                 with self._take:
                     task = next(self._tasks, None)
                 self.cache.passed(self._passed)
@@ -199,7 +201,7 @@ class Engine:
                 self._change.notify_all()
 
     def _make(self, job: _Job, place: int, uses: range) -> None:
-        """Fetch and decode one sample, and complete its batch if it is the last one missing."""
+        """Fetch and decode one sample, and complete its batch if no other sample is missing."""
         draw = job.draws[place]
         packed = [self.cache.obtain(use) for use in uses]
         with self.cache.timeline.span("decode"):
@@ -212,7 +214,11 @@ class Engine:
             self._complete(job)
 
     def _decode(self, draw: Draw, packed: list[np.ndarray]) -> Arrays:
-        """Decode one sample; read its units from storage again if they are damaged."""
+        """Decode one sample. If its units are damaged, read them from storage again.
+
+        Raises:
+            UserError: The store itself is damaged.
+        """
         units = self.cache.units
         try:
             return read_sample(units.over(draw, packed), draw)
@@ -223,7 +229,7 @@ class Engine:
             return read_sample(units.over(draw, fresh), draw)
 
     def _complete(self, job: _Job) -> None:
-        """Join the samples of a batch in its buffer of the ring, and start the copy to the device."""
+        """Join the samples of a batch in the buffer of its job, and start the copy to the device."""
         ring = self._rings[job.slot]
 
         def memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -242,7 +248,7 @@ class Engine:
             self._change.notify_all()
 
     def close(self) -> bool:
-        """End the threads; return False if some still wait for storage. Calling it again does nothing."""
+        """End the threads, and return False if some still wait for storage. Further calls return the same."""
         with self._change:
             self._stopped = True
             self._change.notify_all()

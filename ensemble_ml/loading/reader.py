@@ -191,10 +191,6 @@ class Reader:
         """Return the init time of a date, given by its index."""
         return self.source.layout.init_time[date]
 
-    def _leads(self, part: Part) -> tuple[int, ...]:
-        """Return the leads in hours that are read of a part."""
-        return self.spec.leads_in if part is Part.FORECAST else self.spec.leads_out
-
     def selection(
         self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Selection:
@@ -207,8 +203,9 @@ class Reader:
         """
         spec, (rows, _) = self.spec, self.window
         numbers = None if members is None else tuple(self.source.layout.realization[p] for p in members)
+        leads = leads or (spec.leads_in if part is Part.FORECAST else spec.leads_out)
         return Selection(
-            numbers, leads or self._leads(part), spec.variables, spec.levels, spec.surface,
+            numbers, leads, spec.variables, spec.levels, spec.surface,
             None if rows == (0, len(spec.latitude)) else rows,
         )  # fmt: skip
 
@@ -234,6 +231,12 @@ class Reader:
         Where the model has masked variables, each point uses the members that have a value there.
         """
         return masked_mean_and_spread(values) if self.spec.masked else mean_and_spread(values)
+
+    def reduced(self, members: Fields) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and spread over members (M, ...) on one axis of fields, (T, F, Y, X) each."""
+        pairs = zip(self.reduce(members.pressure), self.reduce(members.surface), strict=True)
+        mean, spread = (Fields(*pair).joined() for pair in pairs)
+        return mean, spread
 
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
         """Raise a UserError if any member's field holds NaN or infinity that no mask allows."""
@@ -285,16 +288,13 @@ def day_of_year(time: np.datetime64) -> int:
 
 
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the first axis.
+    """Return mean and sample standard deviation over the first axis, (...) float32.
 
     The standard deviation has ddof = 1; it is zero for one member. Sums are kept in float64 and made in two passes,
     because a field may be large compared with its spread: geopotential is 500 times its spread.
 
     Args:
         values: Members (M, ...) without missing values.
-
-    Returns:
-        Mean and spread (...) float32.
     """
     count = len(values)
     mean = values.sum(axis=0, dtype=np.float64)
@@ -313,15 +313,12 @@ def _square(values: np.ndarray) -> np.ndarray:
 
 
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the members that have a value at each point.
+    """Return mean and sample standard deviation over the members that have a value at each point, (...) float32.
 
     A point without any value is NaN. Members are added one at a time, so no temporary array of all members is made.
 
     Args:
         values: Members (M, ...), NaN where a point has no value.
-
-    Returns:
-        Mean and spread (...) float32.
     """
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:

@@ -28,7 +28,7 @@ from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
 
 log = logging.getLogger(__name__)
 
-_PIECE = 1 << 20  # bytes of a checksum after which other threads may run; it holds the interpreter lock meanwhile
+_PIECE = 1 << 20  # bytes to checksum at once: the lock of the interpreter is held for so long, and no other thread runs
 _PATIENCE = 1.0  # seconds to wait for another run that briefly locks a cache to see whether it is in use
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
@@ -61,7 +61,7 @@ class Shape:
         return self.header + int((self.offset + self.size).max(initial=0))
 
     def find(self, sample: int) -> int:
-        """Return the position of `sample` among those held, -1 where it is not held."""
+        """Return the position of `sample` among the samples that the slab holds, or -1 if it is not one of them."""
         place = int(np.searchsorted(self.samples, sample))
         return place if place < len(self.samples) and self.samples[place] == sample else -1
 
@@ -98,8 +98,8 @@ class Slab:
     def on_disk(cls, path: Path, shape: Shape, *, keep: bool) -> Slab:
         """Open or make a slab in the file `path`.
 
-        With `keep`, samples that an earlier run with the same key has left remain, and so does the file. Without it,
-        the file is unlinked at once, so nothing of it remains however the process ends.
+        With `keep`, the file stays after the run, and samples that an earlier run with the same key wrote are used.
+        Without it, the file is unlinked at once, so nothing of it remains however the process ends.
 
         Raises:
             UserError: Another process uses the file, or it cannot be made.
@@ -134,8 +134,8 @@ class Slab:
         """Open the slab of another process on this node for reading.
 
         Raises:
-            OSError: It cannot be opened.
-            ValueError: It is another slab.
+            OSError: The file cannot be opened.
+            ValueError: The file is not the slab of this shape and key.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -146,13 +146,13 @@ class Slab:
 
     @property
     def address(self) -> str:
-        """Return the path under which other processes of the same user can open it."""
+        """Return the path under which other processes of the same user can open the file."""
         return address_of(self.fd)
 
     def put(self, sample: int, data: memoryview) -> bool:
-        """Store a sample; return False where the disk is full, which the caller may ignore.
+        """Store a sample; return False if the disk is full or fails, which the caller may ignore.
 
-        The bytes are written with `pwrite`. A copy into the mapped memory would kill the process where the disk is
+        The bytes are written with `pwrite`. A copy into the mapped memory would kill the process if the disk is
         full.
         """
         place = self.shape.find(sample)
@@ -164,7 +164,7 @@ class Slab:
                 raise
             log.warning("loading: sample %d is not kept: %s", sample, error.strerror)
             return False
-        # The word is set last. A reader that sees it finds the bytes complete, and their checksum proves it.
+        # The header word is set last. A reader that sees it finds all bytes, and can check them by the checksum in it.
         self._words[2 + place] = _FILLED | checksum(data)
         return True
 
@@ -187,10 +187,10 @@ class Slab:
         return None
 
     def close(self) -> None:
-        """Free the file. Calling it again does nothing."""
+        """Close the file and release its memory. A second call does nothing."""
         if self.fd >= 0:
             del self._words, self._all
-            with suppress(BufferError):  # a sample is still in use, and keeps the memory until it is released
+            with suppress(BufferError):  # a sample is still in use; the memory stays mapped until it is released
                 self._map.close()
             os.close(self.fd)
             self.fd = -1

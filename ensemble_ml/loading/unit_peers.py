@@ -1,8 +1,9 @@
 """Exchange packed units between ranks: through shared memory on one node, over TCP between nodes.
 
-A rank asks the holder for the unit of a use. The holder reads it from slow storage if it has not done so yet. On the
-same node the answer may be a place in the holder's memory, from which the asking rank copies the unit. If a peer dies,
-is late or sends damaged bytes, the unit is read from slow storage and counted as a fallback.
+A use is one read of a cache unit in the plan of the run, and the plan names the rank that holds the unit for it. Other
+ranks ask this holder. The holder reads the unit from slow storage if it has not done so yet. On the same node it may
+answer with a place in its memory, from which the asking rank copies the unit. If the holder dies, is late or sends
+damaged bytes, the asking rank reads the unit from slow storage and counts it as a fallback.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from ensemble_ml.loading.wire import Gather, Server, Wire, fill
 log = logging.getLogger(__name__)
 
 _REQUEST = struct.Struct("!q?")  # use, whether the asker is on this node
-_REPLY = struct.Struct("!BIq")  # what follows, crc32c of the unit, bytes that follow
+_REPLY = struct.Struct("!BIq")  # kind of answer, crc32c of the unit, number of bytes that follow
 _NOTHING, _BYTES, _PLACE = range(3)
-_LONGEST = 1 << 20  # bytes of an answer that names a place, which is a list of a few extents
-_SECONDS = 60.0  # seconds without a byte after which a peer is late, and storage is read instead
+_LONGEST = 1 << 20  # most bytes of an answer that names a place: such an answer lists only a few extents
+_FOREIGN = "its answer does not have the form that ranks of this run send"
+_SECONDS = 60.0  # a rank that sends no byte for so many seconds is late, and slow storage is read instead
 
 
 class UnitPeers:
@@ -40,7 +42,7 @@ class UnitPeers:
         gather: All-gather of bytes over the ranks of the plan.
         host: Name under which other nodes reach this one.
         node: Name that ranks share only where they share memory.
-        number: Number of this rank in the job, where it differs from its number in the plan. Messages use it.
+        number: Number of this rank in the job, by which messages name it; None if it is its number in the plan.
 
     Raises:
         UserError: Ranks have planned different runs.
@@ -107,7 +109,7 @@ class UnitPeers:
             return None
         planned = int(self._cache.plan.sizes[self._cache.plan.trace.unit[use]])
         if not (kind == _BYTES and size == planned) and not (kind == _PLACE and 0 < size <= _LONGEST):
-            raise ConnectionError("what it answers is of no rank of this run")
+            raise ConnectionError(_FOREIGN)
         out = np.empty(size, np.uint8)
         fill(connection, out.data)
         if kind == _PLACE:
@@ -115,10 +117,11 @@ class UnitPeers:
                 tier, extents = json.loads(out.tobytes())
                 out = read_extents(self._file(holder, int(tier)), extents)
             except (ValueError, TypeError, KeyError) as error:
-                raise ConnectionError("what it answers is of no rank of this run") from error
+                raise ConnectionError(_FOREIGN) from error
         if checksum(out.data) == expected and len(out) == planned:
             return out
-        log.warning("loading: a cache unit from rank %d is damaged and is read anew", holder)
+        number = self._wire.addresses[holder].number
+        log.warning("loading: a cache unit from rank %d is damaged and is read anew", number)
         return None
 
     def _shared(self, holder: int) -> bool:
@@ -138,7 +141,8 @@ class UnitPeers:
                     path, _, known = self._wire.addresses[holder].memory[str(tier)].rpartition("@")
                     self._files[holder, tier] = _opened(path, known)
                 except OSError as error:  # another user's file, or /proc is not accessible: the units travel over TCP
-                    log.info("loading: memory of rank %d cannot be shared (%s): its units are sent", holder, error)
+                    text = "loading: memory of rank %d cannot be shared (%s), so its units are sent over TCP"
+                    log.info(text, self._wire.addresses[holder].number, error)
                     self._files[holder, tier] = -1
             return self._files[holder, tier]
 
@@ -173,5 +177,5 @@ def _opened(path: str, known: str) -> int:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if _identity(file) != known:
         os.close(file)
-        raise OSError(errno.ESTALE, f"{path} is another file here")
+        raise OSError(errno.ESTALE, f"{path} leads to another file in this process")
     return file

@@ -6,20 +6,3 @@ from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ense
 from ensemble_ml.models.model import EnsembleModel
 from ensemble_ml.models.registry import MODELS, AnyModel, build_model, refuse_masks
 from ensemble_ml.models.speed import Speed, choose
-
-__all__ = [
-    "MODELS",
-    "AnyModel",
-    "Climate",
-    "EnsembleInput",
-    "EnsembleModel",
-    "ModelSpec",
-    "Prediction",
-    "Speed",
-    "build_model",
-    "choose",
-    "climate_shapes",
-    "ensemble_input",
-    "refuse_masks",
-    "shrunk_spread",
-]

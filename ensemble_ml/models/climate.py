@@ -4,8 +4,7 @@ They are scales, climatological means and spreads, bias and inflation of each gr
 form, and static fields. The package `training` fits them. The model keeps them as buffers, so that a state_dict is
 complete.
 
-Axes: T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude. Names end in `_p` for
-pressure-level and in `_s` for surface variables.
+Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import correction_shape
-from ensemble_ml.models.surroundings import surroundings_shapes
+from ensemble_ml.models.points import point_shapes
 
 _SCALES = (
     "std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread", "dry_share"
@@ -30,69 +29,46 @@ _LEAST = 1e-6  # standard deviations: least spread of a level, for one on which 
 class Climate:
     """The statistics of the training dates, float32, in physical units unless the table says otherwise.
 
-    | name | `_p` | `_s` | meaning |
-    |---|---|---|---|
-    | mean, std | (V, Z) | (S,) | for standardising inputs; maps (V, Z, Y, X) and (S, Y, X) if `ModelSpec.local` |
-    | spread | (T_out, V, Z, Y, X) | (T_out, S, Y, X) | s_clim: root of the mean variance of the full ensemble |
-    | shrink | (T_out, V, Z) | (T_out, S) | k of the prior spread s0 (`features.shrunk_spread`), in members |
-    | spread_shrink, spread_gain, spread_level | as shrink | as shrink | k, g, l of `features.unbiased_spread` |
-    | anchor | as spread | as spread | climatological mean: mean of the ensemble mean |
-    | bias | as spread | as spread | shrunk mean error (truth - ensemble mean) |
-    | inflation | as spread | as spread | log(sigma / s0), shrunk |
-    | dry_share, dry_mean | as shrink | as shrink | a and b of `models.dry`; None: one and zero |
-    | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, by which the loss is divided |
-    | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
+    | name | shape | meaning |
+    |---|---|---|
+    | mean, std | (F,) | for standardising inputs; maps (F, Y, X) if `ModelSpec.local` |
+    | spread | (T_out, F, Y, X) | s_clim: root of the mean variance of the full ensemble |
+    | shrink | (T_out, F) | k of the prior spread s0 (`features.shrunk_spread`), in members |
+    | spread_shrink, spread_gain, spread_level | as shrink | k, g, l of `features.unbiased_spread` |
+    | anchor | as spread | climatological mean: mean of the ensemble mean |
+    | bias | as spread | shrunk mean error (truth - ensemble mean) |
+    | inflation | as spread | log(sigma / s0), shrunk |
+    | dry_share, dry_mean | as shrink | a and b of `models.dry`; None: one and zero |
+    | error | as shrink | a typical CRPS, by which the loss is divided |
+    | level_spread | (T_in, F) | typical spread of an input lead; None: taken from `spread` |
 
     `static` (n_static, Y, X) are the fields that `spec.static` names, in its order. `correction` is W of
-    `models.linear`. `surroundings_first`, `surroundings_second`, `residuals_first` and `residuals_second` are W1 to W4
-    of `models.surroundings`; None stands for a network that adds nothing.
+    `models.linear`. `points_first` and `points_second` are W1 and W2 of `models.points`; None stands for a network that
+    adds nothing.
     """
 
-    mean_p: np.ndarray
-    std_p: np.ndarray
-    mean_s: np.ndarray
-    std_s: np.ndarray
-    spread_p: np.ndarray
-    spread_s: np.ndarray
-    shrink_p: np.ndarray
-    shrink_s: np.ndarray
-    spread_shrink_p: np.ndarray
-    spread_shrink_s: np.ndarray
-    spread_gain_p: np.ndarray
-    spread_gain_s: np.ndarray
-    spread_level_p: np.ndarray
-    spread_level_s: np.ndarray
-    anchor_p: np.ndarray
-    anchor_s: np.ndarray
-    bias_p: np.ndarray
-    bias_s: np.ndarray
-    inflation_p: np.ndarray
-    inflation_s: np.ndarray
-    error_p: np.ndarray
-    error_s: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    spread: np.ndarray
+    shrink: np.ndarray
+    spread_shrink: np.ndarray
+    spread_gain: np.ndarray
+    spread_level: np.ndarray
+    anchor: np.ndarray
+    bias: np.ndarray
+    inflation: np.ndarray
+    error: np.ndarray
     static: np.ndarray
     correction: np.ndarray
-    level_spread_p: np.ndarray | None = None
-    level_spread_s: np.ndarray | None = None
-    dry_share_p: np.ndarray | None = None
-    dry_share_s: np.ndarray | None = None
-    dry_mean_p: np.ndarray | None = None
-    dry_mean_s: np.ndarray | None = None
-    surroundings_first: np.ndarray | None = None
-    surroundings_second: np.ndarray | None = None
-    residuals_first: np.ndarray | None = None
-    residuals_second: np.ndarray | None = None
+    level_spread: np.ndarray | None = None
+    dry_share: np.ndarray | None = None
+    dry_mean: np.ndarray | None = None
+    points_first: np.ndarray | None = None
+    points_second: np.ndarray | None = None
 
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:
-        """Return zeros and ones of the right shapes, for a model into which a state_dict will be loaded.
-
-        Args:
-            spec: the model's spec.
-
-        Returns:
-            Statistics that change nothing.
-        """
+        """Return zeros and ones of the right shapes, for a model into which a state_dict will be loaded."""
         arrays = {}
         for name, shape in climate_shapes(spec).items():
             arrays[name] = np.full(shape, _unknown(name), np.float32)
@@ -101,67 +77,44 @@ class Climate:
     def checked(self, spec: ModelSpec) -> Climate:
         """Return a float32 copy in which every default is filled in and every divisor is above zero.
 
-        Args:
-            spec: the model's spec.
-
-        Returns:
-            The copy.
-
         Raises:
             UserError: an array has the wrong shape or is not finite, or a scale is negative.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for suffix in ("p", "s"):
-            # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads.
-            if values[f"level_spread_{suffix}"] is None:
-                values[f"level_spread_{suffix}"] = _level_spread(spec, values[f"spread_{suffix}"])
+        # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads.
+        if values["level_spread"] is None:
+            values["level_spread"] = _level_spread(spec, values["spread"])
         for name, shape in climate_shapes(spec).items():
             if values[name] is None:
                 values[name] = np.full(shape, _unknown(name))
             values[name] = _checked_array(name, np.asarray(values[name], np.float32), shape)
-        for suffix in ("p", "s"):
-            _lift_zeros(values, suffix)
+        _lift_zeros(values)
         return Climate(**values)
 
 
 def _unknown(name: str) -> float:
     """Return the default value of an array: one for scales, zero for all others."""
-    return float(name.rsplit("_", 1)[0] in _SCALES)
+    return float(name in _SCALES)
 
 
 def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each array of a `Climate`.
-
-    Args:
-        spec: the model's spec.
-
-    Returns:
-        Shapes by name.
-    """
-    leads, variables, levels, rows, columns = spec.pressure_shape
-    surface = len(spec.surface)
+    """Return the shape of each array of a `Climate`."""
+    leads, count, *points = spec.shape
     shapes: dict[str, tuple[int, ...]] = {}
-    points = (rows, columns) if spec.local else ()
-    for name in ("mean", "std"):
-        shapes |= {f"{name}_p": (variables, levels, *points), f"{name}_s": (surface, *points)}
-    for name in ("spread", "anchor", "bias", "inflation"):
-        shapes |= {f"{name}_p": spec.pressure_shape, f"{name}_s": spec.surface_shape}
-    for name in ("shrink", "spread_shrink", "spread_gain", "spread_level", "error"):
-        shapes |= {f"{name}_p": (leads, variables, levels), f"{name}_s": (leads, surface)}
-    shapes |= {
-        "level_spread_p": (len(spec.leads_in), variables, levels),
-        "level_spread_s": (len(spec.leads_in), surface),
-        "static": (len(spec.static), rows, columns),
+    shapes |= dict.fromkeys(("mean", "std"), (count, *points) if spec.local else (count,))
+    shapes |= dict.fromkeys(("spread", "anchor", "bias", "inflation"), spec.shape)
+    by_field = "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "dry_share", "dry_mean"
+    shapes |= dict.fromkeys(by_field, (leads, count))
+    return shapes | {
+        "level_spread": (len(spec.leads_in), count),
+        "static": (len(spec.static), *points),
         "correction": correction_shape(spec),
-        **surroundings_shapes(spec),
+        **point_shapes(spec),
     }
-    for name in ("dry_share", "dry_mean"):
-        shapes |= {f"{name}_p": shapes["shrink_p"], f"{name}_s": shapes["shrink_s"]}
-    return shapes
 
 
 def _level_spread(spec: ModelSpec, spread: np.ndarray) -> np.ndarray:
-    """Return the root mean square of s_clim over cells, (T_in, ...).
+    """Return the root mean square of s_clim over cells, (T_in, F).
 
     A lead that is not predicted gets the mean over the leads that are.
     """
@@ -177,26 +130,24 @@ def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.n
         raise UserError(f"climate {name}: shape {array.shape}; the model needs {shape}")
     if not np.isfinite(array).all():
         raise UserError(f"climate {name}: holds NaN or infinite values; fit it again on dates without gaps")
-    if name.rsplit("_", 1)[0] in _SCALES and (array < 0).any():
+    if name in _SCALES and (array < 0).any():
         raise UserError(f"climate {name}: smallest value {array.min():g}; a scale cannot be negative")
     return array.copy()
 
 
-def _lift_zeros(values: dict[str, np.ndarray], suffix: str) -> None:
+def _lift_zeros(values: dict[str, np.ndarray]) -> None:
     """Raise divisors to a small value above zero.
 
-    Each variable has a floor of its own size: humidity is a billionth of geopotential.
+    Each field has a floor of its own size: humidity is a billionth of geopotential.
     """
-    std = values[f"std_{suffix}"]
+    std, spread, error = values["std"], values["spread"], values["error"]
     std[std == 0] = 1  # a field that never varies is at its mean, so its anomaly is zero whatever it is divided by
-    if std.ndim > values[f"error_{suffix}"].ndim - 1:  # maps: the floor of a level comes from their typical value
+    if std.ndim > 1:  # maps: the floor of a field comes from their typical value
         std = np.sqrt(np.mean(np.square(std, dtype=np.float64), (-2, -1))).astype(np.float32)
-    spread, least = values[f"spread_{suffix}"], np.float32(_LEAST) * std
+    least = np.float32(_LEAST) * std
     typical = np.sqrt(np.mean(np.square(spread, dtype=np.float64), (-2, -1))).astype(np.float32)
     floor = np.maximum(np.float32(_LEAST_CELL) * typical, least)
     np.maximum(spread, floor[..., None, None], out=spread)
-    np.maximum(values[f"level_spread_{suffix}"], least, out=values[f"level_spread_{suffix}"])
-    np.maximum(values[f"shrink_{suffix}"], np.float32(_LEAST), out=values[f"shrink_{suffix}"])
-    # The loss divides by the error, so an error of zero is replaced by one.
-    error = values[f"error_{suffix}"]
-    error[error == 0] = 1
+    np.maximum(values["level_spread"], least, out=values["level_spread"])
+    np.maximum(values["shrink"], np.float32(_LEAST), out=values["shrink"])
+    error[error == 0] = 1  # the loss divides by it

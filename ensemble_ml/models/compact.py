@@ -1,15 +1,14 @@
-"""Cut channels of the U-Net, and hidden units of the two networks of points, out of a model.
+"""Cut channels of the U-Net, and hidden units of the point network, out of a model.
 
-What is left is an ordinary, smaller model of an ordinary spec (`model.widths`, `model.inner`, `model.surroundings`,
-`model.residuals`). Nothing is masked.
+What is left is an ordinary, smaller model of an ordinary spec (`model.widths`, `model.inner`, `model.points`). Nothing
+is masked.
 
 Channels that add up, or that one layer hands to the next, have to go together. They form these groups:
 
     stream L      the channels of level L, which the residual branches of that level, and the way to and from its
                   neighbours, add to; those of level 0 are also the stems' and the heads'
     inner K       the channels between the two convolutions of residual block K, in the order of `model.inner`
-    surroundings  hidden units of the spread MLP
-    residuals     hidden units of the error MLP
+    points        hidden units of the point network
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ensemble_ml.models.inputs import ModelSpec
 
-NETWORKS = ("surroundings", "residuals")
+POINTS = "points"  # the group of the point network
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,8 @@ def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
     for number, (block, _) in enumerate(blocks):
         parts = made(f"{block}.conv1") + those(f"{block}.scale2", axis=-1) + read(f"{block}.conv2")
         found[f"inner {number}"] = Group(inner[number], tuple(parts))
-    for name in NETWORKS:
-        if f"{name}.first" in keys:
-            found[name] = Group(getattr(config, name), ((f"{name}.first", 0), (f"{name}.second", 1)))
+    if f"{POINTS}.first" in keys:
+        found[POINTS] = Group(config.points, ((f"{POINTS}.first", 0), (f"{POINTS}.second", 1)))
     return found
 
 
@@ -108,7 +106,7 @@ def cut(
     for name, indices in kept.items():
         for key, axis in every[name].parts:
             tensor = found[key]
-            # The second layer of a network of points has a constant behind its hidden units, which stays.
+            # The second layer of the point network has a constant behind its hidden units, which stays.
             behind = range(every[name].size, tensor.shape[axis])
             index = torch.tensor([*indices, *behind], device=tensor.device)
             found[key] = tensor.index_select(axis, index)
@@ -127,7 +125,8 @@ def resized(spec: ModelSpec, sizes: Mapping[str, int]) -> ModelSpec:
         "widths": [sizes.get(f"stream {level}", width) for level, width in enumerate(widths)],
         "inner": [sizes.get(f"inner {number}", width) for number, width in enumerate(inner)],
     }
-    changes |= {name: sizes[name] for name in NETWORKS if name in sizes}
+    if POINTS in sizes:
+        changes[POINTS] = sizes[POINTS]
     return replace(spec, config=replace(spec.config, **changes))
 
 
@@ -135,9 +134,9 @@ def described(sizes: Mapping[str, Any]) -> str:
     """Return the sizes of a model in words.
 
     Args:
-        sizes: `widths`, `inner` and, of each network of points that there is, its hidden units.
+        sizes: `widths`, `inner` and, if there is a point network, its hidden units as `points`.
     """
-    units = [f"{sizes[name]} hidden units of {name}" for name in NETWORKS if name in sizes]
+    units = [f"{sizes[POINTS]} hidden units of the point network"] if POINTS in sizes else []
     return "; ".join([f"channels {sizes['widths']}, inside blocks {sizes['inner']}", *units])
 
 

@@ -62,9 +62,6 @@ def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[T
         scale: scale before the change, (...).
         share: a, (...).
         least: b, (...).
-
-    Returns:
-        mean' and sigma', (...).
     """
     narrow = scale * (share + (1 - share) * (mean / scale.clamp(min=_TINY)).clamp(0, 1))
     # This is max(mean, 0) in value. Its gradient is one everywhere, where that of a clamp would be zero below zero.
@@ -80,9 +77,6 @@ def fitted(family: Family, often: Tensor, much: Tensor) -> tuple[Tensor, Tensor]
         often: fraction of these points at which the truth is above zero, (...).
         much: mean of the truth at these points, divided by the mean of sigma there, (...). If that asks for a smaller a
             than is allowed, b is made smaller in its place.
-
-    Returns:
-        a and b, (...).
     """
     # At scale one, the chance of rain and the mean both grow with the location. So the table of locations gives the
     # mean b that belongs to a chance of rain.

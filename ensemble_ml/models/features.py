@@ -1,26 +1,25 @@
-"""The channels that the network reads: made of a reduced ensemble, whatever the order and number of its members.
+"""Make the channels that the network reads from a reduced ensemble of any number of members.
 
 For each variable and input lead there are:
 
 - the mean of the members, standardised;
-- the logarithm of their spread, over the level's typical spread. The spread is first shrunk towards climatology, so
-  that it is finite with one member;
-- for predicted leads, the logarithm of the climatological spread in the same unit;
-- if `one_member` is on, one member's departure from the mean in typical spreads;
+- the logarithm of spread / typical spread of the level. The spread is first shrunk towards climatology, so that the
+  logarithm is finite with one member;
+- for predicted leads, the logarithm of climatological spread / typical spread;
+- if `one_member` is on, one member's departure from the mean, divided by the typical spread;
 - for a masked variable (one that has points without a value), the fraction of the members that have a value.
 
-Beside them stand planes common to all fields: place, static fields, 1/M, log M and season (`models.place`).
+In addition there are planes common to all fields: place, static fields, 1/M, log M and season (`models.place`).
 
-Where no member has a value, the mean is set to the climatological one, which makes its channel zero, and the spread is
-set to zero.
+Where no member has a value, the climatological mean takes the place of the mean, so that its channel is zero. The
+spread is set to zero there.
 
-Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude,
-C channel.
+Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), V pressure-level variable,
+S surface variable, Z level, Y latitude, X longitude, C channel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import field
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.place import common_planes, position_planes
 from ensemble_ml.models.positions import integers, take
 
-_SMALLEST = 1e-2  # typical spreads: the logarithm levels off below, so that no spread at all stays finite
-_SHRINK_UNFITTED = 2.0  # k, in members, for input leads that are not predicted: none is fitted there
+_SMALLEST = 1e-2  # in typical spreads; the logarithm levels off below this, so that it is finite for a spread of zero
+_SHRINK_UNFITTED = 2.0  # k, in members, for input leads that are not predicted, because k is not fitted for them
 
 
 def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
@@ -45,7 +43,7 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
 
         s        standard deviation of the M members (ddof = 1)
         s_clim   climatological spread
-        k        how many members the climatology counts for
+        k        weight of the climatology, as a number of members
 
     Args:
         spread: s, (B, ...); zero where M = 1.
@@ -63,16 +61,17 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
 def unbiased_spread(
     spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor, gain: Tensor, level: Tensor
 ) -> Tensor:
-    """Return s1, the expectation of the full ensemble's spread given the spread of M members.
+    """Return s1, the expectation of the full ensemble's spread given the spread of M members, in the units of `spread`.
 
         s1 = ((M-1) g s / c4(M) + k l s_clim) / (M - 1 + k)
 
         s        standard deviation of the M members (ddof = 1)
         c4(M)    E[s] / sigma of M independent normal values, so s / c4(M) is free of the bias of small samples
         g, l     factors that bring s / c4(M) and s_clim to the mean of the full ensemble's spread
-        k        how many members the climatology counts for
+        k        weight of the climatology, as a number of members
 
-    The square of s0 (`shrunk_spread`) is right on average; s1 is right on average itself.
+    On average, s1 equals the full ensemble's spread. For s0 (`shrunk_spread`) this holds only of its square, the
+    variance.
 
     Args:
         spread: s, (B, ...); zero where M = 1.
@@ -81,11 +80,9 @@ def unbiased_spread(
         shrink: k in members, broadcast against `spread`; positive.
         gain: g, broadcast against `spread`; positive.
         level: l, broadcast against `spread`; positive.
-
-    Returns:
-        s1, in the shape and units of `spread`.
     """
-    # c4 of one member is zero, and would give NaN. The clamped value does not matter: it has a weight of M - 1 = 0.
+    # c4 of one member is zero, and s / c4 would be NaN. M is therefore clamped to 2. The value that this gives does not
+    # matter, because its weight M - 1 is zero.
     several = count.clamp(min=2)
     c4 = torch.sqrt(2 / (several - 1)) * torch.exp(torch.lgamma(several / 2) - torch.lgamma((several - 1) / 2))
     shape = (-1, *[1] * (spread.ndim - 1))
@@ -102,148 +99,136 @@ class Features(nn.Module):
         climate: statistics of the training dates, by which inputs are standardised.
     """
 
-    mean_p: Tensor
-    std_p: Tensor
-    mean_s: Tensor
-    std_s: Tensor
+    mean: Tensor
+    std: Tensor
+    level_spread: Tensor
     position: Tensor
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__()
         self.spec = spec
-        for suffix in ("p", "s"):
-            for name in ("mean", "std", "level_spread"):
-                self._buffer(f"{name}_{suffix}", getattr(climate, f"{name}_{suffix}"))
-        # Place and static fields are constant, so they are computed once and travel with the state_dict.
+        for name in ("mean", "std", "level_spread"):
+            self.register_buffer(name, torch.from_numpy(np.asarray(getattr(climate, name), np.float32).copy()))
+        # Place and static fields are constant, so they are computed once and saved in the state_dict.
         self.register_buffer("position", position_planes(spec, climate.static))
 
-    def _buffer(self, name: str, values: np.ndarray) -> None:
-        """Register a float32 copy of an array as a buffer."""
-        self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
-
     def channels(self, *, surface: bool) -> int:
-        """Return the number of channels of the surface variables, or of those on pressure levels.
+        """Return the number of channels C of the surface variables, or of the variables on pressure levels.
 
         Args:
-            surface: count those of the surface.
-
-        Returns:
-            C.
+            surface: True counts the channels of the surface variables, False those of the others.
         """
-        count = len(self.spec.surface if surface else self.spec.variables)
+        names = self.spec.surface if surface else self.spec.variables
         leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
-        masks = len(self.spec.leads_in) * len(self.spec.masked_positions[surface])
-        return count * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
+        masks = len(self.spec.leads_in) * sum(name in self.spec.masked for name in names)
+        return len(names) * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
 
     def pole_rule(self, *, surface: bool) -> tuple[Tensor, Tensor]:
         """Return sign and offset by which channels are continued across a pole: x -> sign x + offset.
 
         A wind component w becomes -w in physical units. Its standardised value x = (w - mean) / std therefore becomes
-        -x - 2 mean / std. A departure from the mean changes its sign alone, and spreads stay as they are. Where the
-        mean is a map, the map is continued like the wind itself, so x becomes -x.
+        -x - 2 mean / std. If the mean is a map, the map is continued like the wind itself, so x becomes -x. The
+        departure of a wind component from the mean changes its sign. All other channels stay as they are.
 
         Args:
-            surface: give the rule of the surface variables.
+            surface: True gives the rule of the surface variables, False that of the others.
 
         Returns:
             Sign and offset, (C, Z) each; Z = 1 at the surface.
         """
-        names = self.spec.surface if surface else self.spec.variables
-        flips = torch.tensor([field(name).vector_component for name in names], dtype=torch.bool)
-        ratio = (self.mean_s / self.std_s)[:, None] if surface else self.mean_p / self.std_p
-        if self.spec.local:
-            ratio = torch.zeros(ratio.shape[0], 1 if surface else ratio.shape[1])
-        sign_V = torch.where(flips, -1.0, 1.0)[:, None].expand_as(ratio)
-        offset_V = torch.where(flips[:, None], -2 * ratio, torch.zeros_like(ratio))
-        leads, outs = len(self.spec.leads_in), len(self.spec.leads_out)
+        spec = self.spec
+        names, levels = (spec.surface, 1) if surface else (spec.variables, len(spec.levels))
+        sign_V = spec.vector_sign(1)[spec.upper :] if surface else spec.vector_sign(1)[: spec.upper]
+        if spec.local:
+            offset_V = torch.zeros_like(sign_V)
+        else:
+            ratio = (self.mean / self.std)[spec.upper :] if surface else (self.mean / self.std)[: spec.upper]
+            offset_V = torch.where(sign_V < 0, -2 * ratio, torch.zeros_like(ratio))
+        sign_V, offset_V = (values.view(len(names), levels) for values in (sign_V, offset_V))
+        leads, outs = len(spec.leads_in), len(spec.leads_out)
         plain = torch.ones_like(sign_V).repeat(leads + outs, 1)
         signs = [sign_V.repeat(leads, 1), plain]
         offsets = [offset_V.repeat(leads, 1), torch.zeros_like(plain)]
-        if self.spec.config.one_member:
+        if spec.config.one_member:
             signs.append(sign_V.repeat(leads, 1))
             offsets.append(torch.zeros_like(sign_V).repeat(leads, 1))
-        masks = torch.ones_like(sign_V)[self.spec.masked_positions[surface]].repeat(leads, 1)
+        masks = sign_V.new_ones(leads * sum(name in spec.masked for name in names), levels)
         return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
 
     def filled(self, x: EnsembleInput) -> EnsembleInput:
-        """Replace the values of points where no member has one: the mean by climatology, the spread by zero.
+        """Fill points where no member has a value: the mean with the climatological mean, the spread with zero.
 
         Args:
-            x: a batch, NaN where no member has a value.
+            x: a batch; its mean is NaN where no member has a value.
 
         Returns:
-            A batch without NaN in means, spreads and the single member. Its `valid_*` show which points had values.
+            A batch without NaN in its mean, spread and single member. Where the single member has no value, it is set
+            to the mean. `valid` is the fraction of the members that have a value.
         """
-        found: dict[str, Tensor] = {}
-        for suffix, masked in zip(("p", "s"), self.spec.masked_positions, strict=True):
-            mean, spread, member, valid = (getattr(x, f"{n}_{suffix}") for n in ("mean", "spread", "member", "valid"))
-            # A NaN would spread through the convolutions to every point of the field.
-            hidden = torch.isnan(mean)
-            # If the input does not say how many members have a value, it is all of them or none.
-            found[f"valid_{suffix}"] = (~hidden[:, :, masked]).to(mean.dtype) if valid is None else valid
-            mean = torch.where(hidden, self._standard(suffix)[0].to(mean.dtype), mean)
-            found |= {f"mean_{suffix}": mean, f"spread_{suffix}": torch.where(hidden, 0.0, spread)}
-            if member is not None:
-                found[f"member_{suffix}"] = torch.where(torch.isnan(member), mean, member)
-        return replace(x, **found)  # type: ignore[arg-type]
+        # A NaN would spread through the convolutions to every point of the field.
+        hidden = torch.isnan(x.mean)
+        mean = torch.where(hidden, self._standard()[0].to(x.mean.dtype), x.mean)
+        # If the input does not say how many members have a value at a point, all of them do or none does.
+        valid = (~hidden[:, :, self.spec.masked_positions]).to(mean.dtype) if x.valid is None else x.valid
+        member = None if x.member is None else torch.where(torch.isnan(x.member), mean, x.member)
+        return replace(x, mean=mean, spread=torch.where(hidden, 0.0, x.spread), member=member, valid=valid)
 
-    def forward(
-        self, x: EnsembleInput, spread0: Sequence[Tensor], climatology: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: EnsembleInput, spread0: Tensor, climatology: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Build the channels.
 
         Args:
-            x: the batch, without NaN.
-            spread0: s0 of the predicted leads, for the pressure levels and for the surface.
-            climatology: s_clim of the predicted leads, for the pressure levels and for the surface.
+            x: a batch without NaN, such as `filled` returns.
+            spread0: (B, T_out, F, Y, X) s0 of the predicted leads.
+            climatology: (T_out, F, Y, X) s_clim of the predicted leads.
 
         Returns:
-            Channels of the pressure levels (B, C, Y, X, Z) and of the surface (B, C, Y, X), and the common planes
-            (B, C, Y, X).
+            Channels of the variables on pressure levels (B, C, Y, X, Z), channels of the surface variables
+            (B, C, Y, X), and common planes (B, C, Y, X). Each of the three has its own C.
 
         Raises:
             UserError: the model needs a single member, and `x` has none.
         """
-        pressure = self._stack(x, "p", spread0[0], climatology[0])
-        surface = self._stack(x, "s", spread0[1], climatology[1])
-        return pressure.permute(0, 1, 3, 4, 2), surface, self.common(x)
+        level, outs = self.level_spread[..., None, None], self.spec.lead_positions
+        shrunk = shrunk_spread(x.spread, x.count, level, _SHRINK_UNFITTED)
+        # At predicted leads, s0 with its fitted k replaces the spread that was shrunk with an unfitted k.
+        shrunk = shrunk.index_copy(1, integers(outs, x.spread.device), spread0)
+        mean, std = self._standard()
+        known = _log_ratio(climatology, take(level, 0, outs)).expand(len(x), *climatology.shape)
+        parts = [(x.mean - mean) / std, _log_ratio(shrunk, level), known]
+        if self.spec.config.one_member:
+            if x.member is None:
+                raise UserError("model.one_member=true: the input holds no single member; hand one on")
+            parts.append((x.member - x.mean) / level)
+        pressure, surface = self._planes(torch.cat(parts, 1), self.spec.upper)
+        if masked := self.spec.masked_positions:
+            assert x.valid is not None
+            upper, flat = self._planes(x.valid, sum(position < self.spec.upper for position in masked))
+            pressure, surface = torch.cat([pressure, upper], 1), torch.cat([surface, flat], 1)
+        return pressure.permute(0, 1, 3, 4, 2), surface, self.common(x.count, x.day_of_year)
 
-    def common(self, x: EnsembleInput) -> Tensor:
-        """Return the planes of place, season and number of members.
+    def _planes(self, values: Tensor, upper: int) -> tuple[Tensor, Tensor]:
+        """Fold fields into planes: (B, T, F, Y, X) -> (B, T V, Z, Y, X) and (B, T S, Y, X).
+
+        The first `upper` fields are on pressure levels.
+        """
+        on_levels, surface = values.split([upper, values.shape[2] - upper], 2)
+        levels = max(1, len(self.spec.levels))
+        return on_levels.unflatten(2, (upper // levels, levels)).flatten(1, 2), surface.flatten(1, 2)
+
+    def common(self, count: Tensor, day_of_year: Tensor) -> Tensor:
+        """Return the planes of place, season and number of members, (B, C, Y, X).
 
         Args:
-            x: the batch.
-
-        Returns:
-            (B, C, Y, X).
+            count: (B,) M.
+            day_of_year: (B,) day of the year of the initialisation time.
         """
-        return common_planes(self.position, x.count, x.day_of_year)
+        return common_planes(self.position, count, day_of_year)
 
-    def _stack(self, x: EnsembleInput, suffix: str, spread0: Tensor, climatology: Tensor) -> Tensor:
-        """Build the channels of one set of variables, (B, C, [Z,] Y, X)."""
-        mean, spread = getattr(x, f"mean_{suffix}"), getattr(x, f"spread_{suffix}")
-        level = getattr(self, f"level_spread_{suffix}")[..., None, None]
-        outs = self.spec.lead_positions
-        shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
-        # Predicted leads have an s0 with a fitted k, which takes the place of the unfitted one.
-        shrunk = shrunk.index_copy(1, integers(outs, spread.device), spread0)
-        scales = self._standard(suffix)
-        known = _log_ratio(climatology, take(level, 0, outs)).expand(len(x), *climatology.shape)
-        parts = [(mean - scales[0]) / scales[1], _log_ratio(shrunk, level), known]
-        if self.spec.config.one_member:
-            member = getattr(x, f"member_{suffix}")
-            if member is None:
-                raise UserError("model.one_member=true: the input holds no single member; hand one on")
-            parts.append((member - mean) / level)
-        channels = torch.cat(parts, 1).flatten(1, 2)
-        if not self.spec.masked_positions[suffix == "s"]:
-            return channels
-        return torch.cat([channels, getattr(x, f"valid_{suffix}").flatten(1, 2)], 1)
-
-    def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation that inputs are standardised by, broadcast against (B, T, ..., Y, X)."""
-        mean, std = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
-        return (mean, std) if self.spec.local else (mean[..., None, None], std[..., None, None])
+    def _standard(self) -> tuple[Tensor, Tensor]:
+        """Return the mean and standard deviation that standardise inputs, broadcast against (B, T, F, Y, X)."""
+        if self.spec.local:
+            return self.mean, self.std
+        return self.mean[:, None, None], self.std[:, None, None]
 
 
 def _log_ratio(spread: Tensor, level: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ All quantities are in units of the ensemble at hand, so the same outputs suit an
     dL, dB, dC    local terms: learned numbers, one for each grid cell, that start at zero
     s_clim        climatological spread at the cell
     B             fitted inflation of the cell, the logarithm of sigma / s0
-    v, w          outputs of the error MLP (`models.surroundings`), fitted before training
+    d'', v, w     outputs of the point network (`models.points`), fitted before training
     s0            prior spread, which sigma follows: its square is right on average (`models.features`)
-    s1            expected spread of the full ensemble, right on average itself (`models.features`)
+    s1            expected spread of the full ensemble, right on average itself (`models.features`), with d' and d''
     base          location that stands for the mean m + L + v s0 exp(B)
     m, L          ensemble mean, linearly corrected where that is on; fitted bias of the cell
 
@@ -20,19 +20,18 @@ The untrained model is therefore a statistical correction fitted to the training
 terms back to it. All learned terms are multiples of a spread or logarithms, so that one step of a sign-based optimizer
 moves each of them by a similar, sensible amount.
 
-With a linear correction, sigma follows the corrected s1, because the fields around a point know more of the flow than
-the spread of the members there: s0 is then the prior spread of `FOLLOWED` members that have the corrected spread.
+With a linear correction, sigma follows the linearly corrected s1, because the fields around a point know more of the
+flow than the spread of the members there: s0 is then the prior spread of `FOLLOWED` members that have that spread. It
+does not follow d'', because w says the same of sigma itself.
 
 For a normal variable the base is that mean. For a distribution with bounds, the base is the location at which the
 distribution has that mean. For a distribution with a mass at zero, `models.dry` first changes the mean and sigma, and
 s0 shrinks by the same factor as sigma from there on.
 
-Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,8 +41,9 @@ from ensemble_ml.fields import Family
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.dry import AT_ZERO, law_near_zero
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
-from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.inputs import ModelSpec, Prediction, by_family
 from ensemble_ml.models.linear import departures
+from ensemble_ml.models.positions import integers, take
 
 FOLLOWED = 5  # a corrected s1 counts as the spread of so many members in s0
 _LEAST_SHARE = 0.2  # a linear correction leaves at least this fraction of s1
@@ -51,19 +51,17 @@ _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing ove
 
 
 class Heads(nn.Module):
-    """The last step for one set of variables: those on pressure levels, or those at the surface.
+    """The last step of a model.
 
     Args:
-        climate: arrays by name: `climatology` and `MAPS` (T, V, [Z,] Y, X), `BY_FIELD` and `DRY` (T, V[, Z]).
-        families: distribution of each variable.
+        spec: shapes, variables and configuration of the model.
+        climate: statistics of the training dates.
         local_terms: give each grid cell learned terms of its own.
-        postprocess: predict location and scale of the truth.
-        spread: predict the spread of the full ensemble.
     """
 
-    MAPS = ("bias", "inflation", "anchor")
-    BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # one number a lead, variable and level
-    DRY = ("dry_share", "dry_mean")  # a and b of `models.dry`, also one number for each
+    MAPS = ("bias", "inflation", "anchor")  # (T, F, Y, X)
+    BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # (T, F)
+    DRY = ("dry_share", "dry_mean")  # (T, F), a and b of `models.dry`
 
     climatology: Tensor
     anchor: Tensor
@@ -80,58 +78,35 @@ class Heads(nn.Module):
     local_scale: nn.Parameter | None
     local_spread: nn.Parameter | None
 
-    @classmethod
-    def of(cls, spec: ModelSpec, climate: Climate, *, surface: bool, local_terms: bool) -> Heads:
-        """Build the heads of one set of variables from the statistics of the training dates.
-
-        Args:
-            spec: shapes, variables and configuration of the model.
-            climate: statistics of the training dates.
-            surface: take the surface variables, not those on pressure levels.
-            local_terms: give each grid cell learned terms of its own.
-
-        Returns:
-            The heads.
-        """
-        names = {"climatology": "spread"} | {k: k for k in (*cls.MAPS, *cls.BY_FIELD, *cls.DRY)}
-        known = {k: getattr(climate, f"{v}_{'s' if surface else 'p'}") for k, v in names.items()}
-        config = spec.config
-        kinds = {"postprocess": config.postprocess, "spread": config.spread}
-        return cls(known, spec.families[surface], local_terms=local_terms, **kinds)
-
-    def __init__(
-        self,
-        climate: dict[str, np.ndarray],
-        families: Sequence[Family],
-        *,
-        local_terms: bool,
-        postprocess: bool,
-        spread: bool,
-    ):
+    def __init__(self, spec: ModelSpec, climate: Climate, *, local_terms: bool):
         super().__init__()
-        self.families, self.postprocess, self.spread = tuple(families), postprocess, spread
-        for name in ("climatology", *self.MAPS, *self.BY_FIELD, *self.DRY):
-            self.register_buffer(name, torch.from_numpy(np.asarray(climate[name], np.float32).copy()))
+        self.families, self.postprocess, self.spread = spec.families, spec.config.postprocess, spec.config.spread
+        known = {"climatology": climate.spread}
+        known |= {name: getattr(climate, name) for name in (*self.MAPS, *self.BY_FIELD, *self.DRY)}
+        for name, values in known.items():
+            self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
         self.register_buffer("typical", typical_spread(self.climatology))
-        names = ["local_location", "local_scale"] * postprocess + ["local_spread"] * spread
+        names = ["local_location", "local_scale"] * self.postprocess + ["local_spread"] * self.spread
         for name in ("local_location", "local_scale", "local_spread"):
             wanted = local_terms and name in names
-            self.register_parameter(name, nn.Parameter(torch.zeros(climate["bias"].shape)) if wanted else None)
+            self.register_parameter(name, nn.Parameter(torch.zeros(climate.bias.shape)) if wanted else None)
 
     @property
     def outputs(self) -> int:
-        """Return how many numbers the network must give for each variable, lead and cell."""
+        """Return how many numbers the network must give for each field, lead and cell."""
         return 2 * self.postprocess + self.spread
 
+    @property
+    def relative_climatology(self) -> Tensor:
+        """Return s_clim in typical spreads, (T F, Y, X)."""
+        return (self.climatology / self.typical[..., None, None]).flatten(0, 1)
+
     def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return the prior spread s0 at the predicted leads (`features.shrunk_spread`).
+        """Return the prior spread s0 at the predicted leads (`features.shrunk_spread`), in the shape of `spread`.
 
         Args:
-            spread: (B, T, V, [Z,] Y, X) spread of the M members.
+            spread: (B, T, F, Y, X) spread of the M members.
             count: (B,) M.
-
-        Returns:
-            s0, in the shape of `spread`.
         """
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
@@ -139,7 +114,7 @@ class Heads(nn.Module):
         """Return the prior spread s0 that belongs to a linearly corrected spread.
 
         Args:
-            spread1: (B, T, V, [Z,] Y, X) corrected s1.
+            spread1: (B, T, F, Y, X) corrected s1.
 
         Returns:
             s0 of `FOLLOWED` members with that spread, in the same shape.
@@ -148,14 +123,11 @@ class Heads(nn.Module):
         return shrunk_spread(spread1, count, self.climatology, self.shrink[..., None, None])
 
     def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return s1, the expected spread of the full ensemble (`features.unbiased_spread`).
+        """Return s1, the expected spread of the full ensemble (`features.unbiased_spread`), in the shape of `spread`.
 
         Args:
-            spread: (B, T, V, [Z,] Y, X) spread of the M members at the predicted leads.
+            spread: (B, T, F, Y, X) spread of the M members at the predicted leads.
             count: (B,) M.
-
-        Returns:
-            s1, in the shape of `spread`.
         """
         terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
         return unbiased_spread(spread, count, self.climatology, *terms)
@@ -164,12 +136,12 @@ class Heads(nn.Module):
         """Return the anomalies d that the linear correction reads (`linear.departures`).
 
         Args:
-            mean: (B, T, V, [Z,] Y, X) ensemble mean at the predicted leads.
+            mean: (B, T, F, Y, X) ensemble mean at the predicted leads.
             spread: spread of the members, the same shape.
             count: (B,) M.
 
         Returns:
-            d, (B, KINDS, T, V, [Z,] Y, X), in typical spreads.
+            d, (B, KINDS, T, F, Y, X), in typical spreads.
         """
         shrink, typical = self.spread_shrink[..., None, None], self.typical[..., None, None]
         return departures(mean, spread, count, self.anchor, self.climatology, shrink, typical)
@@ -178,9 +150,9 @@ class Heads(nn.Module):
         """Add a correction to the ensemble mean and to s1.
 
         Args:
-            mean: (B, T, V, [Z,] Y, X) ensemble mean.
+            mean: (B, T, F, Y, X) ensemble mean.
             spread1: s1, the same shape.
-            by: (B, KINDS, T, V, [Z,] Y, X) correction of the mean and of the spread, in typical spreads.
+            by: (B, KINDS, T, F, Y, X) correction of the mean and of the spread, in typical spreads.
 
         Returns:
             The corrected mean and the corrected s1, physical units.
@@ -189,29 +161,27 @@ class Heads(nn.Module):
         return mean + shift, widened(spread1, more)
 
     def forward(
-        self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, residuals: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
+        self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, points: Tensor | None = None
+    ) -> Prediction:
         """Compute location, scale and spread, physical units.
 
         Args:
-            mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
+            mean: (B, T, F, Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0: s0, the prior spread, the same shape.
             spread1: s1, the expected spread of the full ensemble, the same shape.
-            network: (B, outputs, T, V, [Z,] Y, X) outputs of the network, float32.
-            residuals: v and w of the error MLP, (B, 2, T, V, [Z,] Y, X); None without that MLP.
-
-        Returns:
-            `location`, `scale` and `spread`, (B, T, V, [Z,] Y, X); None for what this model does not predict.
+            network: (B, outputs, T, F, Y, X) outputs of the network, float32.
+            points: d'' and, where the truth is predicted, v and w of the point network, (B, 3, T, F, Y, X); None
+                without that network.
         """
-        found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
+        found: dict[str, Tensor] = {}
         # The gradient of `unbind` is one copy; each slice would give a gradient padded to the full size.
         parts = network.unbind(1)
         if self.postprocess:
-            # The error MLP was fitted to what is left after bias and linear correction, so it comes after them here as
-            # well.
+            # The point network was fitted to what is left after bias and linear correction, so it comes after them here
+            # as well.
             centre, inflation = mean + self.bias, self.inflation[None]
-            if residuals is not None:
-                centre, inflation = informed(centre, spread0, inflation, residuals.transpose(0, 1))
+            if points is not None:
+                centre, inflation = informed(centre, spread0, inflation, points[:, 1:].transpose(0, 1))
             base, spread0 = self._base(centre, spread0, inflation)
             scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
@@ -221,9 +191,11 @@ class Heads(nn.Module):
                 shift = shift + self.climatology * self.local_location
             found |= {"location": base + shift, "scale": scale}
         if self.spread:
+            if points is not None:
+                spread1 = widened(spread1, points[:, 0] * self.typical[..., None, None])
             # A factor keeps the spread positive, and its bound keeps it finite.
             found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
-        return found
+        return Prediction(**found)
 
     def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> tuple[Tensor, Tensor]:
         """Return the location for each mean in `base`, and s0 after the changes near zero (`models.dry`).
@@ -232,29 +204,24 @@ class Heads(nn.Module):
         """
         # s0 is changed only for the distributions with a mass at zero, and in a copy: autograd needs the original.
         narrow = spread0.clone() if any(family in AT_ZERO for family in self.families) else spread0
-        for index, family in enumerate(self.families):
-            if family is not Family.NORMAL:
-                grown = torch.exp(inflation[:, :, index])
-                mean = base[:, :, index].clone()  # the backward pass needs it, and the next line overwrites it
-                dry = (getattr(self, name)[:, index, ..., None, None] for name in self.DRY)
-                base[:, :, index], scale = law_near_zero(family, mean, spread0[:, :, index] * grown, *dry)
-                if family in AT_ZERO:
-                    narrow[:, :, index] = scale / grown
+        for family, at in by_family(self.families):
+            if family is Family.NORMAL:
+                continue
+            grown = torch.exp(take(inflation, 2, at))
+            dry = (take(getattr(self, name), 1, at)[..., None, None] for name in self.DRY)
+            location, scale = law_near_zero(family, take(base, 2, at), take(spread0, 2, at) * grown, *dry)
+            where = integers(at, base.device)
+            base.index_copy_(2, where, location)
+            if family in AT_ZERO:
+                narrow.index_copy_(2, where, scale / grown)
         return base, narrow
-
-    def dry_of_older(self) -> dict[str, Tensor]:
-        """Return the values that change nothing near zero, one and zero, for checkpoints older than this fit."""
-        return dict(zip(self.DRY, (torch.ones_like(self.dry_share), torch.zeros_like(self.dry_mean)), strict=True))
 
 
 def typical_spread(climatology: Tensor) -> Tensor:
-    """Return the root mean square of s_clim over grid cells, the unit of linear corrections.
+    """Return the root mean square of s_clim over grid cells, the unit of linear corrections: one number a field, (...).
 
     Args:
         climatology: s_clim, (..., Y, X).
-
-    Returns:
-        One number for each field, (...).
     """
     return climatology.square().mean((-2, -1)).sqrt()
 
@@ -265,26 +232,23 @@ def widened(spread: Tensor, more: Tensor) -> Tensor:
     Args:
         spread: s1, any shape.
         more: correction of the spread, the same shape and units.
-
-    Returns:
-        The corrected spread.
     """
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
 
-def informed(centre: Tensor, spread0: Tensor, inflation: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the outputs of the error MLP to a mean and to the logarithm of its sigma.
+def informed(centre: Tensor, spread0: Tensor, inflation: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply v and w of the point network to a mean and to the logarithm of its sigma.
 
     Args:
         centre: (...) mean of the distribution.
         spread0: (...) s0.
         inflation: (...) B, the logarithm of sigma / s0.
-        residuals: (2, ...) v and w; each is bounded to +-3.
+        errors: (2, ...) v and w; each is bounded to +-3.
 
     Returns:
         centre + v s0 exp(B), and B + w.
     """
-    v, w = bounded(residuals).unbind(0)
+    v, w = bounded(errors).unbind(0)
     return centre + v * spread0 * torch.exp(inflation), inflation + w
 
 

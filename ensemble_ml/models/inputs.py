@@ -8,9 +8,7 @@ Axes in shapes:
     B    initialisation time in a batch
     M    ensemble member
     T    lead time
-    V    variable on pressure levels
-    S    surface variable
-    Z    pressure level
+    F    field: each variable on pressure levels at each level, level by level, then the surface variables
     Y    latitude
     X    longitude
 
@@ -19,7 +17,7 @@ All values are in the units of the registry (`ensemble_ml.fields`). The model st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -34,6 +32,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, Field, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.models.padding import deepest
+from ensemble_ml.models.positions import integers, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,20 +102,37 @@ class ModelSpec:
         return [self.leads_in.index(lead) for lead in self.leads_out]
 
     @property
-    def pressure_shape(self) -> tuple[int, int, int, int, int]:
-        """Return the shape (T_out, V, Z, Y, X) of the predicted fields on pressure levels."""
-        rows, columns = len(self.latitude), len(self.longitude)
-        return len(self.leads_out), len(self.variables), len(self.levels), rows, columns
-
-    @property
-    def surface_shape(self) -> tuple[int, int, int, int]:
-        """Return the shape (T_out, S, Y, X) of the predicted surface fields."""
-        return len(self.leads_out), len(self.surface), len(self.latitude), len(self.longitude)
+    def upper(self) -> int:
+        """Return how many fields are on pressure levels: variables times levels. They come first."""
+        return len(self.variables) * len(self.levels)
 
     @property
     def fields(self) -> int:
         """Return F, the number of fields of one lead time: variables times levels, plus surface variables."""
-        return len(self.variables) * len(self.levels) + len(self.surface)
+        return self.upper + len(self.surface)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return the shape (T_out, F, Y, X) of the predicted fields."""
+        return len(self.leads_out), self.fields, len(self.latitude), len(self.longitude)
+
+    @property
+    def names(self) -> list[tuple[str, int | None]]:
+        """Return variable and level in hPa of each of the F fields; the level of a surface variable is None."""
+        on_levels: list[tuple[str, int | None]] = [(name, level) for name in self.variables for level in self.levels]
+        return on_levels + [(name, None) for name in self.surface]
+
+    def of(self, name: str) -> slice:
+        """Return where the fields of a variable stand on the axis F.
+
+        Args:
+            name: one of `variables` or `surface`.
+        """
+        if name in self.surface:
+            first, count = self.upper + self.surface.index(name), 1
+        else:
+            first, count = self.variables.index(name) * len(self.levels), len(self.levels)
+        return slice(first, first + count)
 
     def vector_sign(self, leads: int) -> Tensor:
         """Return the factor by which an anomaly of each field is multiplied when it is continued across a pole.
@@ -128,9 +144,9 @@ class ModelSpec:
             leads: number of lead times T.
 
         Returns:
-            (T F,) factors, ordered by (lead, variable, level) and then by (lead, surface variable).
+            (T F,) factors.
         """
-        return self._signs(leads, lambda one: one.vector_component)
+        return self._signs(lambda one: one.vector_component).repeat(leads)
 
     def mirror_sign(self, leads: int) -> Tensor:
         """Return the factor by which an anomaly of each field is multiplied when it is mirrored at the equator.
@@ -141,21 +157,19 @@ class ModelSpec:
             leads: number of lead times T.
 
         Returns:
-            (T F,) factors, in the order of `vector_sign`.
+            (T F,) factors.
         """
-        return self._signs(leads, lambda one: one.northward)
+        return self._signs(lambda one: one.northward).repeat(leads)
 
-    def _signs(self, leads: int, turns: Callable[[Field], bool]) -> Tensor:
-        """Return -1 for the fields for which `turns` is true and 1 for the others, in the order of `vector_sign`."""
-        upper = [turns(field(name)) for name in self.variables for _ in self.levels]
-        # Channels of all leads on pressure levels come first, then those of all leads at the surface.
-        flips = upper * leads + [turns(field(name)) for name in self.surface] * leads
+    def _signs(self, turns: Callable[[Field], bool]) -> Tensor:
+        """Return -1 for the fields for which `turns` is true and 1 for the others, (F,)."""
+        flips = [turns(field(name)) for name, _ in self.names]
         return torch.where(torch.tensor(flips, dtype=torch.bool), -1.0, 1.0)
 
     @property
-    def families(self) -> tuple[tuple[Family, ...], tuple[Family, ...]]:
-        """Return the distribution of each pressure-level variable, and that of each surface variable."""
-        return tuple(map(self.family, self.variables)), tuple(map(self.family, self.surface))
+    def families(self) -> tuple[Family, ...]:
+        """Return the distribution of each of the F fields."""
+        return tuple(self.family(name) for name, _ in self.names)
 
     def family(self, name: str) -> Family:
         """Return the distribution of variable `name`: the one in the configuration, or else the registry's."""
@@ -177,11 +191,9 @@ class ModelSpec:
         return self.config.name == "poet"
 
     @property
-    def masked_positions(self) -> tuple[list[int], list[int]]:
-        """Return the positions of masked variables among the pressure-level and among the surface variables."""
-        both = self.variables, self.surface
-        upper, flat = ([names.index(name) for name in names if name in self.masked] for names in both)
-        return upper, flat
+    def masked_positions(self) -> list[int]:
+        """Return the positions of the fields of masked variables."""
+        return [position for position, (name, _) in enumerate(self.names) if name in self.masked]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec.
@@ -202,9 +214,6 @@ class ModelSpec:
 
         Args:
             plain: the result of `to_json`, perhaps read from a file.
-
-        Returns:
-            An equal spec.
         """
         # JSON has no enumerations, so their values are turned back into them.
         config = dict(plain["config"])
@@ -218,54 +227,42 @@ class ModelSpec:
 class EnsembleInput:
     """A batch of reduced ensembles, as a model takes it. T runs over `ModelSpec.leads_in`.
 
-    Samples may have different numbers of members. A model without pressure-level variables takes tensors with V = 0,
-    and one without surface variables takes tensors with S = 0.
+    Samples may have different numbers of members.
 
     Attributes:
-        mean_p: (B, T, V, Z, Y, X) mean of the members, physical units; NaN where no member has a value.
-        spread_p: as `mean_p`: standard deviation of the members (ddof = 1); zero where there is one member.
-        mean_s: (B, T, S, Y, X) mean of the members for surface variables.
-        spread_s: as `mean_s`: standard deviation of the members.
+        mean: (B, T, F, Y, X) mean of the members, physical units; NaN where no member has a value.
+        spread: as `mean`: standard deviation of the members (ddof = 1); zero where there is one member.
         count: (B,) M, the number of members of each sample.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
-        member_p: as `mean_p`: one single member, for a model that asks for one.
-        member_s: as `mean_s`: the same for surface variables.
-        members_p: (B, M, T, V, Z, Y, X) all members, for a model that takes them (`ModelSpec.takes_members`). The first
+        member: as `mean`: one single member, for a model that asks for one.
+        members: (B, M, T, F, Y, X) all members, for a model that takes them (`ModelSpec.takes_members`). The first
             `count` of a sample are members; the rest are zeros.
-        members_s: (B, M, T, S, Y, X) the same for surface variables.
-        valid_p: (B, T, Vm, Z, Y, X) fraction of the members that have a value at a point, for the Vm masked variables.
-        valid_s: (B, T, Sm, Y, X) the same for the Sm masked surface variables.
+        valid: (B, T, Fm, Y, X) fraction of the members that have a value at a point, for the Fm fields of masked
+            variables.
     """
 
-    mean_p: Tensor
-    spread_p: Tensor
-    mean_s: Tensor
-    spread_s: Tensor
+    mean: Tensor
+    spread: Tensor
     count: Tensor
     day_of_year: Tensor
-    member_p: Tensor | None = None
-    member_s: Tensor | None = None
-    members_p: Tensor | None = None
-    members_s: Tensor | None = None
-    valid_p: Tensor | None = None
-    valid_s: Tensor | None = None
+    member: Tensor | None = None
+    members: Tensor | None = None
+    valid: Tensor | None = None
 
     def check(self, spec: ModelSpec, cells: tuple[int, int]) -> None:
-        """Check that the means have the shapes of `spec` on `cells`.
+        """Check that the mean has the shape of `spec` on `cells`.
 
         Args:
             spec: the model's spec.
             cells: (Y, X), the numbers of rows and columns that this process holds.
 
         Raises:
-            UserError: the mean of the pressure levels or of the surface has another shape.
+            UserError: the mean has another shape.
         """
-        leads = len(spec.leads_in)
-        wanted = (leads, *spec.pressure_shape[1:-2], *cells), (leads, *spec.surface_shape[1:-2], *cells)
-        # The means suffice, because all other fields are made from the same members.
-        for given, shape in zip((self.mean_p, self.mean_s), wanted, strict=True):
-            if tuple(given.shape[1:]) != shape:
-                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
+        # The mean suffices, because all other fields are made from the same members.
+        given, wanted = tuple(self.mean.shape[1:]), (len(spec.leads_in), spec.fields, *cells)
+        if given != wanted:
+            raise UserError(f"input: shape {given} (lead, field, row, column); the model takes {wanted}")
 
     def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
         """Return the same batch on another device or in another dtype.
@@ -273,9 +270,6 @@ class EnsembleInput:
         Args:
             args: positional arguments of `Tensor.to`.
             kwargs: keyword arguments of `Tensor.to`.
-
-        Returns:
-            A new batch.
         """
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{k: v.to(*args, **kwargs) for k, v in moved.items() if v is not None})
@@ -288,109 +282,86 @@ class EnsembleInput:
 class Prediction:
     """The parameters of the predicted distributions, in physical units. T runs over `ModelSpec.leads_out`.
 
-    Shapes are (B, T, V, Z, Y, X) for `_p` and (B, T, S, Y, X) for `_s`. All `_p` are None if the model has no
-    pressure-level variable, and all `_s` if it has no surface variable.
-
     Attributes:
-        location_p: location of the variable's distribution; None without the postprocess head.
-        scale_p: scale of the variable's distribution; None without the postprocess head.
-        spread_p: predicted standard deviation of the full ensemble; None without the spread head.
-        location_s: the same as `location_p` for surface variables.
-        scale_s: the same as `scale_p` for surface variables.
-        spread_s: the same as `spread_p` for surface variables.
+        location: (B, T, F, Y, X) location of the field's distribution; None without the postprocess head.
+        scale: scale of the field's distribution, the same shape; None without the postprocess head.
+        spread: predicted standard deviation of the full ensemble, the same shape; None without the spread head.
     """
 
-    location_p: Tensor | None = None
-    scale_p: Tensor | None = None
-    spread_p: Tensor | None = None
-    location_s: Tensor | None = None
-    scale_s: Tensor | None = None
-    spread_s: Tensor | None = None
+    location: Tensor | None = None
+    scale: Tensor | None = None
+    spread: Tensor | None = None
 
-    def widened(self, widths_BTF: Tensor, families: tuple[tuple[Family, ...], tuple[Family, ...]]) -> Prediction:
+    def widened(self, widths_BTF: Tensor, families: Sequence[Family]) -> Prediction:
         """Return the prediction with the scale of each lead and field multiplied by a calibration factor.
 
         The means of the distributions stay as they are (see `distributions.widen`).
 
         Args:
-            widths_BTF: calibration factors, (B, T, F), or (T, F) for all samples. F runs over variables and levels,
-                then over surface variables.
-            families: distributions of the pressure-level variables and of the surface variables.
-
-        Returns:
-            A new prediction.
+            widths_BTF: calibration factors, (B, T, F), or (T, F) for all samples.
+            families: distribution of each of the F fields.
         """
-        found, left = {}, widths_BTF if widths_BTF.ndim == 3 else widths_BTF[None]
-        for suffix, laws in zip("ps", families, strict=True):
-            location, scale = getattr(self, f"location_{suffix}"), getattr(self, f"scale_{suffix}")
-            if scale is not None:
-                fields = scale.shape[2:-2]
-                # The factors are listed for all fields in one axis. Each set takes its own from the front.
-                own, left = left.tensor_split([fields.numel()], -1)
-                width = own.unflatten(-1, fields)[..., None, None].to(scale)
-                # Variables have different distributions, so each is widened by the rule of its own.
-                parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, :, i]) for i, law in enumerate(laws)]
-                found[f"location_{suffix}"], found[f"scale_{suffix}"] = (
-                    torch.stack(p, 2) for p in zip(*parts, strict=True)
-                )
-        return replace(self, **found)
+        if self.location is None or self.scale is None:
+            return self
+        widths = (widths_BTF if widths_BTF.ndim == 3 else widths_BTF[None])[..., None, None].to(self.scale)
+        location, scale = torch.empty_like(self.location), torch.empty_like(self.scale)
+        # Fields have different distributions, and each is widened by the rule of its own.
+        for law, at in by_family(families):
+            own = (take(values, 2, at) for values in (self.location, self.scale, widths))
+            for found, values in zip((location, scale), widen(law, *own), strict=True):
+                found.index_copy_(2, integers(at, found.device), values)
+        return replace(self, location=location, scale=scale)
+
+
+def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
+    """Return each distribution with the positions of its fields.
+
+    Args:
+        families: distribution of each field.
+    """
+    kinds = dict.fromkeys(families)
+    return [(kind, [at for at, family in enumerate(families) if family is kind]) for kind in kinds]
 
 
 def ensemble_input(
-    members_p: Tensor,
-    members_s: Tensor,
-    day_of_year: Tensor,
-    *,
-    one_member: bool = False,
-    all_members: bool = False,
+    members: Tensor, day_of_year: Tensor, *, one_member: bool = False, all_members: bool = False
 ) -> EnsembleInput:
     """Reduce the members to their mean and spread, which is what a model takes.
 
     All samples must have the same number M of members.
 
     Args:
-        members_p: (B, M, T, V, Z, Y, X) members on pressure levels, physical units.
-        members_s: (B, M, T, S, Y, X) members at the surface.
+        members: (B, M, T, F, Y, X) members, physical units.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
         one_member: also pass on the first member.
         all_members: also pass on all members.
-
-    Returns:
-        The batch.
     """
-    batch, count = members_p.shape[:2]
-    # torch warns when it takes the standard deviation of one member or of an empty tensor, so both are set to zero.
-    plain = [count == 1 or not x.numel() for x in (members_p, members_s)]
-    members = members_p, members_s
-    deviations = [torch.zeros_like(x[:, 0]) if p else x.std(1) for x, p in zip(members, plain, strict=True)]
+    batch, count = members.shape[:2]
     return EnsembleInput(
-        members_p.mean(1),
-        deviations[0],
-        members_s.mean(1),
-        deviations[1],
-        members_p.new_full((batch,), float(count)),
+        members.mean(1),
+        torch.zeros_like(members[:, 0]) if count == 1 else members.std(1),  # torch warns where there is one member
+        members.new_full((batch,), float(count)),
         day_of_year,
-        members_p[:, 0] if one_member else None,
-        members_s[:, 0] if one_member else None,
-        members_p if all_members else None,
-        members_s if all_members else None,
+        members[:, 0] if one_member else None,
+        members if all_members else None,
     )
 
 
-def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the fraction of members that have a value at each point, for the masked variables of one init time.
+def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> np.ndarray:
+    """Return the fraction of members that have a value at each point: `valid` of `EnsembleInput`, without the axis B.
 
     Args:
         spec: the model's spec; it names the masked variables.
         pressure: (M, T_in, V, Z, Y, X) members, NaN where masked.
         surface: (M, T_in, S, Y, X) members, NaN where masked.
-
-    Returns:
-        `valid_p` and `valid_s` of `EnsembleInput`, without the axis B.
     """
-    upper, flat = spec.masked_positions
-    known = np.isfinite(pressure[:, :, upper]), np.isfinite(surface[:, :, flat])
-    return {f"valid_{suffix}": one.mean(0, dtype=np.float32) for suffix, one in zip("ps", known, strict=True)}
+    # The members are the largest arrays of a sample, so only the masked variables are copied, one kind at a time.
+    shares = []
+    for names, values in ((spec.variables, pressure), (spec.surface, surface)):
+        masked = [position for position, name in enumerate(names) if name in spec.masked]
+        share = np.isfinite(values[:, :, masked]).mean(0, dtype=np.float32)
+        shares.append(share.reshape(len(share), -1, *share.shape[-2:]))
+    return np.concatenate(shares, axis=1)
 
 
 def _check_spec(spec: ModelSpec) -> None:

@@ -1,18 +1,18 @@
-"""A ledger of a pass: what its operations move, compute and hold, exactly, and the same on any machine.
+"""Count exactly what the operations of a forward and backward pass move, compute and hold, alike on any machine.
 
-    moved    bytes that operations read and write; an operand counts once for each operation, a view never
-    flops    floating point operations of convolutions and products, by torch's own formulas
+    moved    bytes that operations read and write; an operand counts once for each operation, and views do not count
+    flops    floating point operations of convolutions and matrix products, by torch's own formulas
     now      bytes of tensors that were made in the pass and are still alive
-    peak     the largest `now`
+    peak     the largest `now`, plus the working memory of the convolution that runs at that moment
     least    `moved` of convolutions and products alone: what would be left if all else were fused into them
 
 Operations are counted by kind and by the module that runs them, in the forward and in the backward pass. This works on
-real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which have shapes and no memory. Caches, rounding by
-the allocator and scratch memory inside an operation are not seen. Torch's own counter of operations would keep what is
-computed again in the backward pass; its formulas are taken here.
+real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which have shapes and no memory. The working memory
+of a convolution (`_scratch`) is a copy of its kernel, and on a CPU also the buffers of torch's algorithm. The caches
+and the rounding of the allocator are not counted. Torch's own counter (`FlopCounterMode`) keeps the tensors alive that
+recomputation would free, which would spoil `peak`, so only its formulas are used.
 
-Counting bytes in the place of operations follows Ivanov et al. 2021, "Data movement is all you need"
-(arXiv:2007.00072).
+Counting bytes instead of operations follows Ivanov et al. 2021, "Data movement is all you need" (arXiv:2007.00072).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +34,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 
 class Kind(Enum):
-    """The kinds of operations that a ledger tells apart."""
+    """The kinds of operations that a ledger counts separately."""
 
     CONVOLUTION = "convolutions"
     PRODUCT = "matrix products"
@@ -58,6 +59,7 @@ _KINDS = {
     },
 }  # fmt: skip
 _OF_NAME = {name: kind for kind, names in _KINDS.items() for name in names}
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _OVERWRITES = {"copy_", "fill_", "zero_"}  # their first argument is written and not read
 
 
@@ -90,17 +92,19 @@ class Ledger(TorchDispatchMode):
     """A context that counts what operations move, compute and hold while it is active.
 
     Args:
-        by_module: tell the modules apart, too. Modules of a model that is computed again in the backward pass
-            (`model.recompute`) cannot be followed.
+        by_module: count each module separately. This is not possible for a model that is recomputed in the backward
+            pass (`model.recompute`).
+        processor: the pass runs on a CPU and not on a GPU, or fake tensors stand for such a pass.
 
     Attributes:
-        entries: totals by (module, kind); the module is "" without `by_module`, and for what no module runs.
-        now: bytes of tensors made in the pass that are alive.
-        peak: the largest `now`.
+        entries: totals by (module, kind); the module is "" without `by_module`, and for operations outside all modules.
+        now: bytes of tensors that were made in the pass and are still alive.
+        peak: the largest `now`, plus the working memory of the convolution that runs at that moment.
     """
 
-    def __init__(self, *, by_module: bool = False) -> None:
+    def __init__(self, *, by_module: bool = False, processor: bool = True) -> None:
         super().__init__()
+        self._processor = processor
         self.now = self.peak = 0
         self.entries: dict[tuple[str, Kind], Entry] = defaultdict(Entry)
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -121,7 +125,7 @@ class Ledger(TorchDispatchMode):
 
         Args:
             kinds: which kinds.
-            under: only modules whose name begins so.
+            under: beginning of the names of the modules to count.
 
         Returns:
             Their sum.
@@ -139,12 +143,12 @@ class Ledger(TorchDispatchMode):
 
     @property
     def least(self) -> int:
-        """Return the bytes that convolutions and products move: those that no fusion saves."""
+        """Return the bytes that convolutions and products move, which no fusion of operations can save."""
         return self.total(kind for kind in Kind if kind.computes).moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # A storage that existed before must not count when an operation returns it, such as a view of an argument.
+        # An operation may return a storage that existed before, such as a view of an argument. It must not count.
         for leaf in given:
             self._seen.setdefault(leaf.untyped_storage(), 0)
         found = func(*args, **(kwargs or {}))
@@ -158,6 +162,8 @@ class Ledger(TorchDispatchMode):
             self.entries[self._module(), _OF_NAME.get(name, Kind.POINTWISE)].add(entry)
         for leaf in made:
             self._count(leaf.untyped_storage())
+        if _OF_NAME.get(name) is Kind.CONVOLUTION:
+            self.peak = max(self.peak, self.now + _scratch(func, args, made, processor=self._processor))
         return found
 
     def _module(self) -> str:
@@ -203,12 +209,51 @@ def saved_bytes(call: Callable[[], Any], known: Iterable[Tensor] = ()) -> int:
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         result = call()
-    del result  # until here the graph keeps all storages, so none of their numbers was used twice
+    del result  # until here the graph keeps all storages alive, so no two of them had the same address
     return sum(kept.values())
 
 
+def _scratch(func: Any, args: Any, made: list[Tensor], *, processor: bool) -> int:
+    """Return the largest working memory of a convolution in bytes, besides its arguments and its result.
+
+    The memory profiler of torch 2.13 shows two algorithms on a CPU:
+
+        oneDNN    holds a copy of the kernel in blocks; in the backward pass also the kernel's gradient in blocks
+        unfolded  holds a matrix of each cell with its neighbours, and contiguous copies of fields that are not. Torch
+                  uses it for small fields of one sample, and for float64.
+
+    A kernel whose memory order differs from that of the fields is copied first. On a GPU only this copy is counted, as
+    if fields had channels last, because fake tensors do not show which order cuDNN would choose. The workspace of cuDNN
+    is not counted.
+    """
+    backward = func is torch.ops.aten.convolution_backward.default
+    if backward:
+        output, field, kernel, sizes, *how, _ = args  # the last argument says which gradients are wanted
+    elif func is torch.ops.aten.convolution.default:
+        (field, kernel, bias, *how), output = args, made[0]
+        sizes = None if bias is None else list(bias.shape)
+    else:
+        return 0
+    if not processor:
+        return kernel.nbytes * (not _is_last(kernel))
+    way = torch._C._select_conv_backend(field, kernel, None, *how, sizes).name
+    if way == "Slow3d":
+        unfolded = output[:, 0].numel() * kernel[0].numel() * field.element_size()
+        fields = sum(t.nbytes for t in ((field, output) if backward else (field,)) if not t.is_contiguous())
+        copied = 0 if backward or kernel.is_contiguous() else kernel.nbytes
+        return unfolded + fields + copied
+    if way == "Mkldnn":
+        return kernel.nbytes * (1 + backward + (_is_last(output) and not _is_last(kernel)))
+    return 0
+
+
+def _is_last(x: Tensor) -> bool:
+    """Return True if the channels of a field or a kernel are its innermost axis in memory."""
+    return x.ndim in _LAST and x.is_contiguous(memory_format=_LAST[x.ndim])
+
+
 def _is_free(func: Any, name: str, given: list[Tensor], made: list[Tensor]) -> bool:
-    """Return True for operations that touch no data: views, allocations, and questions such as "on which device?"."""
+    """Return True for operations that touch no data: views, allocations, and queries such as that for the device."""
     if func.is_view or "empty" in name or not made:
         return True
     storages = {tensor.untyped_storage()._cdata for tensor in given}

@@ -53,13 +53,10 @@ KINDS = 2  # mean and spread: both are channels, and both are outputs
 
 
 def bands_of(latitude: np.ndarray) -> np.ndarray:
-    """Return the latitude basis functions h_b that are above zero in some row.
+    """Return the latitude basis functions h_b that are above zero in some row, (N, Y).
 
     Args:
         latitude: (Y,) degrees north.
-
-    Returns:
-        h_b at each row, (N, Y).
     """
     hats = _hats(latitude)
     return hats[hats.any(1)]
@@ -97,22 +94,16 @@ def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
 
     Args:
         spec: variables, leads and grid; O and C are zero if the model has no linear correction.
-
-    Returns:
-        The shape.
     """
     count = KINDS * len(spec.leads_out) * spec.fields if spec.linear else 0
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
 def of_channels(sign: Tensor) -> Tensor:
-    """Return the signs of all channels: those given for means, then 1 for each spread.
+    """Return the signs of all channels, (C,): those given for means, then 1 for each spread.
 
     Args:
         sign: (T F,) signs of the means.
-
-    Returns:
-        (C,) signs.
     """
     return torch.cat([sign, torch.ones_like(sign)])
 
@@ -129,8 +120,7 @@ class Piece(NamedTuple):
 class LinearCorrection(nn.Module):
     """The convolutions of the correction.
 
-    Channels and outputs are ordered by (kind, field), with `KINDS` kinds. Fields are ordered by (lead, variable,
-    level), then by (lead, surface variable).
+    Channels and outputs are ordered by (kind, lead, field), with `KINDS` kinds.
 
     Args:
         spec: variables, leads and grid.
@@ -162,25 +152,19 @@ class LinearCorrection(nn.Module):
                 self.pieces.append(Piece(band, mirrored, int(rows[0]), int(rows[-1]) + 1))
 
     def padded(self, departures_BCYX: Tensor) -> Tensor:
-        """Pad anomalies by a row and a column on each side.
+        """Pad anomalies by a row and a column on each side, (B, C, Y + 2, X + 2).
 
         Args:
             departures_BCYX: anomalies d, (B, C, Y, X).
-
-        Returns:
-            (B, C, Y + 2, X + 2).
         """
         return self.pad(departures_BCYX[..., None])[..., 0]
 
     def forward(self, padded: Tensor, count: Tensor) -> Tensor:
-        """Compute the correction d' of fields.
+        """Compute the correction d' of fields, in typical spreads, (B, O, Y, X).
 
         Args:
             padded: anomalies of `padded`, (B, C, Y + 2, X + 2).
             count: (B,) M.
-
-        Returns:
-            d' in typical spreads, (B, O, Y, X).
         """
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
         found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
@@ -196,7 +180,7 @@ class LinearCorrection(nn.Module):
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
-        """Compute the correction d' at single points.
+        """Compute the correction d' at single points, in typical spreads, (O, P).
 
         Points in the order of their rows take a third of the time of others, because `stretch` then takes views.
 
@@ -204,9 +188,6 @@ class LinearCorrection(nn.Module):
             near: (9 C, P) anomalies at the 3 x 3 points around each point.
             rows: (P,) the row of each point.
             members: M.
-
-        Returns:
-            d' in typical spreads, (O, P).
         """
         near = self.neighbours_in_mirror(near, rows)
         found = near.new_zeros(self.weight.shape[2], near.shape[1])
@@ -251,9 +232,6 @@ def stretch(points: Tensor) -> Tensor | slice:
 
     Args:
         points: (P,) ascending indices.
-
-    Returns:
-        The slice, or `points` themselves.
     """
     first, last = (int(points[0]), int(points[-1]) + 1) if len(points) else (0, 0)
     return slice(first, last) if last - first == len(points) else points

@@ -74,15 +74,12 @@ class Geometry:
 
 
 def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
-    """Return the geometry of the grid and of its `depth` poolings by two, finest first.
+    """Return the geometry of the grid and of its `depth` poolings by two, finest first: `depth` + 1 of them.
 
     Args:
         grid: the grid of the model.
         pole: the rule beyond the poles.
         depth: number of poolings.
-
-    Returns:
-        `depth` + 1 geometries.
 
     Raises:
         UserError: the longitudes do not divide as often as wrapping, or crossing the pole, needs.
@@ -128,9 +125,6 @@ def deepest(grid: Grid, pole: Pole) -> int | None:
     Args:
         grid: the grid of the model.
         pole: the rule beyond the poles.
-
-    Returns:
-        The largest depth, or None.
     """
     if not grid.wraps:
         return None

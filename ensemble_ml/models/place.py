@@ -17,38 +17,21 @@ _SEASON = 2  # sine and cosine of the season are the last planes
 
 
 def plane_count(spec: ModelSpec) -> int:
-    """Return P: four planes of place, the static fields, and four planes of one number each.
-
-    Args:
-        spec: the model's spec.
-
-    Returns:
-        The number of planes.
-    """
+    """Return P: four planes of place, the static fields, and four planes of one number each."""
     return _PLACE + len(spec.static) + _NUMBERS
 
 
 def hemisphere(spec: ModelSpec) -> np.ndarray:
-    """Return -1 for rows south of the equator and 1 for the others.
-
-    Args:
-        spec: the model's spec.
-
-    Returns:
-        (Y, 1) float32.
-    """
+    """Return -1 for rows south of the equator and 1 for the others, (Y, 1) float32."""
     return np.where(np.asarray(spec.latitude) < 0, -1, 1).astype(np.float32)[:, None]
 
 
 def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
-    """Return sine and cosine of latitude and of longitude, then the static fields, standardised.
+    """Return sine and cosine of latitude and of longitude, then the static fields, standardised, (P - 4, Y, X).
 
     Args:
         spec: the model's spec.
         static: (n, Y, X) static fields.
-
-    Returns:
-        (P - 4, Y, X).
     """
     lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
     # Sines and cosines, because a longitude as a number would jump where the circle closes.
@@ -59,15 +42,12 @@ def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
 
 
 def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tensor:
-    """Return all common planes: those of `position_planes`, 1/M, log M, sine and cosine of the season.
+    """Return all common planes: those of `position_planes`, 1/M, log M, sine and cosine of the season, (B, P, Y, X).
 
     Args:
         position: the result of `position_planes`.
         count: (B,) M.
         day_of_year: (B,) 1 to 366.
-
-    Returns:
-        (B, P, Y, X).
     """
     numbers = torch.stack([1 / count, torch.log(count), *seasonal_terms(day_of_year).unbind(-1)], 1)
     planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
@@ -75,13 +55,10 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
 
 
 def seasonal_terms(day_of_year: Tensor) -> Tensor:
-    """Return sine and cosine of the season.
+    """Return sine and cosine of the season, (..., 2).
 
     Args:
         day_of_year: (...) 1 to 366.
-
-    Returns:
-        (..., 2).
     """
     angle = day_of_year * (2 * np.pi / _DAYS)
     return torch.stack([torch.sin(angle), torch.cos(angle)], -1)

@@ -20,9 +20,6 @@ def take(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
         x: any tensor.
         dim: the axis.
         positions: positions along it.
-
-    Returns:
-        The copy, with as many entries along the axis as there are positions.
     """
     return x.index_select(dim, integers(positions, x.device))
 

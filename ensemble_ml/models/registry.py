@@ -1,8 +1,7 @@
 """The models that the setting `model.name` chooses from: our network, and published methods as its baselines.
 
 Each is made from a `ModelSpec` and a `Climate`, and maps an `EnsembleInput` to a `Prediction`. Each has the attributes
-`spec`, `speed`, `features`, `pressure` and `surface` (an object with `heads`, or None), and the method
-`param_groups()`.
+`spec`, `speed`, `features` and `heads`, and the method `param_groups()`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
 def refuse_masks(spec: ModelSpec) -> None:
     """Refuse variables that have points without a value, if the chosen model cannot take them.
 
-    Args:
-        spec: the model's spec.
-
     Raises:
         UserError: the spec has masked variables, and its model is a baseline.
     """
@@ -51,9 +47,6 @@ def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
     Args:
         spec: the model's spec.
         climate: statistics of the training dates.
-
-    Returns:
-        The model.
 
     Raises:
         UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the

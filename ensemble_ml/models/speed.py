@@ -51,9 +51,6 @@ class Speed:
 
         Args:
             x: (B, C, Y, X[, Z]).
-
-        Returns:
-            The same values.
         """
         return x.contiguous(memory_format=_LAST[x.ndim] if self.channels_last else torch.contiguous_format)
 
@@ -87,9 +84,6 @@ class Speed:
 
         Args:
             plain: the result of `to_json`.
-
-        Returns:
-            An equal speed.
         """
         return cls(Precision(plain["precision"]), bool(plain["channels_last"]))
 
@@ -121,12 +115,6 @@ def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or the instruction set that torch uses of a processor.
 
     Between devices of different names, the last bits of results differ.
-
-    Args:
-        device: the device.
-
-    Returns:
-        The name.
     """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
@@ -142,14 +130,7 @@ def settle(device: torch.device) -> None:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return True if bfloat16 gives right results on `device` and is faster than float32.
-
-    Args:
-        device: the device.
-
-    Returns:
-        True or False.
-    """
+    """Return True if bfloat16 gives right results on `device` and is faster than float32."""
     if device.type == "cuda":
         # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
         known = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -179,9 +160,6 @@ def choose(
         seconds: limit for all trials together. A speed that is far behind is not repeated. On a GPU, the first run of
             each speed, which loads and compiles kernels, does not count.
         record: turns `step` into a call that does the same, as the training will where it can (`training.recorded`).
-
-    Returns:
-        The fastest speed.
 
     Raises:
         torch.OutOfMemoryError: the step does not fit into the GPU at any speed.

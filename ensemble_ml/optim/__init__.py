@@ -6,5 +6,3 @@ The optimizers are Lion and torch's AdamW; the learning rate warms up and then f
 from ensemble_ml.optim.exchange import Exchange, Outcome
 from ensemble_ml.optim.lion import Lion
 from ensemble_ml.optim.schedule import build, warmup_cosine
-
-__all__ = ["Exchange", "Lion", "Outcome", "build", "warmup_cosine"]

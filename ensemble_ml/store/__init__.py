@@ -8,25 +8,5 @@ from ensemble_ml.store.metadata import is_store
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, grib_factors, quantise
 from ensemble_ml.store.read import TensorStore, open_store
 from ensemble_ml.store.source import Fields, Layout, Part, Selection, Source, select_dates
-from ensemble_ml.store.statistics import Moments, Statistics
+from ensemble_ml.store.statistics import Moments
 from ensemble_ml.store.write import StoreWriter
-
-__all__ = [
-    "Fields",
-    "Layout",
-    "Moments",
-    "PackedBlock",
-    "Part",
-    "Selection",
-    "Source",
-    "Statistics",
-    "StoreWriter",
-    "TensorStore",
-    "decode",
-    "error_bound",
-    "grib_factors",
-    "is_store",
-    "open_store",
-    "quantise",
-    "select_dates",
-]

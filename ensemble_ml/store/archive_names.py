@@ -1,8 +1,9 @@
-"""Short names of public archives: one line for a store, and one for the files of an ensemble that a rule names.
+"""Short names of public archives. A name stands for a Zarr store, or for the GRIB files of an ensemble.
 
-`wb2:ifs_ens/64x32` is a Zarr store. `gefs:reforecast/2000-01-05` stands for many files of GRIB: those of the init times
-of a period (YYYY[-MM[-DD[THH]]], or start/end), as far as the settings of a build ask for their leads, variables and
-levels. The rules were collected from public code in 2026; licences are those of who made the archives.
+`wb2:ifs_ens/64x32` is a Zarr store (`NAMES`). `gefs:reforecast/2000-01-05` stands for many GRIB files, whose URLs
+follow a rule (`RULES`): the files of all init times in a period (YYYY[-MM[-DD[THH]]], or start/end). Only the files
+with the leads, variables and levels that the settings of `prepare` ask for are read. The rules were collected from
+public code in 2026. Each archive has the licence of the centre that made it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the URLs of an ensemble's files, of which the braces are filled in.
+    """A rule that gives the URLs of an ensemble's files by patterns with places for dates, members and leads.
 
     Attributes:
-        root: where the archive lies.
-        files: patterns of files below it, with {date}, {year}, {hour}, {member}, {lead}, {days} and {stem}.
+        root: address of the archive.
+        files: patterns of the files below `root`, with {date}, {year}, {hour}, {member}, {lead}, {days} and {stem}.
         first: first init time.
-        last: last init time; none if the archive goes on.
-        hours: hours of init times.
-        leads: leads up to a last one and their spacing, in order; files of all leads have none.
-        short: last lead of init times at 06 and 18 UTC; 0 if it is that of the others.
+        last: last init time; empty if the archive still grows.
+        hours: hours of the day of the init times, UTC.
+        leads: (last lead, spacing) in hours of each stretch of leads, in order; empty if a file holds all leads.
+        short: last lead, in hours, of forecasts from 06 and 18 UTC; 0 if it is the same as at 00 and 12 UTC.
         members: names of members.
-        sums_of_steps: whether sums begin at the lead before, so that they need all leads up to theirs.
-        since: patterns of files that exist from an init time on.
+        sums_of_steps: whether a sum, such as rain, begins at the lead before its own and not at the init time. The sum
+            from the init time on then needs the files of all earlier leads.
+        since: (init time, pattern) of further files that exist from this init time on.
     """
 
     root: str
@@ -60,7 +62,7 @@ class Rule:
 
 
 def _perturbed(last: int) -> tuple[str, ...]:
-    """Return NOAA's names of a control and of so many perturbed members."""
+    """Return NOAA's names of the control and of the perturbed members 1 to `last`."""
     return ("c00", *(f"p{number:02d}" for number in range(1, last + 1)))
 
 
@@ -87,7 +89,7 @@ RULES = {
         "2025-07-02", leads=((360, 6),),
     ),
 }  # fmt: skip
-_SPLIT = 700  # hPa; GEFSv12's reforecast keeps levels above it in files of their own, on a coarser grid
+_SPLIT = 700  # hPa; levels of lower pressure have files of their own in GEFSv12's reforecast, on a coarser grid
 _UPPER = {"t": "tmp", "z": "hgt", "u": "ugrd", "v": "vgrd", "q": "spfh"}
 _SURFACE = {
     "t2m": "tmp_2m", "msl": "pres_msl", "tp": "apcp_sfc",
@@ -97,7 +99,7 @@ _FIRST_PART = 240  # hours; longer leads of the reforecast lie in another folder
 
 
 def is_rule(path: str) -> bool:
-    """Return whether a path is a name of files that a rule gives, such as `gefs:reforecast/2000-01-05`."""
+    """Return whether a path is a short name to which a rule belongs, such as `gefs:reforecast/2000-01-05`."""
     return path.partition("/")[0] in RULES
 
 
@@ -113,13 +115,13 @@ def urls_of_rule(
 
     Args:
         path: the name with a period.
-        variables: short names of variables that are wanted; None for all that are known of the archive.
-        levels: pressure levels that are wanted, hPa, or None.
-        leads: leads that are wanted, hours, or None. GEFSv12's reforecast is read up to ten days without them.
+        variables: short names of the variables to read; None for all whose files are known.
+        levels: pressure levels to read, hPa; None for all.
+        leads: leads to read, hours; None for all, except that GEFSv12's reforecast is then read up to ten days only.
         dates: further periods in which init times have to lie, or None.
 
     Raises:
-        UserError: the period is no date, or the archive has nothing of what is wanted.
+        UserError: the period is not a date, or the archive has none of the init times, leads or variables.
     """
     name, _, period = path.partition("/")
     rule = RULES[name]
@@ -130,7 +132,8 @@ def urls_of_rule(
         starts = starts if periods is None else starts[select_dates(starts, periods, path)]
     stems = _stems(path, variables, levels) if any("{stem}" in one for one in rule.files) else [""]
     last = max(leads) if leads else 0
-    # A sum up to a lead may be made of the sums of several steps. Without variables, there may be one among all.
+    # The sum up to a lead may have to be added up from the sums of all steps before, so these files are read, too. If
+    # no variables are named, all are read, and rain is among them.
     summed = rule.sums_of_steps and (variables is None or "tp" in variables)
     read = range(last + 1) if summed and leads else leads
     days = {"Days:1-10" if lead <= _FIRST_PART else "Days:10-16" for lead in read or (0,)}
@@ -153,7 +156,7 @@ def _starts(rule: Rule) -> np.ndarray:
 
 
 def _leads(rule: Rule, start: np.datetime64) -> list[int]:
-    """Return the leads of an init time; 0 alone where each file holds all of them."""
+    """Return the leads of an init time in hours; 0 alone if each file holds all leads."""
     found, first = [0], 0
     for last, step in rule.leads:
         found += range(first + step, last + 1, step)
@@ -165,7 +168,7 @@ def _leads(rule: Rule, start: np.datetime64) -> list[int]:
 def _values(
     rule: Rule, start: np.datetime64, leads: Sequence[int], stems: Sequence[str], days: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is filled into the patterns of files, once for each file."""
+    """Yield the values to fill into the patterns, once for each file."""
     text = str(start)
     fixed = {"year": text[:4], "date": text[:10].replace("-", ""), "hour": text[11:13]}
     for member in rule.members:
@@ -176,7 +179,7 @@ def _values(
 
 
 def _stems(path: str, variables: Collection[str] | None, levels: Sequence[int] | None) -> list[str]:
-    """Return the beginnings of the names of GEFSv12's files that hold some variables and levels."""
+    """Return the first parts of the names of GEFSv12's files, for some variables and levels."""
     found = []
     for name in (*_UPPER, *_SURFACE) if variables is None else sorted(variables):
         if name in _UPPER:
@@ -186,5 +189,5 @@ def _stems(path: str, variables: Collection[str] | None, levels: Sequence[int] |
         elif name in _SURFACE:
             found.append(_SURFACE[name])
     if not found:
-        raise UserError(f"{path}: its files are known of {', '.join((*_UPPER, *_SURFACE))}; give others by their URLs")
+        raise UserError(f"{path}: file names are known for {', '.join((*_UPPER, *_SURFACE))}; give URLs for others")
     return list(dict.fromkeys(found))

@@ -154,22 +154,17 @@ class ModelClimate:
             out[...] = 0
             return out
         dates = self.dates(date)
-        step = self._rows(len(dates) * len(lay.realization) * levels * width * out.itemsize)
+        # A block has as many whole chunks of rows as the memory holds, at least one.
+        bytes_a_row = len(dates) * len(lay.realization) * levels * width * out.itemsize
+        step = max(_BLOCK, self._memory // bytes_a_row // _BLOCK * _BLOCK)
         for first in range(rows.start, rows.stop, step):
             band = first, min(first + step, rows.stop)
-            values = self._values(dates, lead, name, band, on_levels=on_levels)
+            members = [self._members(one, lead, name, band, on_levels=on_levels) for one in dates.tolist()]
+            values = np.concatenate(members)  # (N, Z, rows, X)
             for level in range(levels):
                 found = quantiles(values[:, level], self.probabilities, FEWEST_VALUES)
                 out[:, level, band[0] - rows.start : band[1] - rows.start] = found
         return out
-
-    def _rows(self, bytes_a_row: int) -> int:
-        """Return the rows of a block: as many whole chunks as the memory holds, at least one."""
-        return max(_BLOCK, self._memory // bytes_a_row // _BLOCK * _BLOCK)
-
-    def _values(self, dates: np.ndarray, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
-        """Return all members of `dates`, (N, Z, rows, X)."""
-        return np.concatenate([self._members(date, lead, name, rows, on_levels=on_levels) for date in dates.tolist()])
 
     def _members(self, date: int, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
         """Return the members of one init time (M, Z, rows, X), read now or kept from before.
@@ -187,7 +182,7 @@ class ModelClimate:
 
 
 def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) -> np.ndarray:
-    """Return quantiles over the first axis.
+    """Return quantiles over the first axis, (Q, ...) float32.
 
     They are interpolated linearly (type 7 of Hyndman & Fan 1996): with n values x in ascending order, counted from 0,
 
@@ -198,9 +193,6 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
         values: (N, ...) float32; NaN is left out.
         probabilities: (Q,) p.
         fewest: Number of values below which a point is NaN.
-
-    Returns:
-        (Q, ...) float32.
     """
     ordered = np.sort(values, axis=0)  # NaN are sorted to the end
     count = np.isfinite(ordered).sum(0)

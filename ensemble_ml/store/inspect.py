@@ -32,9 +32,6 @@ _GAPS_LISTED = 20
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """Print what the tensor store at `config.store` holds, as text or JSON, and return it.
 
-    Args:
-        config: Settings of the command.
-
     Returns:
         The description, as plain values that JSON can hold.
 

@@ -48,12 +48,12 @@ def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
                 for name, spans in found["cut"].items())  # fmt: skip
     yield ""
     if gaps["fields"]:
-        policy = "prepare needs gaps=skip or gaps=mask, or the rest of the archive"
+        policy = "as an ensemble it needs gaps=skip or gaps=mask, or its other files; as a truth it is taken as it is"
         where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'init time')}"
         yield f"Gaps: {where}; {policy}"
         yield from _some(gaps["all"])
     else:
-        yield "Gaps: none"
+        yield "Gaps: none (fields that are there, but all NaN, are found when prepare reads them)"
     yield from _left_out(found["left_out"])
     yield from _archive_files(files, found["other_files"])
 

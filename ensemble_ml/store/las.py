@@ -1,8 +1,8 @@
 """Compute local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
 
-The two numbers of a point are those of all members' values on the chosen dates, in a window around the point (7 x 7
-points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that of Grönquist et al. 2021, "Deep
-learning for post-processing ensemble weather forecasts".
+The mean and the standard deviation of a point are taken over all members' values on the chosen dates, in a window
+around the point (7 x 7 points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that of
+Grönquist et al. 2021, "Deep learning for post-processing ensemble weather forecasts".
 
 They are computed date by date from the mean m_d and spread s_d of all members, one lead and one variable at a time. No
 member is read, and memory does not grow with the number of dates. With M members on D dates:
@@ -10,9 +10,9 @@ member is read, and memory does not grow with the number of dates. With M member
     mean = sum_d m_d / D
     M2   = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
 
-The windows pool these once more. Longitude wraps where the grid closes the circle. At other edges and at the poles,
-window and Gaussian end, and the remaining weights are scaled up. Dates without a field and points without a value are
-left out. A point with no value in reach takes the area's plain mean.
+The same formulas then pool the points of each window. Longitude wraps where the grid closes the circle. At other edges
+and at the poles, window and Gaussian end, and the remaining weights are scaled up. Dates without a field and points
+without a value are left out. A point with no value in reach takes the area's plain mean.
 
 Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -31,7 +31,7 @@ from ensemble_ml.store.source import Layout, Part, Selection, Source, zero_by_na
 
 WINDOW = 7
 SIGMA = 10.0
-_LEAST = 0.02  # smallest standard deviation, as a share of the typical one of a level
+_LEAST = 0.02  # smallest standard deviation, as a fraction of the root mean square of its map
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Pooled:
 
 
 def check_window(grid: Grid, window: int = WINDOW) -> None:
-    """Check that the window fits the grid.
+    """Check that the window is not wider than the grid.
 
     Raises:
         UserError: The grid has fewer columns than the window.
@@ -94,7 +94,7 @@ def local_statistics(
     window: int = WINDOW,
     sigma: float = SIGMA,
 ) -> LocalStatistics:
-    """Compute the maps over dates and leads together.
+    """Compute the maps of mean and standard deviation from all chosen dates and leads together.
 
     Args:
         source: Store or archive with mean and spread of its members.
@@ -103,12 +103,12 @@ def local_statistics(
         variables: Variables on pressure levels; None takes all.
         levels: Levels in hPa; None takes all.
         surface: Surface variables; None takes all.
-        window: Points of a side of the window.
+        window: Side of the window, in points.
         sigma: Standard deviation of the Gaussian, in points.
 
     Raises:
-        UserError: The source has no mean and spread, the grid is smaller than the window, or a field is missing on all
-            dates.
+        UserError: The source has no mean and spread, the grid has fewer columns than the window, or a field is missing
+            on all dates.
     """
     lay = source.layout
     if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):
@@ -176,7 +176,7 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
     Args:
         points: Moments at each point.
         wraps: Whether longitude closes the circle.
-        size: Points of a side of the window.
+        size: Side of the window, in points.
     """
 
     def summed(values: np.ndarray) -> np.ndarray:
@@ -187,8 +187,8 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 
     count = np.rint(summed(points.count))
     some = np.maximum(count, 1)
-    # Subtract the mean of each field first. Otherwise the squares of large values, such as geopotential, would swallow
-    # those of their variations.
+    # Subtract the mean of each field first. Otherwise the variations of large values, such as geopotential, would be
+    # lost in the rounding of their squares.
     centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
         points.count.sum((-2, -1), keepdims=True), 1
     )
@@ -201,8 +201,9 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndarray, np.ndarray]:
     """Smooth the maps of mean and standard deviation by a Gaussian, over the points that have values.
 
-    The standard deviation is kept above a share of its root mean square over all points. Where it never rained in
-    training, or the sea was always frozen, rain of the next season would otherwise be 1e8 standard deviations.
+    The standard deviation is kept above a fraction of its root mean square over all points. Otherwise the first rain at
+    a point where it never rained in training would be 1e8 standard deviations. The same holds for a sea that was always
+    frozen.
 
     Args:
         points: Moments at each point.
@@ -214,13 +215,13 @@ def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndar
     """
     there = (points.count > 0).astype(np.float64)
     std = np.sqrt(points.m2 / np.maximum(points.count, 1))
-    found = _gaussian(std, there, wraps, sigma)  # rounding may leave it below zero
+    found = _gaussian(std, there, wraps, sigma)  # rounding may make it slightly negative
     least = _LEAST * np.sqrt((found**2).mean((-2, -1), keepdims=True))
     return _gaussian(points.mean, there, wraps, sigma), np.maximum(found, least)
 
 
 def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) -> np.ndarray:
-    """Return the Gaussian mean of `values` over the points that are `there`; elsewhere the plain mean of the area."""
+    """Return the Gaussian mean of `values` over the points where `there` is 1; out of their reach, the plain mean."""
     plain = (values * there).sum((-2, -1), keepdims=True) / np.maximum(there.sum((-2, -1), keepdims=True), 1)
     if sigma <= 0:
         return np.where(there > 0, values, plain)
@@ -231,7 +232,7 @@ def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) 
         return ndimage.gaussian_filter1d(rows, sigma, axis=-1, mode="wrap" if wraps else "constant")
 
     # Dividing by the smoothed weights scales up what remains of the Gaussian near edges and gaps. The plain mean is
-    # subtracted first, so that points out of reach get it back.
+    # subtracted before and added afterwards, so that points out of reach get the plain mean.
     weight = blurred(there)
     reached = weight > 1e-9
     mean = blurred((values - plain) * there) / np.where(reached, weight, 1.0)

@@ -144,7 +144,7 @@ def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarr
 
 
 def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> np.ndarray:
-    """Return whether float32 arithmetic decodes each field to the same bits as float64 rounded to float32.
+    """Return whether float32 arithmetic decodes each field to the same bits as float64 rounded to float32, (...) bool.
 
     It does where `decimal` is one, `reference` is a float32 number, and `scale` is a normal power of two (or zero). X *
     scale is then exact, so both computations round the sum of the same two float32 numbers. Rounding that sum to 53
@@ -154,9 +154,6 @@ def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) 
         reference: (...) float64.
         scale: (...) float64.
         decimal: (...) float64.
-
-    Returns:
-        (...) bool.
     """
     mantissa, exponent = np.frexp(scale)
     normal = (mantissa == 0.5) & (exponent > -125) & (exponent < 110)
@@ -279,16 +276,13 @@ def _power_of_two(span: np.ndarray) -> np.ndarray:
 
 
 def error_bound(block: PackedBlock) -> np.ndarray:
-    """Return the largest error that quantising can have made in each field, in the units of the field.
+    """Return the largest error that quantising can have made in each field, in the units of the field, (...) float64.
 
     It is half a step of the integers plus half a unit in the last place of the decoded float32. It is 0 for a constant
     field and for values kept in float32.
 
     Args:
         block: Packed fields.
-
-    Returns:
-        (...) float64.
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)

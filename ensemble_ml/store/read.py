@@ -17,6 +17,7 @@ import zarr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
+from ensemble_ml.store.kept import KeptShards
 from ensemble_ml.store.manifest import (
     CLIMATE,
     Entry,
@@ -119,15 +120,12 @@ class TensorStore:
         )
 
     def climate(self, date: int, lead: int, name: str) -> np.ndarray:
-        """Read the stored model climate of one init time, lead and variable.
+        """Read the stored model climate of one init time, lead and variable: quantiles (Q, Z, Y, X) float32.
 
         Args:
             date: Index into `layout.init_time`.
             lead: Lead time in hours.
             name: Short name of the variable.
-
-        Returns:
-            Quantiles (Q, Z, Y, X) float32.
 
         Raises:
             UserError: The store holds no model climate, or not this one, or it is damaged.
@@ -156,6 +154,13 @@ class TensorStore:
         A cache stands between the store and its files in this way.
         """
         return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
+
+    def keeping(self, most: int) -> TensorStore:
+        """Return the same store, which keeps up to `most` bytes of what it reads in memory; one thread may read it.
+
+        Fits read the training dates a dozen times, and storage may be slow.
+        """
+        return self.through(KeptShards(self.check_same, most))
 
     def over(self, read: ReadChunks) -> TensorStore:
         """Return the same store with its chunks given by `read`.
@@ -264,14 +269,11 @@ class TensorStore:
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
     def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:
-        """Return moments over `years`.
+        """Return moments over `years`, (T, V, Z) and (T, S).
 
         Args:
             years: Calendar years.
             part: FORECAST for the members' values; MEAN or SPREAD for these as fields of their own.
-
-        Returns:
-            Moments (T, V, Z) and (T, S).
 
         Raises:
             UserError: A year is not in the store, or the store is damaged or was replaced.
@@ -429,9 +431,6 @@ def open_store(path: str | Path) -> TensorStore:
 
     Args:
         path: Folder of the store.
-
-    Returns:
-        The opened store.
 
     Raises:
         UserError: No store stands at `path`, or one of another format, or one with files missing or cut short.

@@ -251,9 +251,6 @@ class RemoteFile:
     def open(cls, url: str) -> RemoteFile:
         """Ask for the beginning of a file.
 
-        Args:
-            url: its URL.
-
         Raises:
             FileNotFoundError: it is not there.
             UserError: it cannot be reached, or nobody may read it.
@@ -299,9 +296,6 @@ def _client_and_key(url: str) -> tuple[Any, str]:
 
 def fetch_text(url: str) -> str | None:
     """Return a small text such as an index; None if it is not there.
-
-    Args:
-        url: its URL.
 
     Raises:
         UserError: it cannot be reached.

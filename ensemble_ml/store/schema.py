@@ -4,9 +4,9 @@ Writer and reader both use these definitions, so the layout is defined only once
 
 A store is one Zarr v3 group. Each part has an array for variables on pressure levels and one for surface variables
 (`forecast_pressure`, `forecast_surface`, `truth_pressure` ...). Beside a packed array stand `..._reference`,
-`..._scale` and `..._decimal`, with one number for each field, and beside every array stands `..._present`. Where a
-packed array has points without a value in some field (a bitmap), `..._mask` is 1 at such points, in chunks like those
-of the values. Float32 arrays hold NaN there.
+`..._scale` and `..._decimal`, with one number for each field. Beside every array stands `..._present`, which says which
+fields the store holds. If some points of a packed array have no value (a bitmap in GRIB), `..._mask` is 1 there, in
+chunks like those of the values. Float32 arrays hold NaN at such points.
 
 All arrays stand directly in the root group, so that `xarray.open_zarr(STORE)` shows them with their coordinates. Only
 the statistics have a group of their own.
@@ -25,10 +25,10 @@ import numpy as np
 from ensemble_ml.config import Packing
 from ensemble_ml.store.source import Layout, Part
 
-FORMAT = 2  # number of the format, raised when older readers would misread the arrays
+FORMAT = 2  # version of the format; it increases when older readers would misread the arrays
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
-PLAN_KEY = "plan"  # attribute of the root group that names what the store was built to hold
-DAYS_KEY = "climate_days"  # attribute of the root group where the store holds a model climate
+PLAN_KEY = "plan"  # attribute of the root group: hash of the plan from which the store was built
+DAYS_KEY = "climate_days"  # attribute of the root group: half-width of the model climate's window, if there is one
 MANIFEST = "manifest.json"
 SOURCES_FILE = "sources.json"
 STATISTICS = "statistics"
@@ -36,8 +36,8 @@ FACTORS = ("reference", "scale", "decimal")
 WRITTEN = (Part.FORECAST, Part.CONTROL, Part.TRUTH)
 DERIVED = (Part.MEAN, Part.SPREAD)
 
-_ROWS = 16  # rows of latitude in a chunk, so that a rank of a partition over latitude reads its own
-_SMALLEST = 64 * 1024  # bytes of a decoded chunk below which a request costs more than its bytes
+_ROWS = 16  # rows of latitude in a chunk, so that a rank that holds some rows reads few others
+_SMALLEST = 64 * 1024  # bytes of a decoded chunk; smaller ones take longer to request than to transfer
 
 
 class Kind(Enum):
@@ -49,7 +49,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape of one array of fields. In memory, an init time of it is always (M, T, V, Z, Y, X)."""
+    """The shape of one array of fields. In memory, one init time of the array is always (M, T, V, Z, Y, X)."""
 
     part: Part
     kind: Kind
@@ -89,7 +89,7 @@ class ArraySpec:
     def chunk(self) -> tuple[int, int, int]:
         """Return the shape of one chunk in memory, (Z, rows, X).
 
-        The last block of the grid is filled up below its last row.
+        The chunk with the last rows of the grid is padded to the same shape.
         """
         return self.fields[3], self.rows, self.grid[1]
 
@@ -146,7 +146,7 @@ def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]
     Args:
         layout: Coordinates of the store.
         part: Part of the store.
-        packing: How forecast, control and truth are kept.
+        packing: How forecast, control and truth are stored.
     """
     dtype = np.dtype(np.uint16 if packing is Packing.uint16 and part in WRITTEN else np.float32)
     members = len(layout.realization) if part is Part.FORECAST else 1

@@ -26,7 +26,7 @@ class Wanted:
         return tuple(len(axis) for axis in self.fields)
 
     def distinct(self) -> tuple[Wanted, tuple[np.ndarray, ...]]:
-        """Return the same with each position once, and the indices that restore repeats and order.
+        """Return a copy that names each position once, and the indices that restore the repeats and the order.
 
         The indices are an open mesh (`np.ix_`) over the four axes.
         """
@@ -35,7 +35,7 @@ class Wanted:
 
 
 def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Selection) -> Wanted:
-    """Find the positions that `selection` asks for, of one kind of variable.
+    """Find the positions that `selection` asks for in the array of one kind of variable.
 
     Args:
         path: Name of the store in messages.
@@ -64,7 +64,7 @@ def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Select
     there = layout.grid.shape[0]
     rows = selection.rows or (0, there)
     if not 0 <= rows[0] < rows[1] <= there:
-        raise UserError(f"store {path}: has no rows {rows[0]} to {rows[1]}; there are {there}, from 0")
+        raise UserError(f"store {path}: has no rows {rows[0]} to {rows[1]}; it has rows 0 to {there}")
     only = np.zeros(1, np.intp)  # the single position of an axis that a part or kind does not have
     fields = (member if part is Part.FORECAST else only, lead, variable, level if kind is Kind.PRESSURE else only)
     return Wanted(fields, rows)

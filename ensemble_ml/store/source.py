@@ -71,6 +71,11 @@ class Fields:
     pressure: np.ndarray
     surface: np.ndarray
 
+    def joined(self) -> np.ndarray:
+        """Return a copy on one axis of fields, (..., T, F, Y, X): each variable level by level, then the surface."""
+        shape = self.pressure.shape
+        return np.concatenate([self.pressure.reshape(*shape[:-4], -1, *shape[-2:]), self.surface], axis=-3)
+
     def one(self) -> np.ndarray:
         """Return the single variable and lead that `Selection.one` has read, (M, Z, Y, X); Z is 1 at the surface."""
         return self.pressure[:, 0, 0] if self.pressure.shape[2] else self.surface[:, 0, 0][:, None]
@@ -114,7 +119,16 @@ class Source(Protocol):
         """Return whether any field of `part` is there."""
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
-        """Read one init time, given by its index into `layout.init_time`."""
+        """Read one init time, given by its index into `layout.init_time`.
+
+        Args:
+            part: Which fields.
+            date: Index of the init time.
+            selection: The fields and rows to read.
+
+        Raises:
+            UserError: The part or a selected field is not there, or a field cannot be decoded.
+        """
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which fields are there: bool (M, T, V, Z) and (M, T, S)."""
@@ -167,15 +181,12 @@ def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
 
 
 def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "dates") -> np.ndarray:
-    """Return the indices of the init times within any of `periods`.
+    """Return the indices of the init times within any of `periods`, ascending.
 
     Args:
         init_time: (D,) datetime64 init times.
         periods: YYYY[-MM[-DD[THH]]], or start/end with both ends included.
         key: Name of the setting that gave the periods, for messages.
-
-    Returns:
-        Indices, ascending.
 
     Raises:
         UserError: A period is not a date, ends before it begins, or matches no init time.

@@ -1,7 +1,7 @@
 """Write a tensor store part by part, from whole init times in memory.
 
-This is for programs that make fields themselves (tests, simulations). Stores of archives are built by `Build`, which
-this module uses, too: there no init time is ever in memory whole, and an interrupted build is continued.
+This is for programs that make fields themselves (tests, simulations). Stores of archives are built by `Build` directly,
+which never holds a whole init time in memory and continues an interrupted build. This module uses `Build` as well.
 
 The store appears under its name only when it is complete.
 """
@@ -29,23 +29,24 @@ from ensemble_ml.store.source import Layout, Part
 
 
 class StoreWriter:
-    """A store that is built beside `path` and renamed by `finish`.
+    """A writer that builds a store beside `path`. `finish` renames the store to `path`.
 
-    As a context manager it finishes by itself, or aborts after an error. `write` may be called from several threads,
-    for different dates or parts.
+    Used as a context manager, the writer calls `finish` at the end, or `abort` after an error. `write` may be called
+    from several threads, for different dates or parts.
 
     Args:
-        path: Folder to make.
+        path: Folder of the store.
         layout: Coordinates of everything that will be written.
-        parts: Which of forecast, control and truth will come; mean and spread follow from the forecast.
-        packing: How forecast, control and truth are kept; mean and spread are always float32.
+        parts: Those of forecast, control and truth that will be written. Mean and spread follow from the forecast.
+        packing: Number format of forecast, control and truth. Mean and spread are always float32.
         static: Static fields (Y, X) by name.
-        lead_bounds: For a variable over intervals, [first, last] hour for each lead, or None.
-        provenance: Anything that JSON can hold about where the data came from.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
+        provenance: Origin of the data, as any values that JSON can hold.
         overwrite: Whether to replace a store that stands at `path`.
 
     Raises:
-        UserError: Something stands at `path` that may not be replaced, or the folder cannot be written.
+        UserError: Something stands at `path` that may not be replaced, the folder cannot be written, or a static field
+            holds NaN or infinity.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class StoreWriter:
     def write(self, part: Part, date: int, pressure: PackedBlock | None, surface: PackedBlock | None) -> None:
         """Write one init time of one part.
 
-        Float32 blocks are quantised where the store is packed, and packed blocks are decoded where it is not. M is 1
-        for control and truth.
+        Float32 blocks are quantised if the store is packed. Packed blocks are decoded if it is not. M is 1 for control
+        and truth.
 
         Args:
             part: Forecast, control or truth.
             date: Index into `layout.init_time`.
-            pressure: Block (M, T, V, Z, Y, X), or None where the layout has no variable on pressure levels.
-            surface: Block (M, T, S, Y, X), or None where the layout has no surface variable.
+            pressure: Block (M, T, V, Z, Y, X), or None if the layout has no variable on pressure levels.
+            surface: Block (M, T, S, Y, X), or None if the layout has no surface variable.
 
         Raises:
-            UserError: A present field holds NaN or infinity (named by part, date, variable and level), or the system
-                cannot write a file.
-            ValueError: The part was not announced, or the layout has no such date.
+            UserError: A present field holds NaN or infinity at a point that is not masked (the message names the
+                field), or the system cannot write a file.
+            ValueError: `parts` does not contain the part, the layout has no such date, or a block has another shape.
         """
         if part not in WRITTEN or part not in self.parts:
             raise ValueError(f"part {part.value}: not among those announced ({', '.join(p.value for p in self.parts)})")
@@ -100,7 +101,7 @@ class StoreWriter:
             entry = writer.close()
         finally:
             writer.abort()
-        # Several threads may write parts of the same date, whose entries are merged.
+        # Several threads may write parts of the same date. The entries of these parts are merged.
         with self._lock:
             self._entries.setdefault(date, DateEntry()).add(entry)
 
@@ -111,7 +112,7 @@ class StoreWriter:
             Path of the store.
 
         Raises:
-            UserError: No field was written.
+            UserError: No field was written, the system cannot write a file, or something else stands at `path` by now.
         """
         self._pool.shutdown()
         try:
@@ -124,7 +125,7 @@ class StoreWriter:
             raise
 
     def abort(self) -> None:
-        """Remove everything that was written. After `finish` it does nothing."""
+        """Remove everything that was written. After `finish`, do nothing."""
         self._pool.shutdown(cancel_futures=True)
         self._build.remove()
 
@@ -139,7 +140,11 @@ class StoreWriter:
 
 
 def _cells(writer: DateWriter, spec: ArraySpec, block: PackedBlock) -> None:
-    """Pass a block of all leads and variables to `writer`, cell by cell."""
+    """Pass a block of all leads and variables to `writer`, one lead and variable at a time.
+
+    Raises:
+        ValueError: The block has another shape than `spec`.
+    """
     leads, variables = spec.fields[1:3]
     shape = (*spec.fields, *spec.grid)
     wanted = shape if spec.kind is Kind.PRESSURE else (*shape[:3], *shape[4:])

@@ -15,7 +15,7 @@ from ensemble_ml.config.optim import OF_VOTES, ExchangeName
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.models.surroundings import surroundings_shapes
+from ensemble_ml.models.points import point_shapes
 from ensemble_ml.store.source import Source
 from ensemble_ml.training.checkpoint import Checkpoint
 
@@ -132,9 +132,9 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members", "config.recompute"]
-    # Equal shapes mean that both models have these networks, or that neither has.
-    if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):
-        harmless += ["config.surroundings", "config.residuals"]
+    # Equal shapes mean that both models have this network, or that neither has.
+    if point_shapes(spec) == point_shapes(checkpoint.spec):
+        harmless += ["config.points"]
     every = dict.fromkeys([*ours, *theirs])
     differ = [k for k in every if k not in harmless and ours.get(k) != theirs.get(k)]
     if differ:
@@ -172,8 +172,8 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
     if taught:
         raise UserError(
             f"data.validation={config.data.validation}: {len(taught)} of its init times, first {taught[0][:13]},"
-            f" trained the weights of init_from={config.init_from}; choose dates apart, or the best checkpoint is"
-            " chosen on what it was trained on"
+            f" trained the weights of init_from={config.init_from}; choose different dates; the best checkpoint would"
+            " otherwise be chosen by dates that it was trained on"
         )
 
 

@@ -40,7 +40,7 @@ from ensemble_ml.training.checkpoint import (
     load_weights,
     predicts_members,
 )
-from ensemble_ml.training.climate_data import ranges, split, widest
+from ensemble_ml.training.climate_data import ranges, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.fit_cache import kept_fit
@@ -91,14 +91,11 @@ class Run:
         return next(self.state.model.parameters()).dtype
 
     def batches(self, start_step: int, steps: int) -> Batches:
-        """Return the training batches of steps `start_step` to `steps` - 1.
+        """Return this rank's part of the training batches of steps `start_step` to `steps` - 1.
 
         Args:
             start_step: the first step.
             steps: the step at which to stop.
-
-        Returns:
-            This rank's part of the batches.
         """
         return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
 
@@ -108,9 +105,6 @@ class Run:
         Args:
             batch: this rank's batch.
             step: the step.
-
-        Returns:
-            A number between 0 and 1.
         """
         return len(batch) / (self._order.samples(step) * self.session.topology.spatial)
 
@@ -118,12 +112,6 @@ class Run:
         """Return how many ranks have a sample of a step. They are the first ones.
 
         The last batch of an epoch may be too short for all of them.
-
-        Args:
-            step: the step.
-
-        Returns:
-            The number of ranks.
         """
         topology = self.session.topology
         return min(self._order.samples(step), topology.data) * topology.spatial
@@ -161,9 +149,6 @@ def assemble(
         threads: torch's number of threads, which checkpoints record.
         session: the ranks of the job; None for one rank.
         progress: shows how far the fits are, and bounds their time.
-
-    Returns:
-        The run.
 
     Raises:
         UserError: settings, store and ranks do not fit together.
@@ -357,7 +342,7 @@ def _begin(
     found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range)}
     found[CLOCK] = {"fit_seconds": round(fit.seconds, 1)}
     if progress.cut:
-        found["fits_cut"] = progress.cut
+        found["fits_cut"] = True
     if given is not None:
         if config.model.precision is Precision.float64:
             model.double()  # before the weights are loaded, which would lose their last bits in float32
@@ -422,9 +407,6 @@ def batches_of(
         start_step: the first step.
         steps: the step at which to stop.
         share: (which, of how many) parts of each batch are returned.
-
-    Returns:
-        The batches.
     """
     return Batches(
         reader,
@@ -513,19 +495,9 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
 
 def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | None, ranks: Communicator) -> Loss:
     """Build the loss of this rank's part of the grid."""
-    spread_p, spread_s = (torch.from_numpy(v) for v in split(spec, state.spread_error.cpu().numpy(), 2))
     device = next(state.model.parameters()).device
     area = torch.from_numpy(spec.grid.area_weights()).float()
     # The areas are those of the whole grid, with mean one there. A rank takes its part of them, so that parts add up.
     area = area if shard is None else shard.cut(area)
-    buffers = dict(state.model.named_buffers())
-    return Loss(
-        spec,
-        buffers["error_p"],
-        buffers["error_s"],
-        spread_p.to(device),
-        spread_s.to(device),
-        area.to(device),
-        config.spread_weight,
-        ranks,
-    )
+    error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
+    return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)

@@ -32,15 +32,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ensemble_ml.config import Objective, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, build_model
-from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, Prediction
-from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.widths import widths_for
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # raised whenever a reader of the previous format would misread the files
+FORMAT = 6  # raised whenever a reader of the previous format would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
 BEFORE = "b"  # ends the name of a checkpoint before the tournament that follows its step
@@ -78,13 +76,7 @@ class Checkpoint:
         return sum(name.startswith(RANK) for name in self.meta["files"])
 
     def of_rank(self, rank: int) -> dict[str, Tensor]:
-        """Read and verify the tensors of one rank.
-
-        Args:
-            rank: the rank.
-
-        Returns:
-            Tensors by name.
+        """Read and verify the tensors of one rank, by name.
 
         Raises:
             UserError: the file is absent or damaged.
@@ -93,14 +85,7 @@ class Checkpoint:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file for the tensors of one rank.
-
-    Args:
-        rank: the rank.
-
-    Returns:
-        The file name.
-    """
+    """Return the name of the file for the tensors of one rank."""
     return f"{RANK}{rank:05d}.safetensors"
 
 
@@ -110,9 +95,6 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
     Args:
         path: for example runs/NAME/checkpoints/best.
         training: also read what a resumed run needs.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         UserError: there is none, it is damaged, or it has another format.
@@ -147,9 +129,6 @@ def find_checkpoint(path: str | Path) -> Path:
     Args:
         path: a checkpoint, a run, or a folder of checkpoints.
 
-    Returns:
-        The folder of the checkpoint.
-
     Raises:
         UserError: there is no best checkpoint; the message lists what the folder has.
     """
@@ -177,9 +156,6 @@ def load_spec(path: str | Path) -> ModelSpec:
     Args:
         path: the checkpoint.
 
-    Returns:
-        The spec.
-
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
     """
@@ -191,9 +167,6 @@ def load_meta(path: str | Path) -> dict[str, Any]:
 
     Args:
         path: the checkpoint.
-
-    Returns:
-        The contents.
 
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
@@ -210,9 +183,6 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
 
     Args:
         path: the checkpoint.
-
-    Returns:
-        The model in evaluation mode, and the contents of checkpoint.json.
 
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
@@ -238,9 +208,6 @@ def predicts_members(meta: Mapping[str, Any]) -> bool:
 
     Args:
         meta: the content of checkpoint.json.
-
-    Returns:
-        True or False.
     """
     return bool(meta.get("config", {}).get("objective") == Objective.members.value)
 
@@ -283,14 +250,6 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
         UserError: names or shapes differ.
     """
     weights = dict(checkpoint.state_dict)
-    for module_name, module in model.named_modules():
-        if isinstance(module, Heads):  # older checkpoints lack the buffers for zero inflation: give them neutral values
-            for name, values in module.dry_of_older().items():
-                if weights.setdefault(f"{module_name}.{name}", values) is values:
-                    log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
-        # EMOS checkpoints of an older version lack this buffer.
-        if isinstance(module, EmosModel):
-            weights.setdefault(".".join(filter(None, (module_name, "sizes"))), module.sizes)
     # Names and shapes are compared here, because torch's own message would list all of them.
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     found = {k: tuple(v.shape) for k, v in weights.items()}
@@ -308,9 +267,6 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
 
 def fitted_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers of a model that fits give, by name: not those that training changes, which norms have.
-
-    Args:
-        model: the model.
 
     Yields:
         Name and buffer.
@@ -441,13 +397,10 @@ def clean(folder: Path) -> None:
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors on the CPU.
+    """Return copies of tensors on the CPU, which share no memory with them.
 
     Args:
         tensors: tensors by name.
-
-    Returns:
-        Copies that share no memory with them.
     """
     return {name: torch.empty_like(t, device="cpu").copy_(t.detach()) for name, t in tensors.items()}
 
@@ -458,9 +411,6 @@ def is_target(folder: Path, name: str) -> bool:
     Args:
         folder: the folder of checkpoints.
         name: name of the checkpoint's folder.
-
-    Returns:
-        True or False.
     """
     return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
 
@@ -494,7 +444,8 @@ def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
         raise _damaged(path, META) from error
     if number != FORMAT:
         raise UserError(
-            f"checkpoint {path}: format {number}; this version reads {FORMAT}; use the version that wrote it"
+            f"checkpoint {path}: format {number}; this version reads {FORMAT}; train it again, or use the version that"
+            " wrote it"
         )
     # The hash guards against a file that was cut off or edited.
     if meta.get("sha256") != digest(meta):
@@ -522,15 +473,12 @@ def _damaged(path: Path, name: str) -> UserError:
 
 
 def digest(meta: Mapping[str, Any]) -> str:
-    """Return the hash of a checkpoint's JSON, without the entry that holds the hash, and without what a clock said.
+    """Return the sha256 of a checkpoint's JSON, without the entry that holds it, and without what a clock said.
 
     So a run that is repeated, or killed and resumed, has the same hash.
 
     Args:
         meta: the contents of checkpoint.json.
-
-    Returns:
-        The sha256 as hexadecimal digits.
     """
     plain = {k: v for k, v in meta.items() if k not in ("sha256", CLOCK)}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Reads single dates for the fits of `climate_fit`, with pressure levels and surface joined into one axis of fields.
+"""Read single dates for the fits of `climate_fit`, with pressure levels and surface joined into one axis of fields.
 
 Axes: M member, T predicted lead, F field (variables and levels, then surface variables), V pressure-level variable,
 S surface variable, Z level, Y latitude, X longitude.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
@@ -27,28 +26,37 @@ from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.team import Team
 
 _KEPT = 256 << 20  # bytes up to which the members of a date are kept in memory
-_STRETCH = 10  # training dates for each held-out stretch; there are five stretches at most
+_STRETCH = 10  # one stretch is held out for every ten training dates, and five at most
 FEWEST_TO_WIDEN = 4  # fewest dates from which a calibration factor is taken
-# How many dates a fit reads: all if fields are small (320 instead of 200 were worth 0.2 % of CRPS), fewer if each date
-# takes seconds.
+# A fit may read _MOST_VALUES values. It may always read _ALWAYS dates, and never more than _MOST_DATES. Small fields
+# are therefore read on many dates (320 instead of 200 lowered the CRPS by 0.2 %). Large fields, which take seconds for
+# each date, are read on few.
 _MOST_VALUES, _MOST_DATES, _ALWAYS = 5 * 10**9, 2000, 400
-_SINGLE_MEMBERS = 800  # single members, over all dates, that moments are computed from
+_SINGLE_MEMBERS = 800  # single members, over all dates, that moments are computed from; at least one of each date
 
 
 @dataclass(eq=False)
 class Sample:
-    """The members of one date, reduced; fields (T, F, Y, X) float32, NaN where absent."""
+    """The members of one date, reduced to mean and spread: (T, F, Y, X) float32, NaN where a field is absent."""
 
     mean: Tensor  # mean of the M members
     spread: Tensor  # standard deviation of the M members, ddof = 1
-    full_spread: Tensor  # standard deviation of all members
+    full_spread: Tensor  # standard deviation of all members; NaN if the M members are all members
     day: float  # day of the year of the initialisation time
+
+    def batch(self, members: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return mean, spread, M and day of the year as a batch of one, in the form that `models.start` takes.
+
+        Args:
+            members: M.
+        """
+        return self.mean[None], self.spread[None], torch.tensor([float(members)]), torch.tensor([self.day])
 
 
 class _Latest:
-    """A cache of the members of the last date, for dates that are small enough.
+    """A cache of the members of the date read last, if the members of a date take at most `_KEPT` bytes.
 
-    The fits take several choices of a date's members, one after the other. So most members are asked for again at once.
+    The fits read several subsets of a date's members in succession. Most members are therefore read again soon.
     """
 
     def __init__(self, reader: Reader):
@@ -58,13 +66,13 @@ class _Latest:
         self._date, self._known = -1, dict[int, Tensor]()
 
     def members(self, date: int, chosen: np.ndarray) -> Tensor:
-        """Return the members at positions `chosen`, (M, T, F, Y, X), NaN where absent."""
+        """Return the members at positions `chosen`, (M, T, F, Y, X), NaN where a field is absent."""
         if not self._keeps:
             return self._read(date, chosen)
         # Only one date is kept, because the fits look at dates one after the other.
         if date != self._date:
             self._date, self._known = date, {}
-        # Choices of the same date overlap. Only members that no earlier choice had are read.
+        # Subsets of the same date overlap. Only members that were in no earlier subset are read.
         lacking = [position for position in chosen.tolist() if position not in self._known]
         if lacking:
             self._known |= zip(lacking, self._read(date, np.array(lacking)), strict=True)
@@ -72,7 +80,8 @@ class _Latest:
 
     def _read(self, date: int, chosen: np.ndarray) -> Tensor:
         """Read members from the store."""
-        return join(self._reader.forecast(date, chosen, strict=False, leads=self._reader.spec.leads_out))
+        leads = self._reader.spec.leads_out
+        return torch.from_numpy(self._reader.forecast(date, chosen, strict=False, leads=leads).joined())
 
 
 class Dates:
@@ -80,10 +89,10 @@ class Dates:
 
     Args:
         reader: reads the store.
-        members: M, the number of first members of a `Sample`.
-        seed: seed of what the fits draw at random.
+        members: M, the number of members of a `Sample`, at most as many as a sample may show.
+        seed: seed of the random numbers of the fits.
         progress: shows how far each fit is, and bounds its time.
-        team: the ranks that make the fits together; None for this one alone.
+        team: the ranks that make the fits together; None for this rank alone.
     """
 
     def __init__(
@@ -113,52 +122,56 @@ class Dates:
         return len(self.spec.leads_out), self.spec.fields
 
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
-        """Return mean and spread of some members of a date, and the spread of all.
+        """Return the mean and the spread of some members of a date, and the spread of all its members.
 
-        By default these are the first M members that the date has complete. If it has fewer, they are the first M, and
-        what one of them lacks is NaN. If the members given are all that the date has, the spread of all is NaN, because
-        the input must never be the target.
+        By default the first M members that are complete on the date are taken. If fewer than M are complete, the first
+        M members are taken, and a field that one of them lacks is NaN. The member that stands for the truth is never
+        among them. If as many members are taken as the date has complete ones, the spread of all is NaN, because the
+        target must never be an input.
 
         Args:
             date: index of the date.
-            chosen: positions of the members; None for the default.
-
-        Returns:
-            The sample.
+            chosen: positions of the members to take; None for the default.
         """
         whole = self.reader.available(date)
         if chosen is None:
             chosen = self._among(date, self.members)[: self.members]
         members = self._latest.members(int(date), chosen)
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
-        # With masks, a mean is taken over the members that have a value. A field that some member lacks altogether is
-        # not masked, but absent.
+        # If the model has masked variables, the mean at a point is taken over the members that have a value there. A
+        # field without any value in some member is not masked but absent, so it must be NaN.
         if self.spec.masked and len(whole) < len(chosen):
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
         full_spread = self.target(Part.SPREAD, date)
-        # With all members in, the spread of all is an input. As a target it would teach the model nothing but to copy
-        # it.
+        # If all members are taken, the spread of all is an input. As a target it would only teach the model to copy its
+        # input.
         if len(chosen) == len(whole):
             full_spread = torch.full_like(full_spread, torch.nan)
         return Sample(mean, spread, full_spread, day)
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> np.ndarray:
-        """Draw random members of a date: of those that it has complete, if there are enough, else of all.
+        """Draw random members of a date from its complete members, or from all members if too few are complete.
+
+        The member that stands for the truth is never drawn.
 
         Args:
             date: index of the date.
-            size: how many members.
+            size: number of members to draw.
             draw: the generator of random numbers.
 
         Returns:
-            Their positions, ascending.
+            (size,) positions of the members, ascending; fewer if the store has fewer.
         """
         return np.sort(draw.permutation(self._among(date, size))[:size])
 
     def _among(self, date: int, size: int) -> np.ndarray:
-        """Return the members that a sample of a date may show: complete ones if there are enough, else any."""
+        """Return the positions of the members that a sample of a date may show.
+
+        These are the complete members if there are at least `size` of them, and otherwise all members. The member that
+        stands for the truth is left out.
+        """
         shown = self.reader.shown(date)
         if len(shown) >= size:
             return shown
@@ -166,7 +179,7 @@ class Dates:
         return every[every != self.reader.withheld(date)]
 
     def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
-        """Yield this rank's part of the dates, as the steps of a stage of the fits.
+        """Yield this rank's part of the dates, and show them as the steps of a stage of the fits.
 
         Args:
             stage: name of the stage that progress shows.
@@ -178,33 +191,31 @@ class Dates:
         yield from self.progress.over(stage, self.team.mine(dates.tolist()))
 
     def target(self, part: Part, date: int) -> Tensor:
-        """Return the truth, or the mean or the spread of all members.
+        """Return the truth, or the mean or spread of all members, (T, F, Y, X), NaN where a field is absent.
 
         Args:
-            part: which of them.
+            part: truth, mean or spread.
             date: index of the date.
-
-        Returns:
-            (T, F, Y, X), NaN where absent.
         """
-        return join(self.reader.target(part, int(date)))
+        return torch.from_numpy(self.reader.target(part, int(date)).joined())
 
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
-        """Return the root mean square of the full ensemble's spread at the input leads, over area and dates.
+        """Return the root mean square of the full ensemble's spread at the input leads, over grid points and dates.
+
+        All grid points have the same weight, whatever their area.
 
         Args:
-            dates: indices of the dates.
+            dates: indices of the dates of all ranks.
 
         Returns:
-            (T_in, F); zero for a field that no date has, such as rain at the initialisation time.
+            (T_in, F); zero for a field that is absent on all dates, such as rain at the initialisation time.
         """
         spec = self.spec
         sums, counts = np.zeros((2, len(spec.leads_in), self.shape[1]))
         chosen = Selection(None, spec.leads_in, spec.variables, spec.levels, spec.surface)
         for date in self.team.mine(dates.tolist()):
             fields = self.reader.source.read(Part.SPREAD, date, chosen)
-            joined = join(Fields(fields.pressure[0], fields.surface[0]))
-            square = joined.double() ** 2
+            square = torch.from_numpy(Fields(fields.pressure[0], fields.surface[0]).joined()).double() ** 2
             whole = bool(torch.isfinite(square).all())
             mean = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
             sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
@@ -212,36 +223,35 @@ class Dates:
         return np.sqrt(sums / np.maximum(counts, 1))
 
     def input_moments(self, dates: np.ndarray) -> Moments:
-        """Return the moments of all members' values at the input leads.
+        """Return the moments of the members' values at the input leads, (F,).
 
-        For whole years they are the store's own. Otherwise values are read, one member at a time, from at most
-        `most_dates` dates: all members if the dates are few, else some members of each date, in turn.
+        If `dates` are whole years of a tensor store, its own moments are taken. Otherwise values are read, one member
+        at a time, from at most `most_dates` dates. If the dates are few, all members of each are read. If they are
+        many, some members of each are read, in rotation.
 
         Args:
-            dates: indices of the dates.
-
-        Returns:
-            Moments of each field, (F,).
+            dates: indices of the dates of all ranks.
         """
-        # The store has moments for each year, which spares reading the fields again.
+        # A tensor store holds moments for each year, so the fields need not be read again.
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
             return self._stored_moments(self.reader.source.statistics(years))
         total = Moments.nothing((self.shape[1],))
         chosen, members = spaced(dates, most_dates(self.spec)), self.reader.full_size
-        # With many dates, a few members of each suffice. Different dates give different members, so that all are seen.
+        # With many dates, a few members of each suffice. Successive dates give different members, so that all members
+        # are read.
         each = max(1, min(members, _SINGLE_MEMBERS // max(1, len(chosen))))
         turns = list(product(enumerate(chosen), range(each)))
         for (place, date), turn in self.progress.over("moments of the inputs", self.team.mine(turns)):
             member = (place * each + turn) % members if each < members else turn
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             for lead, variable in self.reader.zeros:
-                fields.surface[:, lead, variable] = np.nan  # zero by nature; the store's own moments lack them too
-            values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
+                fields.surface[:, lead, variable] = np.nan  # zero by nature; the store's moments leave them out too
+            values = torch.from_numpy(fields.joined()).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
         if self.team.alone:
             return total
-        # Moments are merged, not added, and always in the order of the ranks.
+        # Moments cannot be added up. They are merged, always in the order of the ranks.
         by_rank = self.team.joined(torch.from_numpy(np.stack([*total.arrays().values()]))[None]).numpy()
         return reduce(Moments.merge, (Moments(*arrays) for arrays in by_rank))
 
@@ -263,14 +273,14 @@ class Dates:
         return total
 
     def refuse_empty(self, count: Tensor, part: Part) -> None:
-        """Refuse a field that no date has.
+        """Refuse fields that are absent on all dates.
 
         Args:
-            count: (T, F) how many dates have each field.
-            part: what is missing.
+            count: (T, F) number of dates on which each field is present.
+            part: the part of the store that was counted, for the message.
 
         Raises:
-            UserError: names the first such field.
+            UserError: a field is absent on all dates; the message names the first one.
         """
         if (count > 0).all():
             return
@@ -283,7 +293,7 @@ class Dates:
 
 
 def _moments(values: np.ndarray) -> Moments:
-    """Return the moments (F,) of the values (F, N) that are not NaN."""
+    """Return the moments (F,) of the finite ones of the values (F, N)."""
     there = np.isfinite(values)
     count = there.sum(1).astype(float)
     mean = np.where(there, values, 0).sum(1) / np.maximum(count, 1)
@@ -292,50 +302,17 @@ def _moments(values: np.ndarray) -> Moments:
     return Moments(count, mean, m2, *ends)
 
 
-def join(fields: Fields) -> Tensor:
-    """Join pressure levels and surface: (..., T, V, Z, Y, X) and (..., T, S, Y, X) -> (..., T, F, Y, X).
-
-    Args:
-        fields: the fields.
-
-    Returns:
-        The joined tensor.
-    """
-    pressure = fields.pressure.reshape(*fields.pressure.shape[:-4], -1, *fields.pressure.shape[-2:])
-    return torch.from_numpy(np.concatenate([pressure, fields.surface], axis=-3))
-
-
-def split(spec: ModelSpec, values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Undo `join`.
-
-    Args:
-        spec: variables and levels.
-        values: an array, one of whose axes is F.
-        axis: the number of that axis.
-
-    Returns:
-        Pressure levels (..., V, Z, ...) and surface (..., S, ...), float32.
-    """
-    values = np.asarray(values, np.float32)
-    shape = (len(spec.variables), len(spec.levels))
-    pressure, surface = np.split(values, [shape[0] * shape[1]], axis)
-    return pressure.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :]), surface
-
-
 def field_names(spec: ModelSpec) -> list[str]:
     """Return a name for each of the F fields, such as `z at 500 hPa`.
 
     Args:
         spec: variables and levels.
-
-    Returns:
-        F names.
     """
-    return [f"{v} at {z} hPa" for v in spec.variables for z in spec.levels] + list(spec.surface)
+    return [name if level is None else f"{name} at {level} hPa" for name, level in spec.names]
 
 
 def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[float]] | list[float]]:
-    """Return smallest and largest values by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
+    """Return the smallest and the largest value by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
 
     Args:
         spec: variables and levels.
@@ -344,22 +321,24 @@ def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[fl
     Returns:
         Plain values for JSON.
     """
-    pressure, surface = split(spec, extremes, 0)
-    found: dict[str, dict[str, list[float]] | list[float]] = {}
-    for name, rows in zip(spec.variables, pressure.tolist(), strict=True):
-        found[name] = {str(level): row for level, row in zip(spec.levels, rows, strict=True)}
-    return found | dict(zip(spec.surface, surface.tolist(), strict=True))
+    found: dict[str, Any] = {}
+    for (name, level), row in zip(spec.names, extremes.tolist(), strict=True):
+        if level is None:
+            found[name] = row
+        else:
+            found.setdefault(name, {})[str(level)] = row
+    return found
 
 
 def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Widen ranges so that they include those of an earlier run with the same fields.
+    """Widen ranges so that they include those of an earlier run.
 
     Args:
-        ranges: the result of `ranges`.
+        ranges: the result of the function `ranges`.
         earlier: the ranges of the earlier run, or None.
 
     Returns:
-        Ranges for the fields of `ranges`.
+        Ranges for the fields of `ranges`. A field that the earlier run lacks keeps its range.
     """
 
     def joined(now: Any, then: Any) -> Any:
@@ -371,39 +350,22 @@ def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[st
     return joined(ranges, earlier)
 
 
-def families(spec: ModelSpec) -> list[Family]:
-    """Return the distribution of each of the F fields.
-
-    Args:
-        spec: variables and levels.
-
-    Returns:
-        F distributions.
-    """
-    pressure, surface = spec.families
-    return [family for family in pressure for _ in spec.levels] + list(surface)
-
-
 def present(values: Tensor) -> Tensor:
-    """Return which fields have a value at any point.
+    """Return whether each field has a value at one point or more, (...) bool.
 
     Args:
-        values: (..., Y, X), NaN where absent.
-
-    Returns:
-        (...) bool.
+        values: (..., Y, X), NaN where there is no value.
     """
     return torch.isfinite(values).any(-1).any(-1)
 
 
 def most_dates(spec: ModelSpec) -> int:
-    """Return how many dates a fit reads at most: of 52 fields, 400 at half a degree and 2000 at two degrees.
+    """Return the largest number of dates that a fit reads.
+
+    For 52 fields at one predicted lead it is 400 at half a degree and 2000 at two degrees.
 
     Args:
         spec: variables, leads and grid.
-
-    Returns:
-        The number of dates.
     """
     values = len(spec.leads_out) * spec.fields * len(spec.latitude) * len(spec.longitude)
     return min(_MOST_DATES, max(_ALWAYS, _MOST_VALUES // values))
@@ -414,10 +376,7 @@ def spaced(dates: np.ndarray, most: int) -> np.ndarray:
 
     Args:
         dates: the dates.
-        most: how many.
-
-    Returns:
-        A selection of `dates`.
+        most: the largest number of dates to return.
     """
     if len(dates) <= most:
         return dates
@@ -425,59 +384,54 @@ def spaced(dates: np.ndarray, most: int) -> np.ndarray:
 
 
 def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dates to fit to and the dates to choose by.
+    """Return the dates to fit to, and the dates by which fits are chosen.
 
-    Without validation dates, a fifth of the training dates is held out, in a few stretches, because a single one would
-    be of one season.
+    Without validation dates, a fifth of the training dates is held out to choose by, or none if there are fewer than
+    five. The held-out dates form up to five stretches, because a single stretch would lie in one season.
 
     Args:
         train: indices of the training dates.
         validation: indices of the validation dates.
-
-    Returns:
-        Dates to fit to and dates to choose by.
     """
     if len(validation):
         return train, validation
-    # Less than one date would be held out.
+    # A fifth of fewer than five dates is less than one date.
     if len(train) < 5:
         return train, train[:0]
-    # Held-out dates next to training dates would be too much alike, so whole stretches are held out.
+    # Neighbouring dates are alike. Whole stretches are held out, so that few held-out dates have a neighbour among the
+    # training dates.
     stretches = np.array_split(np.arange(len(train)), 5 * min(max(1, len(train) // _STRETCH), 5))
     apart = np.concatenate(stretches[2::5])
     return np.delete(train, apart), train[apart]
 
 
 def dates_called(validation: np.ndarray) -> str:
-    """Return what messages call the dates to choose by.
+    """Return the name, in messages, of the dates by which fits are chosen.
 
     Args:
-        validation: the validation dates that `kept_apart` was given.
-
-    Returns:
-        The words.
+        validation: the validation dates that were passed to `kept_apart`.
     """
     return "the validation dates" if len(validation) else "training dates held out"
 
 
 def neighbours(times: np.ndarray) -> np.ndarray:
-    """Return, for each date, True if the date before it is as close as dates are in this archive.
+    """Return for each date whether it follows the date before it without a gap, (D,) bool.
+
+    A gap is a step of more than one and a half times the shortest step. The first date follows none.
 
     Args:
         times: (D,) initialisation times, ascending.
-
-    Returns:
-        (D,) bool.
     """
     if len(times) < 2:
         return np.zeros(len(times), bool)
-    # Correlation between dates is estimated from neighbours only. A gap, such as one between two years, must not count.
+    # Correlation between dates is estimated from neighbours only. Two dates on either side of a gap, such as one
+    # between two years, must not count as neighbours.
     gaps = np.diff(times).astype(np.int64)
     return np.concatenate([[False], gaps <= 1.5 * gaps.min()])
 
 
 def _whole_years(times: np.ndarray, dates: np.ndarray) -> list[int]:
-    """Return the calendar years that `dates` consist of, if they take all dates of each; otherwise none."""
+    """Return the calendar years of `dates` if they include every date of these years; otherwise an empty list."""
     years = times.astype("datetime64[Y]").astype(int) + 1970
     chosen = np.unique(years[dates])
     return [int(y) for y in chosen] if np.isin(years, chosen).sum() == len(np.unique(dates)) else []

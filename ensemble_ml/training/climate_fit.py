@@ -14,12 +14,11 @@
     s1          full spread expected from M members (`features.unbiased_spread`); its k has the smallest RMSE on the
                 validation dates
     bias'       bias without the date itself
-    linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`), with the
-                addition of the spread MLP to that of S (`surroundings_fit`)
+    linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`)
     c           factor of each field with the smallest CRPS of its own distribution
 
 Two more fits follow. a and b of `models.dry` say how much and how often the truth is above zero where the corrected
-mean is not. The error MLP (`residual_fit`) says which errors to expect, and how large they are.
+mean is not. The point network (`point_targets`) says what is left of S, which errors to expect, and how large they are.
 
 c is chosen on dates that the other fits have not seen: the validation dates, or a fifth of the training dates if there
 are none. It thereby allows for heavy tails and for zeros. The CRPS that remains is the scale of the loss. The inflation
@@ -44,26 +43,29 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
+from ensemble_ml.machine import free_memory
 from ensemble_ml.models import Climate, ModelSpec
-from ensemble_ml.models.linear import LinearCorrection, correction_shape
-from ensemble_ml.models.place import position_planes
-from ensemble_ml.models.surroundings import make_network, surroundings_shapes
+from ensemble_ml.models.points import point_shapes
+from ensemble_ml.models.start import Start
+from ensemble_ml.store import TensorStore
 from ensemble_ml.store.las import local_statistics
-from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, kept_apart, most_dates, spaced, split
-from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable, telling
-from ensemble_ml.training.point_fit import Correction
-from ensemble_ml.training.progress import CALLED, Progress
+from ensemble_ml.store.source import Fields
+from ensemble_ml.store.statistics import Moments
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, field_names, kept_apart, most_dates, spaced
+from ensemble_ml.training.linear_fit import fit_linear, mean_state, refuse_unfittable, telling
+from ensemble_ml.training.point_targets import fit_points
+from ensemble_ml.training.progress import NETWORK, Progress
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread, fit_climatology, fit_spread, spread_errors
-from ensemble_ml.training.surroundings_fit import fit_surroundings
 from ensemble_ml.training.team import Team
 from ensemble_ml.training.truth_fit import Left, Truth
 
 log = logging.getLogger(__name__)
 
 SAMPLE_DATES = 24  # this suffices for one number a field
+_KEPT_SHARE = 0.25  # of free memory; sums and points of the fits need the rest
 _DRY_DATES = 10  # this suffices for how often and how much it rains, because each date has many dry points
-_WIDTH, _WIDTH_AGAIN = "calibration factors of sigma", "calibration factors with the error MLP"  # names of stages
+_WIDTH, _WIDTH_AGAIN = "calibration factors of sigma", "calibration factors with the network"  # names of stages
 
 
 @dataclass(eq=False)
@@ -97,7 +99,7 @@ def fit_climate(
 ) -> Fit:
     """Fit everything that `Climate` holds on the dates `train`.
 
-    The validation dates choose k of s1, the penalty of the ridge regression, the fractions of the small networks, and
+    The validation dates choose k of s1, the penalty of the ridge regression, the fractions of the point network, and
     the width of sigma.
 
     Args:
@@ -106,7 +108,7 @@ def fit_climate(
         validation: indices of the validation dates.
         members: M, the number of first members at which spread and residuals are compared.
         sizes: numbers of members that the training will draw.
-        seed: seed of the small networks and of the points that they are fitted to.
+        seed: seed of the point network and of the points that it is fitted to.
         progress: shows how far the fits are, and limits their time.
         team: the ranks that call this together, with the same arguments. All get the same result, except for the last
             bits if their processors differ.
@@ -122,6 +124,7 @@ def fit_climate(
     # A fit that does not fit into memory is refused before anything is read.
     refuse_unfittable(reader.spec, team.on_host)
     began = time.monotonic()
+    reader = _from_memory(reader, team)
     dates, scales = Dates(reader, members, seed, progress, team), Scales(reader.spec.grid)
     dates.progress.begin(_stages(reader.spec))
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
@@ -132,6 +135,7 @@ def fit_climate(
         )
     sample = spaced(all_train, SAMPLE_DATES)
     moments = dates.input_moments(all_train)
+    _tell_of_constants(reader.spec, moments)
     climatology = fit_climatology(dates, chosen, scales, moments.std)
     some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all members would leave no spread to predict
     spread = fit_spread(some, sample, spaced(np.asarray(validation, int), SAMPLE_DATES), climatology, scales)
@@ -141,24 +145,36 @@ def fit_climate(
     anchor = mean_state(dates, chosen) if _has_anchor(reader.spec) else torch.zeros_like(climatology)
     static = _static(reader)
     fitted_on = chosen, np.asarray(validation, int), sizes
-    correction = _correction(dates, *fitted_on, spread, truth, anchor, static) if reader.spec.linear else None
-    arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, truth, sample, *fitted_on)}
-    arrays["anchor"] = anchor
-    arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
-    arrays |= {"spread_shrink": spread.full_shrink, "spread_gain": spread.gain, "spread_level": spread.level}
-    found = {}
-    # `Climate` holds pressure levels and surface variables in separate arrays.
-    for name, values in arrays.items():
-        found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, np.asarray(values), 1)
-    for name in ("mean", "std"):
-        found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, getattr(moments, name), 0)
+    start = _start(dates, *fitted_on, spread, truth, anchor, static) if reader.spec.linear else None
+    arrays: dict[str, Tensor | np.ndarray] = {
+        **_truth_terms(dates, truth, sample, *fitted_on),
+        "anchor": anchor, "spread": climatology, "mean": moments.mean, "std": moments.std,
+        "shrink": spread.shrink, "spread_shrink": spread.full_shrink, "spread_gain": spread.gain,
+        "spread_level": spread.level, "level_spread": dates.level_spread(sample),
+    }  # fmt: skip
+    found = {name: np.asarray(values, np.float32) for name, values in arrays.items()}
     if reader.spec.local:
         found |= _maps(reader, chosen)
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
-    climate = Climate(**found, static=static, **_weights(reader.spec, correction))
+    climate = replace(Climate.default(reader.spec), static=static, **found, **_weights(start))
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     errors = spread_errors(dates, sample, spread, scales, sizes).numpy()
     return Fit(climate, errors, extremes, time.monotonic() - began)
+
+
+def _tell_of_constants(spec: ModelSpec, moments: Moments) -> None:
+    """Warn of fields that have one value in all members, training dates and points."""
+    extremes = zip(field_names(spec), moments.minimum, moments.maximum, strict=True)
+    if found := [f"{name} ({low:g})" for name, low, high in extremes if low == high]:
+        log.warning("%s: the same in all members, training dates and points; is the archive whole?", ", ".join(found))
+
+
+def _from_memory(reader: Reader, team: Team) -> Reader:
+    """Return a reader over a store that keeps what is read of it in memory, up to a share of what is free."""
+    source = reader.source
+    if not isinstance(source, TensorStore):
+        return reader
+    return reader.over(source.keeping(int(_KEPT_SHARE * free_memory()) // team.on_host))
 
 
 def _has_anchor(spec: ModelSpec) -> bool:
@@ -169,59 +185,47 @@ def _has_anchor(spec: ModelSpec) -> bool:
 def _stages(spec: ModelSpec) -> list[str]:
     """Return the names of the stages of the fits, in order, for the display of the progress."""
     stages = ["moments of the inputs", "climatological spread", "terms of the spread"]
-    networks = surroundings_shapes(spec)
-    if spec.config.postprocess:
-        stages += ["bias"]
-    stages += ["mean state"] * _has_anchor(spec)
+    truth, network = spec.config.postprocess, point_shapes(spec)["points_first"][0] > 0
+    stages += ["bias"] * truth + ["mean state"] * _has_anchor(spec)
     if spec.linear:
         stages += ["linear correction: sums", "linear correction: penalties"]
-    if networks["surroundings_first"][0]:
-        stages += [f"{CALLED['surroundings']}{part}" for part in (": points", "", ": shares")]
-    if spec.config.postprocess:
+    if truth:
         stages += ["shrinkage of the spread", "inflation", _WIDTH]
-    if networks["residuals_first"][0]:
-        stages += [f"{CALLED['residuals']}{part}" for part in (": points", "", ": shares")] + [_WIDTH_AGAIN]
+    if network:
+        stages += [f"{NETWORK}{part}" for part in (": points", "", ": shares")]
+        stages += [f"{NETWORK}: shares of errors", _WIDTH_AGAIN] * truth
     return [*stages, "errors of the spread"]
 
 
-def _correction(
+def _start(
     dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], spread: Spread,
     truth: Truth | None, anchor: Tensor, static: np.ndarray,
-) -> Correction:  # fmt: skip
-    """Fit what is added to mean and spread before the network, and let `spread` use it."""
+) -> Start:  # fmt: skip
+    """Fit what is added to mean and spread before the U-Net, and let `spread` use it."""
     spec = dates.spec
-    linear = Linear(
-        LinearCorrection(spec, np.zeros(correction_shape(spec), np.float32)),
-        anchor,
-        spread.climatology,
-        spread.full_shrink,
-    )
-    targets = Left(truth, spread)
-    fit_linear(linear, dates, train, validation, sizes, targets)
-    position = position_planes(spec, static)
-    nothing = _no_weights(spec)
-    surroundings, residuals = (make_network(spec, nothing, name) for name in ("surroundings", "residuals"))
-    correction = Correction(linear, surroundings, residuals, position)
-    if correction.surroundings is not None:
-        fit_surroundings(correction, dates, train, validation, sizes, targets)
-    spread.corrected = correction
-    return correction
+    known = {
+        "spread": spread.climatology,
+        "shrink": spread.shrink,
+        "spread_shrink": spread.full_shrink,
+        "anchor": anchor,
+    }
+    arrays = {name: values.numpy() for name, values in known.items()}
+    start, targets = Start(spec, replace(Climate.default(spec), static=static, **arrays)), Left(truth, spread)
+    fit_linear(start, dates, train, validation, sizes, targets)
+    # With a truth the point network comes later: the loss of errors needs the width of the distribution.
+    if start.points is not None and truth is None:
+        fit_points(start, dates, train, validation, sizes, targets, None)
+    spread.start = start
+    return start
 
 
-def _no_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Return weights with which the small networks add nothing, by their names in `Climate`."""
-    return {name: np.zeros(shape, np.float32) for name, shape in surroundings_shapes(spec).items()}
-
-
-def _weights(spec: ModelSpec, correction: Correction | None) -> dict[str, np.ndarray]:
-    """Return the weights of the correction by their names in `Climate`; zeros if there is none."""
-    found = _no_weights(spec)
-    found["correction"] = np.zeros(correction_shape(spec), np.float32)
-    if correction is not None:
-        found["correction"] = correction.linear.module.weight.numpy()
-        for name in ("surroundings", "residuals"):
-            if (network := getattr(correction, name)) is not None:
-                found |= {f"{name}_first": network.first.numpy(), f"{name}_second": network.second.numpy()}
+def _weights(start: Start | None) -> dict[str, np.ndarray]:
+    """Return the weights of linear correction and point network by their names in `Climate`, where there are any."""
+    if start is None or start.linear is None:
+        return {}
+    found = {"correction": start.linear.weight.numpy()}
+    if start.points is not None:
+        found |= {f"points_{name}": getattr(start.points, name).numpy() for name in ("first", "second")}
     return found
 
 
@@ -236,7 +240,8 @@ def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
         levels=spec.levels,
         surface=spec.surface,
     )
-    return {name: values.astype(np.float32) for name, values in vars(maps).items()}
+    pairs = {"mean": Fields(maps.mean_p, maps.mean_s), "std": Fields(maps.std_p, maps.std_s)}
+    return {name: fields.joined().astype(np.float32) for name, fields in pairs.items()}
 
 
 def _static(reader: Reader) -> np.ndarray:
@@ -268,10 +273,10 @@ def _truth_terms(
     inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)
     some = spaced(unseen, _DRY_DATES)
     truth.learn_dry(inflation, some)
-    # With the error MLP the errors are smaller, so the width of sigma is fitted again.
-    if truth.learn_residuals(inflation, train, validation, sizes):
+    # With the point network the errors are smaller, so the width of sigma is fitted again.
+    if truth.learn_points(inflation, train, validation, sizes):
         inflation, error = _widened(truth, inflation, unseen, sample, _WIDTH_AGAIN)
-        truth.learn_dry(inflation, some)  # the error MLP changes which points are dry
+        truth.learn_dry(inflation, some)  # the network changes which points are dry
     dry_share, dry_mean = truth.dry
     return {
         "bias": truth.whole_bias,

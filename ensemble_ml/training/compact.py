@@ -40,10 +40,9 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, build_model, choose
 from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock
-from ensemble_ml.models.compact import NETWORKS, cut, described, groups, in_words
+from ensemble_ml.models.compact import POINTS, cut, described, groups, in_words
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.speed import Speed, settle
-from ensemble_ml.models.surroundings import Surroundings
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble
@@ -112,7 +111,7 @@ def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
     meta = {name: checkpoint.meta[name] for name in kept if name in checkpoint.meta}
     meta |= {"step": 0, "steps": settings.steps, "best": None, "scores": {}, "precision": speed.to_json()}
     meta |= {"compacted": facts, "files": {}}
-    sizes: dict[str, Any] = {name: getattr(spec.config, name) for name in ("widths", "inner", *NETWORKS)}
+    sizes: dict[str, Any] = {name: getattr(spec.config, name) for name in ("widths", "inner", POINTS)}
     settings = replace(settings, model=replace(settings.model, **sizes))
     return settings, Checkpoint(checkpoint.path, spec, weights, training, meta)
 
@@ -243,18 +242,17 @@ def reach(
         target = clock.total(sizes, whole) - (measured - wanted)
     if measured <= whole / speedup:
         return small, [whole, measured]
-    nets = clock.networks(clock.sizes)
     raise UserError(
-        f"speedup={speedup:g}: {whole / measured:.2f} times is the most (of {whole:.3g} ms the two networks of points"
-        f" take {nets:.3g}, and not all of the rest gets faster with its channels); give less, or train with a smaller"
-        " model.surroundings and model.residuals"
+        f"speedup={speedup:g}: {whole / measured:.2f} times is the most (of {whole:.3g} ms the point network takes"
+        f" {clock.points(clock.sizes):.3g}, and not all of the rest gets faster with its channels); give less, or train"
+        " with a smaller model.points"
     )
 
 
 def _sizes_of(spec: ModelSpec, names: Iterable[str]) -> dict[str, Any]:
-    """Return the channels of a model, and the hidden units of those networks of points that are among `names`."""
+    """Return the channels of a model, and the hidden units of its point network if `names` has one."""
     widths, inner = spec.config.channels()
-    return {"widths": widths, "inner": inner} | {name: getattr(spec.config, name) for name in NETWORKS if name in names}
+    return {"widths": widths, "inner": inner} | ({POINTS: spec.config.points} if POINTS in names else {})
 
 
 def first_of(inputs: EnsembleInput) -> EnsembleInput:
@@ -289,16 +287,11 @@ def _scores(run: Run, model: EnsembleModel) -> dict[str, float]:
 
 
 def without_network(model: EnsembleModel) -> EnsembleModel:
-    """Return a copy of a model in which the U-Net is not run and adds nothing.
-
-    Args:
-        model: the model.
-    """
+    """Return a copy of a model in which the U-Net is not run and adds nothing."""
     bare = copy.deepcopy(model)
     width, planes = bare.plane_bias.shape
-    for part in (bare.pressure, bare.surface):
-        if part is not None:
-            nn.init.zeros_(part.out.bias)
+    for part in bare._parts():
+        nn.init.zeros_(part.out.bias)
 
     def nothing(channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         return common.new_zeros(len(common), width, *common.shape[-2:], planes)
@@ -310,7 +303,7 @@ def without_network(model: EnsembleModel) -> EnsembleModel:
 def cut_to(
     model: EnsembleModel, importance: Importance, sizes: Mapping[str, int]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Cut a model to some sizes and refit the last layers of its networks of points.
+    """Cut a model to some sizes and refit the last layer of its point network.
 
     Args:
         model: the model.
@@ -323,9 +316,9 @@ def cut_to(
     state = model.state_dict()
     kept = {name: importance.kept(name, size) for name, size in sizes.items()}
     spec, weights = cut(model.spec, state, kept)
-    for name in NETWORKS:
-        if name in kept:
-            weights[f"{name}.second"] = refitted(state[f"{name}.second"], importance.moments[name], kept[name])[0]
+    if POINTS in kept:
+        assert importance.moments is not None
+        weights[f"{POINTS}.second"] = refitted(state[f"{POINTS}.second"], importance.moments, kept[POINTS])[0]
     return spec, weights
 
 
@@ -351,7 +344,7 @@ class Clock:
 
     def smaller(self, name: str, size: int) -> list[int]:
         """Return the sizes that a group may be cut to."""
-        if name in NETWORKS:
+        if name == POINTS:
             return [size * eighths // 8 for eighths in range(1, 8)] if size >= 64 else []
         return [_LEAST] * (size > _LEAST < self.unit) + list(range(self.unit, size, self.unit))
 
@@ -359,9 +352,9 @@ class Clock:
         """Return the milliseconds of a forward pass of a model."""
         return self._fastest(partial(_quietly, model, self.inputs))
 
-    def networks(self, sizes: Mapping[str, int]) -> float:
-        """Return the milliseconds of the two networks of points."""
-        return sum(self.network(name, sizes[name]) for name in NETWORKS if name in sizes)
+    def points(self, sizes: Mapping[str, int]) -> float:
+        """Return the milliseconds of the point network."""
+        return self.network(sizes[POINTS]) if POINTS in sizes else 0.0
 
     def total(self, sizes: Mapping[str, int], whole: float) -> float:
         """Return the milliseconds of a pass at some sizes, given those of the whole model."""
@@ -372,7 +365,7 @@ class Clock:
         blocks = (
             self.block(level, sizes[f"stream {level}"], sizes[f"inner {n}"]) for n, level in enumerate(self.of_block)
         )
-        return sum(blocks) + self.stem(sizes["stream 0"]) + self.networks(sizes)
+        return sum(blocks) + self.stem(sizes["stream 0"]) + self.points(sizes)
 
     def _block(self, level: int, stream: int, inner: int) -> float:
         """Time a residual block."""
@@ -403,9 +396,10 @@ class Clock:
 
         return self._fastest(call)
 
-    def _network(self, name: str, units: int) -> float:
-        """Time a network of points, on one strip after another."""
-        network: Surroundings = copy.deepcopy(getattr(self.model, name))
+    def _network(self, units: int) -> float:
+        """Time the point network, on one strip after another."""
+        network = copy.deepcopy(self.model.points)
+        assert network is not None
         network.first, network.second = network.first[:units].clone(), network.second[:, : units + 1].clone()
         points, (rows, columns) = 4096, self.model.cells
         cells = min(points, rows * columns)

@@ -31,9 +31,9 @@ from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos import merged
 from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, EmosModel, rows_for
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, families, field_names, most_dates, spaced
+from ensemble_ml.training.climate_data import Dates, field_names, most_dates, spaced
 from ensemble_ml.training.progress import Progress
-from ensemble_ml.training.validation import NOTHING, typical_spreads
+from ensemble_ml.training.validation import NOTHING
 
 log = logging.getLogger(__name__)
 
@@ -119,11 +119,11 @@ def fit_emos_model(
     progress.begin(["EMOS: its forms", "EMOS: all points"])
     train = spaced(np.asarray(train), _dates_that_fit(reader, len(train)))
     samples = _Samples.read(reader, train, members)
-    fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec), progress)
+    fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), reader.spec.families, progress)
     scores: dict[str, float] = {}
     if len(validation):
         seen = _Samples.read(reader, np.asarray(validation), members, fit.some_points)
-        scores = fit.scores(seen, typical_spreads(model))
+        scores = fit.scores(seen, model.heads.typical)
     # Without validation dates no form can be preferred, so one with moderate shrinkage is taken.
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())

@@ -28,9 +28,6 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
         session: the ranks of the job.
         made: for a trial: the list to which new communicators are added, so that they can be closed; nothing is logged.
 
-    Returns:
-        The exchange.
-
     Raises:
         UserError: settings do not fit the ranks, or nodes have different numbers of ranks where that matters.
     """

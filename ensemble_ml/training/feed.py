@@ -31,9 +31,6 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
         folder: the run folder.
         resumed: the run goes on from a checkpoint.
 
-    Returns:
-        The loader.
-
     Raises:
         UserError: settings do not fit the store.
     """
@@ -58,9 +55,6 @@ def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Sche
         start_step: the first step.
         steps: the step at which to stop.
         fresh: the run is new, and so begins with a validation.
-
-    Returns:
-        The schedule.
     """
     config, parts = run.config, run.session.topology.data
     draws = _validation_draws(config, run.reader, run.validation_dates, parts)
@@ -81,22 +75,12 @@ def validation_size(config: TrainConfig, parts: int) -> int:
     Args:
         config: settings of the run.
         parts: number of parts that a batch is divided into.
-
-    Returns:
-        The number of dates.
     """
     return -(-config.batch_size // parts)
 
 
 def lane_of(session: Session) -> Lane:
-    """Return the ranks that read the same rows as this one.
-
-    Args:
-        session: the ranks of the job.
-
-    Returns:
-        The group, with a function that gathers bytes from all of its ranks.
-    """
+    """Return the ranks that read the same rows as this one, with a function that gathers bytes from all of them."""
     topology, place = session.topology, session.topology.place
     # A rank that shares its rows with nobody has nobody to fetch samples from.
     if topology.data * topology.lon == 1:
@@ -117,14 +101,11 @@ def lane_of(session: Session) -> Lane:
 
 
 def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training and the validation dates of a run, after a check of the settings.
+    """Return the indices of the training and of the validation dates, after a check of the settings.
 
     Args:
         config: settings of the run.
         whole: reads the whole grid.
-
-    Returns:
-        Indices of the training and of the validation dates.
 
     Raises:
         UserError: settings do not fit the store.
@@ -147,9 +128,6 @@ def describe(
         topology: the ranks that are planned for, as seen by a rank of the first rows.
         step: seconds that a training step computes, if known.
         on_host: ranks that share the memory of a host; all of them if 0.
-
-    Returns:
-        Lines of text.
 
     Raises:
         UserError: settings do not fit the store.

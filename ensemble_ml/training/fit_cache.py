@@ -3,7 +3,7 @@
     OUTPUT/.fits/KEY.fit      sha256 of the rest; then arrays as safetensors, and what the fits logged
 
 KEY is a hash of everything that a fit depends on: the fingerprint of the store, the spec without the settings of the
-U-Net alone, the dates, the numbers of members, the code, and the seed if small networks are fitted. It also holds those
+U-Net alone, the dates, the numbers of members, the code, and the seed if a point network is fitted. It also holds those
 facts of the machine that decide how much is fitted, and to which last bit.
 
 A file is whole or absent. One that cannot be read is replaced by a new fit.
@@ -32,8 +32,8 @@ from ensemble_ml.folders import hash_of_code, write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
+from ensemble_ml.models.points import point_shapes
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.training.climate_fit import Fit, fit_climate
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.progress import log as progress_log
@@ -69,12 +69,9 @@ def kept_fit(
         validation: indices of the validation dates.
         members: number of members of the validation.
         sizes: numbers of members that the training will show.
-        seed: seed of the small networks.
+        seed: seed of the point network.
         progress: shows how far the fits are, and bounds their time.
         session: the ranks that call this; None for one rank.
-
-    Returns:
-        The fit.
 
     Raises:
         UserError: the fit is impossible (see `fit_climate`).
@@ -130,7 +127,7 @@ def _key(
         "dates": [np.asarray(dates).tolist() for dates in (train, validation)],
         "members": [members, *sorted(set(sizes))],
         "withhold": reader.withhold,
-        "seed": seed if any(units for units, _ in surroundings_shapes(reader.spec).values()) else 0,
+        "seed": seed if point_shapes(reader.spec)["points_first"][0] else 0,
         "code": _CODE,
         # How much memory there is decides how many points are fitted to; threads and instructions change last bits.
         "machine": [

@@ -5,7 +5,7 @@
     n                samples that are read
     t                seconds to read one
     f                operations of the linear correction's products of predictors
-    p                operations that train the networks of points
+    p                operations that train the point network
     g                operations that correct whole fields
     h                operations that solve for the linear correction
     r16, r32, r64    operations a second of matrix products here, in bfloat16 (where the CPU has it), float32, float64
@@ -24,9 +24,9 @@ import torch
 
 from ensemble_ml.loading import Reader
 from ensemble_ml.models.linear import TERMS, correction_shape, nested_bands
+from ensemble_ml.models.points import point_shapes
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.models.surroundings import surroundings_shapes
-from ensemble_ml.training import climate_fit, linear_fit, linear_sums, point_fit, surroundings_fit, truth_fit
+from ensemble_ml.training import climate_fit, linear_fit, linear_sums, point_fit, point_targets, truth_fit
 from ensemble_ml.training.climate_data import Dates, most_dates, spaced
 from ensemble_ml.wording import duration
 
@@ -42,7 +42,7 @@ class Work:
     Attributes:
         samples: samples that are read.
         sums: operations of the predictors' products with themselves.
-        points: operations of the networks on points.
+        points: operations of the point network's training.
         fields: operations that correct whole fields.
         solved: operations that solve for the linear correction.
     """
@@ -62,9 +62,6 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         train: indices of the training dates.
         validation: indices of the validation dates.
         sizes: numbers of members that the training will show.
-
-    Returns:
-        The work.
     """
     spec, cells = reader.spec, reader.spec.grid.shape[0] * reader.spec.grid.shape[1]
     fields = len(spec.leads_out) * spec.fields
@@ -88,23 +85,21 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         solutions = sum(len(groups) * len(linear_fit.penalties_of(groups)) for groups in levels)
         solved = solutions * ((TERMS * predictors) ** 3 / 3 + 4.0 * (TERMS * predictors) ** 2 * outputs)
         whole = 4.0 * cells * predictors * outputs
-    # Each network reads its own points, and is then tried on validation dates. The error MLP keeps one array more: the
-    # loss needs an error and a sigma.
-    networks = surroundings_shapes(spec)
-    tried_of = {"surroundings": surroundings_fit.VALIDATION_DATES, "residuals": truth_fit.VALIDATION_DATES}
-    for (name, tried), arrays in zip(tried_of.items(), (1, 2), strict=True):
-        first, second = networks[f"{name}_first"], networks[f"{name}_second"]
-        if not first[0]:
-            continue
+    # The network reads its own points, and is then tried on validation dates. With a truth, its loss needs an error and
+    # a sigma as well.
+    first, second = point_shapes(spec).values()
+    if first[0]:
         weights = first[0] * first[1] + second[0] * second[1]
+        arrays = [1, 2] if spec.config.postprocess else [1]
         choices, each = point_fit.pool_size(cells, first, fields, arrays, dates)
         batch, a_pass, passes = point_fit.steps_of(each * dates * choices)
-        samples += dates * choices + min(tried, held_out)
-        points += 2.0 * _BACK_AND_FORTH * weights * batch * a_pass * passes
+        samples += dates * choices + min(point_targets.VALIDATION_DATES, held_out)
+        samples += min(truth_fit.VALIDATION_DATES, held_out) * spec.config.postprocess
+        points = 2.0 * _BACK_AND_FORTH * weights * batch * a_pass * passes
         whole += 2.0 * cells * weights
     again = sample * len(sizes)  # dates whose whole fields are corrected
     if spec.config.postprocess:
-        widths = unseen * (2 if networks["residuals_first"][0] else 1)
+        widths = unseen * (2 if first[0] else 1)
         samples += sample + dates + widths
         again += sample + dates + widths
     return Work(samples, sums, points, fields_done + again * whole, solved)
@@ -118,9 +113,6 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
         work: the work of the fits.
         ranks: ranks that share it.
         members: number of members of a sample.
-
-    Returns:
-        Seconds.
     """
     dates = Dates(reader, members)
     tried = min(_TRIED, len(reader.source.layout.init_time))
@@ -129,7 +121,7 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
         dates.sample(date)
     read = (time.perf_counter() - began) / tried
     single, double = _operations_a_second(torch.float32), _operations_a_second(torch.float64)
-    # Without bfloat16 on the CPU, the sums and the networks run in float32.
+    # Without bfloat16 on the CPU, the sums and the network run in float32.
     half = _operations_a_second(torch.bfloat16) if has_bfloat16(torch.device("cpu")) else single
     seconds = work.samples * read + (work.sums + work.points) / half + work.fields / single + work.solved / double
     return seconds / ranks
@@ -155,9 +147,6 @@ def describe_fits(reader: Reader, work: Work, ranks: int, members: int) -> str:
         work: the work of the fits.
         ranks: ranks that share it.
         members: number of members of a sample.
-
-    Returns:
-        A line of text.
     """
     seconds = predicted_seconds(reader, work, ranks, members)
     share = f", each with its part of the dates, over {ranks} ranks as fast as this process" if ranks > 1 else ""

@@ -6,9 +6,9 @@ A channel, or hidden unit, has the importance
 
 of the averaged weights on training batches (Molchanov et al. 2019, doi:10.1109/CVPR.2019.01152).
 
-The last layers of the two networks of points are linear, so they are refitted by ridge regression to the outputs of the
-whole network. The second moments of the hidden units say beforehand what that leaves of the error, so the importance of
-the units that go is multiplied by this share.
+The last layer of the point network is linear, so it is refitted by ridge regression to the outputs of the whole
+network. The second moments of the hidden units say beforehand what that leaves of the error, so the importance of the
+units that go is multiplied by this share.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.models import EnsembleModel
-from ensemble_ml.models.compact import NETWORKS, Group, groups
-from ensemble_ml.models.surroundings import Surroundings, apply_first
+from ensemble_ml.models.compact import POINTS, Group, groups
+from ensemble_ml.models.points import PointNetwork, apply_first
 from ensemble_ml.training.assemble import Run
 
 BATCHES = 16  # training batches that importance is measured on
@@ -36,11 +36,11 @@ class Importance:
 
     Attributes:
         terms: importance of each channel or unit, by group.
-        moments: (H + 1, H + 1) mean products of hidden units and the constant, by network.
+        moments: (H + 1, H + 1) mean products of hidden units of the point network and the constant; None without one.
     """
 
     terms: dict[str, Tensor]
-    moments: dict[str, Tensor]
+    moments: Tensor | None
 
     def kept(self, name: str, size: int) -> list[int]:
         """Return the indices of the most important channels of a group, in their order."""
@@ -50,9 +50,9 @@ class Importance:
         """Return the importance of what goes with a cut of a group, less what a refit makes up for."""
         terms = self.terms[name]
         gone = float(terms.sum() - terms.topk(size).values.sum())
-        if name not in NETWORKS or size == len(terms):
+        if self.moments is None or model.points is None or name != POINTS or size == len(terms):
             return gone
-        return gone * refitted(getattr(model, name).second, self.moments[name], self.kept(name, size))[1]
+        return gone * refitted(model.points.second, self.moments, self.kept(name, size))[1]
 
 
 def measure_importance(run: Run, model: EnsembleModel) -> Importance:
@@ -63,12 +63,13 @@ def measure_importance(run: Run, model: EnsembleModel) -> Importance:
         model: the model.
     """
     every = groups(model.spec, model.state_dict())
-    networks = {name: getattr(model, name) for name in NETWORKS if name in every}
     sums = {name: torch.zeros(group.size, device=run.device) for name, group in every.items()}
-    with _second_moments(networks) as moments:
-        tensors = dict(model.named_parameters())
-        for name, network in networks.items():  # they are buffers, which no step of training changes
-            tensors |= {f"{name}.{key}": getattr(network, key).requires_grad_() for key in ("first", "second")}
+    with _second_moments(model.points) as moments:
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        # The weights of the point network are buffers, which no step of training changes.
+        fitted = {} if model.points is None else {f"{POINTS}.{k}": v for k, v in model.points.named_buffers()}
+        fitted = {key: fitted[key].requires_grad_() for key in (f"{POINTS}.first", f"{POINTS}.second") if key in fitted}
+        tensors |= fitted
         for batch in run.batches(0, BATCHES):
             moved = batch.to(run.device, run.dtype)
             loss = run.loss(model(moved.inputs), moved)["loss"]
@@ -76,10 +77,9 @@ def measure_importance(run: Run, model: EnsembleModel) -> Importance:
             gradients = {key: g for key, g in zip(tensors, found, strict=True) if g is not None}
             for name, group in every.items():
                 sums[name] += _terms(group, tensors, gradients) ** 2
-    for network in networks.values():
-        for key in ("first", "second"):
-            getattr(network, key).requires_grad_(False)
-    return Importance({name: values / BATCHES for name, values in sums.items()}, moments)
+    for weights in fitted.values():
+        weights.requires_grad_(False)
+    return Importance({name: values / BATCHES for name, values in sums.items()}, moments[0] if moments else None)
 
 
 def _terms(group: Group, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
@@ -93,25 +93,27 @@ def _terms(group: Group, tensors: Mapping[str, Tensor], gradients: Mapping[str, 
 
 
 @contextmanager
-def _second_moments(networks: Mapping[str, Surroundings]) -> Iterator[dict[str, Tensor]]:
-    """Sum up the products of hidden units, and of the constant, of all that the networks compute within the context."""
-    found: dict[str, Tensor] = {}
-    hooks = []
-    for name, network in networks.items():
+def _second_moments(network: PointNetwork | None) -> Iterator[list[Tensor]]:
+    """Sum up the products of hidden units, and of the constant, of all that a network computes within the context.
 
-        def add(module: Surroundings, inputs: tuple[Tensor], name: str = name) -> None:
-            """Add the products at some points of a strip."""
-            with torch.no_grad():
-                points = inputs[0].flatten(2)[..., ::_STRIDE].float()
-                hidden = apply_first(module.first.float(), points).movedim(1, 0).flatten(1).double()
-                hidden = torch.cat([hidden, torch.ones_like(hidden[:1])])
-                found[name] = found.get(name, 0) + hidden @ hidden.T
+    Yields:
+        A list, which holds the sum after the first pass.
+    """
+    found: list[Tensor] = []
 
-        hooks.append(network.register_forward_pre_hook(add))
+    def add(module: PointNetwork, inputs: tuple[Tensor]) -> None:
+        """Add the products at some points of a strip."""
+        with torch.no_grad():
+            points = inputs[0].flatten(2)[..., ::_STRIDE].float()
+            hidden = apply_first(module.first.float(), points).movedim(1, 0).flatten(1).double()
+            hidden = torch.cat([hidden, torch.ones_like(hidden[:1])])
+            found[:] = [hidden @ hidden.T + (found[0] if found else 0)]
+
+    hook = None if network is None else network.register_forward_pre_hook(add)
     try:
         yield found
     finally:
-        for hook in hooks:
+        if hook is not None:
             hook.remove()
 
 

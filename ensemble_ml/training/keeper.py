@@ -88,9 +88,6 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     Args:
         folder: the folder of checkpoints.
         snapshot: contents of the checkpoint.
-
-    Returns:
-        The folder of the checkpoint.
     """
     partial = _partial(folder, snapshot)
     shutil.rmtree(partial, ignore_errors=True)
@@ -162,7 +159,8 @@ class Keeper:
             partial.mkdir(parents=True)
         if snapshot.own is not None:
             self._world.barrier()  # no rank may write before the first rank has removed the old folder and made the new
-            snapshot = replace(snapshot, own=_copied(snapshot.own))
+            own = snapshot.own  # a rank that need not keep its tensors has none to copy
+            snapshot = replace(snapshot, own=replace(own, tensors=copies(own.tensors) if own.keep else {}))
         self._pending = _Pending(snapshot, self._submit(partial, snapshot))
         self._last = time.monotonic()
 
@@ -228,11 +226,6 @@ class Keeper:
             assert isinstance(files, dict)
             own = pending.snapshot.own
             self._renaming = self._threads.submit(_finish, self.folder, pending.snapshot, files, own)
-
-
-def _copied(own: OwnState) -> OwnState:
-    """Return the state of a rank with copies of its tensors; without tensors on a rank that need not keep them."""
-    return replace(own, tensors=copies(own.tensors) if own.keep else {})
 
 
 def _partial(folder: Path, snapshot: Snapshot) -> Path:

@@ -24,14 +24,13 @@ dates, or no correction at all. Without validation dates, a fifth of the trainin
 target is partly missing, the missing part is taken to be like the rest.
 
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
-channel at one of nine offsets), N basis function (in `Linear.ordered`: kind), Y latitude, X longitude.
+channel at one of nine offsets), N basis function, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,10 +38,9 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models.features import shrunk_spread
-from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
-from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures, nested_bands
+from ensemble_ml.models.linear import KINDS, TERMS, correction_shape, nested_bands
+from ensemble_ml.models.start import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_sums import SIZES, Rows, Sums, Targets, sums_of
@@ -55,130 +53,7 @@ PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # for what single basis functions add
 VALIDATION_DATES = 40
 FEWEST_DATES = 10  # with fewer dates there is no fit; a fifth of them may be held out
-_LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others
 _TINY = 1e-12
-
-
-@dataclass(eq=False)
-class Linear:
-    """The linear correction as the fits apply it.
-
-    Attributes:
-        module: the convolutions.
-        anchor: (T, F, Y, X) climatological mean.
-        climatology: (T, F, Y, X) s_clim.
-        shrink: (T, F) k.
-    """
-
-    module: LinearCorrection
-    anchor: Tensor
-    climatology: Tensor
-    shrink: Tensor
-
-    def __post_init__(self) -> None:
-        self.typical = typical_spread(self.climatology)[..., None, None]
-        self.relative_climatology = self.ordered((self.climatology / self.typical)[None])  # (T F, Y, X)
-
-    def __call__(self, mean: Tensor, spread: Tensor, members: int) -> tuple[Tensor, Tensor]:
-        """Return what is added to mean and spread of M members.
-
-        Args:
-            mean: (T, F, Y, X) mean of the members.
-            spread: (T, F, Y, X) spread of the members.
-            members: M.
-
-        Returns:
-            Two tensors (T, F, Y, X), physical units.
-        """
-        return self.added(self.module(self.padded(mean, spread, members), torch.tensor([float(members)])))
-
-    def padded(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
-        """Return the anomalies, padded by a row and a column on each side.
-
-        Args:
-            mean: (T, F, Y, X) mean of the members.
-            spread: (T, F, Y, X) spread of the members.
-            members: M.
-
-        Returns:
-            (1, C, Y + 2, X + 2).
-        """
-        return self.module.padded(self.channels(mean, spread, members)[None])
-
-    def added(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn outputs of the convolutions into what is added to mean and spread.
-
-        Args:
-            outputs: (1, O, Y, X) in typical spreads.
-
-        Returns:
-            Two tensors (T, F, Y, X), physical units.
-        """
-        shift, more = self.unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
-        return shift, more
-
-    def relative(self, spread: Tensor, members: int) -> Tensor:
-        """Return how large the prior spread is relative to s_clim: the geometric mean over leads and fields.
-
-        Args:
-            spread: (T, F, Y, X) spread of the members; a field without a value counts as if it had the climatological
-                spread.
-            members: M.
-
-        Returns:
-            (Y, X).
-        """
-        count, shrink = torch.tensor([float(members)]), self.shrink[..., None, None]
-        # The prior spread is used, because with one member there is no other, and with two it hardly says anything.
-        s0 = shrunk_spread(spread[None], count, self.climatology, shrink)[0]
-        ratio = (s0 / self.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
-        return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
-
-    def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
-        """Return the anomalies in the order of the model's channels.
-
-        Args:
-            mean: (T, F, Y, X) mean of the members.
-            spread: (T, F, Y, X) spread of the members.
-            members: M.
-
-        Returns:
-            (C, Y, X).
-        """
-        count = torch.tensor([float(members)])
-        shrink = self.shrink[..., None, None]
-        given = mean[None], spread[None], count, self.anchor, self.climatology, shrink, self.typical
-        return self.ordered(departures(*given)[0])
-
-    def ordered(self, values: Tensor) -> Tensor:
-        """Bring fields into the order of the model's channels: first those on pressure levels at all leads.
-
-        Args:
-            values: (N, T, F, Y, X) fields of N kinds.
-
-        Returns:
-            (N T F, Y, X), for each kind pressure levels of all leads, then the surface of all leads.
-        """
-        return values.flatten(1, 2)[:, self._order].flatten(0, 1)
-
-    def unordered(self, values: Tensor) -> Tensor:
-        """Undo `ordered`.
-
-        Args:
-            values: (N, T F, Y, X) fields of N kinds in the order of the channels.
-
-        Returns:
-            (N, T, F, Y, X).
-        """
-        return values[:, torch.argsort(self._order)].unflatten(1, self.anchor.shape[:2])
-
-    @property
-    def _order(self) -> Tensor:
-        """Return the positions in (T, F) in the order of the channels."""
-        spec = self.module.spec
-        places = torch.arange(self.anchor.shape[0] * self.anchor.shape[1]).view(self.anchor.shape[:2])
-        upper = len(spec.variables) * len(spec.levels)
-        return torch.cat([places[:, :upper].flatten(), places[:, upper:].flatten()])
 
 
 def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
@@ -204,16 +79,13 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
 
 
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
-    """Return the climatological mean: the mean over dates of the mean of all members.
+    """Return the climatological mean: the mean over dates of the mean of all members, (T, F, Y, X).
 
     A point that never has a value gets the mean of its field, because some members may have a value there.
 
     Args:
         dates: reads dates.
         chosen: indices of the dates.
-
-    Returns:
-        (T, F, Y, X).
     """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
@@ -228,12 +100,12 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
 
 
 def fit_linear(
-    linear: Linear, dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], targets: Targets
+    start: Start, dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], targets: Targets
 ) -> None:
     """Fit the weights of the linear correction.
 
     Args:
-        linear: the correction, changed in place.
+        start: the model's start, whose linear correction is changed in place.
         dates: reads dates.
         train: indices of the training dates.
         validation: indices of the validation dates.
@@ -247,7 +119,7 @@ def fit_linear(
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
-    rows = Rows(linear, dates, targets, train)
+    rows = Rows(start, dates, targets, train)
     # Three ensemble sizes suffice for two terms in 1/M, and each size costs another pass over the dates.
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     # With 1/M centred, the first term is the correction at a middle size, and the second is its change with M.
@@ -263,7 +135,7 @@ def fit_linear(
     for band, (first, second) in enumerate(found.unflatten(1, (TERMS, -1))):
         # Undo the centring: first + (1/M - centre) second = (first - centre second) + second / M.
         weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
-        linear.module.weight[band].copy_(weight)
+        rows.linear.weight[band].copy_(weight)
     gain = 1 - (left / before.clamp(min=_TINY)).sqrt()
     known = before > 0
     parts = zip(gain.chunk(KINDS), known.chunk(KINDS), strict=True)
@@ -282,9 +154,6 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Seque
         targets: as in `fit_linear`.
         validation: indices of the validation dates.
         kinds: the targets that are needed: 0 for the mean, 1 for the spread.
-
-    Returns:
-        `validation`, or an empty part of it.
     """
     missing = {kind for kind in kinds if kind == 0 or dates.members < dates.reader.full_size}
     for date in validation:

@@ -14,24 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import stretch
 from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.models.start import Start
 from ensemble_ml.training.climate_data import Dates, Sample
-
-if TYPE_CHECKING:
-    from ensemble_ml.training.linear_fit import Linear
 
 SIZES = 3  # most ensemble sizes
 _MOST_OPERATIONS = 2e13  # bound on the arithmetic of the sums: on large grids, they take a random part of the points
 _MANY_OPERATIONS = 1e11  # from so many on, the speed of bfloat16 is worth its rounding of predictors
 _BLOCKS = 6  # a product with itself is symmetric, so its columns are computed for this many blocks of rows one by one
 _CHOICES = 4  # most choices of a date's members: the first members, then random ones
+_LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others
 _TINY = 1e-12
 
 Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
@@ -41,20 +40,21 @@ class Rows:
     """A source of predictors and targets of single dates, in the mirror south of the equator (`models.linear`).
 
     Args:
-        linear: the correction that is fitted.
+        start: the model's start, whose linear correction is fitted.
         dates: reads dates.
         targets: returns the errors to explain (see `linear_fit.fit_linear`).
         train: indices of the training dates.
     """
 
-    def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
-        self.linear, self.dates, self.targets = linear, dates, targets
+    def __init__(self, start: Start, dates: Dates, targets: Targets, train: np.ndarray):
+        assert start.linear is not None
+        self.start, self.linear, self.dates, self.targets = start, start.linear, dates, targets
         grid = dates.spec.grid
         # Roots, because predictors and targets are both multiplied by them, and their products get the whole weight.
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
-        self.bands = linear.module.bands[..., 0]  # (N, Y)
-        predictors = 9 * linear.module.weight.shape[3]
+        self.bands = self.linear.bands[..., 0]  # (N, Y)
+        predictors = 9 * self.linear.weight.shape[3]
         self.choices, self.points, operations = looked_at(len(self.weights), predictors, len(train))
         self.rounded = operations > _MANY_OPERATIONS and has_bfloat16(torch.device("cpu"))
 
@@ -75,13 +75,13 @@ class Rows:
         """
         sample = self.dates.of(members).sample(int(date), chosen)
         at = self._at(int(date))
-        module, rows = self.linear.module, at // self.columns
-        near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
-        near = module.neighbours_in_mirror(near, rows)
-        errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
-        wanted = module.in_mirror(self.linear.ordered(errors).flatten(1).index_select(1, at), rows)
+        heads, rows = self.start.heads, at // self.columns
+        near = neighbourhoods(self.start.anomalies(*sample.batch(members)[:3])[0], at)
+        near = self.linear.neighbours_in_mirror(near, rows)
+        errors = torch.stack(self.targets(int(date), sample, members)) / heads.typical[..., None, None]
+        wanted = self.linear.in_mirror(errors.flatten(3).flatten(0, 2).index_select(1, at), rows)
         # Generalised least squares: an error counts relative to how large the spread is on this date at this point.
-        weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
+        weights = (self.weights / relative_spread(heads, sample, members).flatten())[at]
         there = torch.isfinite(wanted)
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
@@ -126,6 +126,20 @@ class Rows:
         return torch.randperm(len(self.weights), generator=draw)[: self.points].sort().values
 
 
+def relative_spread(heads: Heads, sample: Sample, members: int) -> Tensor:
+    """Return how large the prior spread is relative to s_clim: the geometric mean over leads and fields, (Y, X).
+
+    Args:
+        heads: hold s_clim and k.
+        sample: a date; a field without a value counts as if it had the climatological spread.
+        members: M.
+    """
+    # The prior spread is used, because with one member there is no other, and with two it hardly says anything.
+    s0 = heads.base_spread(*sample.batch(members)[1:3])[0]
+    ratio = (s0 / heads.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
+    return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
+
+
 def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]:
     """Return how much of each date the sums take.
 
@@ -144,14 +158,11 @@ def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]
 
 
 def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
-    """Return the values at the 3 x 3 points around some points.
+    """Return the values at the 3 x 3 points around some points, (9 C, P).
 
     Args:
         padded: (C, Y + 2, X + 2) fields, padded by one on each side.
         at: (P,) indices into Y X.
-
-    Returns:
-        (9 C, P).
     """
     columns, wide = padded.shape[2] - 2, padded.shape[2]
     corner = at // columns * wide + at % columns
@@ -216,11 +227,8 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
         train: indices of the training dates.
         sizes: ensemble sizes; each date is seen by all of them.
         centre: mean of 1/M over these.
-
-    Returns:
-        The sums.
     """
-    outputs, channels = rows.linear.module.weight.shape[2:4]
+    outputs, channels = rows.linear.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
     draw, shown = np.random.default_rng(0), list(enumerate(sizes))
     sums = Sums(

@@ -4,7 +4,7 @@
 
     w              exact area of the grid cell; zero where the target is missing
     CRPS           score of the predicted distribution against the truth
-    error          CRPS of the untrained, statistical forecast on validation dates, by lead, variable and level
+    error          CRPS of the untrained, statistical forecast on validation dates, by lead and field
     spread         predicted spread of the full ensemble
     S              spread of the full ensemble
     spread_error   squared error of the untrained spread on training dates, also by the number of members
@@ -19,7 +19,7 @@ Sums and weights are added up before they are divided, and weights over all rank
 and the sum over ranks is the loss of the whole batch. So short batches, missing fields and shards of any size are
 exact.
 
-Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, ModelSpec, Prediction
+from ensemble_ml.models.inputs import by_family
 from ensemble_ml.models.positions import integers, take
 
 
@@ -44,10 +45,8 @@ class Loss:
 
     Attributes:
         spec: variables and their distributions.
-        error_p: (T, V, Z) typical CRPS on pressure levels.
-        error_s: (T, S) typical CRPS at the surface.
-        spread_error_p: (N + 1, T, V, Z) typical squared error of the spread; row M is for M members.
-        spread_error_s: (N + 1, T, S) the same at the surface.
+        error: (T, F) typical CRPS.
+        spread_error: (N + 1, T, F) typical squared error of the spread; row M is for M members.
         area: (Y, X) areas of the cells, with mean one over the whole grid.
         spread_weight: weight of the spread's part.
         ranks: the ranks that share the batch.
@@ -56,10 +55,8 @@ class Loss:
     """
 
     spec: ModelSpec
-    error_p: Tensor
-    error_s: Tensor
-    spread_error_p: Tensor
-    spread_error_s: Tensor
+    error: Tensor
+    spread_error: Tensor
     area: Tensor
     spread_weight: float = 1.0
     ranks: Communicator = field(default_factory=NullCommunicator)
@@ -77,23 +74,13 @@ class Loss:
             `loss`, and its parts `crps` and `spread`, each if the model has that head, and `distill` if there is a
             teacher. A part whose targets are all NaN is zero.
         """
-        sums: dict[str, tuple[Tensor, Tensor]] = {}
-        families_p, families_s = self.spec.families
-        if prediction.location_p is not None or prediction.location_s is not None:
-            sums["crps"] = _added(
-                self._crps(families_p, prediction.location_p, prediction.scale_p, batch.truth_p, self.error_p),
-                self._crps(families_s, prediction.location_s, prediction.scale_s, batch.truth_s, self.error_s),
-            )
+        sums: dict[str, tuple[Tensor, Tensor] | None] = {"crps": self._crps(prediction, batch.truth)}
         # The error of the spread depends on the number of members, so each sample is divided by that of its own number.
-        members = batch.inputs.count.long()
-        if prediction.spread_p is not None or prediction.spread_s is not None:
-            sums["spread"] = _added(
-                self._square(prediction.spread_p, batch.target_spread_p, self.spread_error_p[members]),
-                self._square(prediction.spread_s, batch.target_spread_s, self.spread_error_s[members]),
-            )
+        spread_error = self.spread_error[batch.inputs.count.long()]
+        sums["spread"] = self._square(prediction.spread, batch.target_spread, spread_error)
         if self.teacher is not None:
             sums["distill"] = self._distance(prediction, batch)
-        terms = self._over_weights(sums)
+        terms = self._over_weights({name: pair for name, pair in sums.items() if pair is not None})
         total = terms.get("crps", 0.0) + self.spread_weight * terms.get("spread", 0.0)
         total = total + self.distill * terms["distill"] if "distill" in terms else total
         return {"loss": torch.as_tensor(total), **terms}
@@ -102,10 +89,10 @@ class Loss:
         """Return the weighted sum of squared distances to the teacher's forecasts, and the sum of weights."""
         assert self.teacher is not None
         with torch.no_grad():
-            wanted, members = self.teacher(batch.inputs), batch.inputs.count.long()
+            wanted = self.teacher(batch.inputs)
         units = {
-            "location_p": self.error_p**2, "scale_p": self.error_p**2, "spread_p": self.spread_error_p[members],
-            "location_s": self.error_s**2, "scale_s": self.error_s**2, "spread_s": self.spread_error_s[members],
+            "location": self.error**2, "scale": self.error**2,
+            "spread": self.spread_error[batch.inputs.count.long()],
         }  # fmt: skip
         return _added(*(self._square(getattr(prediction, k), getattr(wanted, k), unit) for k, unit in units.items()))
 
@@ -119,22 +106,16 @@ class Loss:
         least = weights.clamp(min=1e-12)
         return {k: total / weight.to(total.dtype) for (k, (total, _)), weight in zip(sums.items(), least, strict=True)}
 
-    def _crps(
-        self,
-        families: Sequence[Family],
-        location: Tensor | None,
-        scale: Tensor | None,
-        truth: Tensor | None,
-        error: Tensor,
-    ) -> tuple[Tensor, Tensor] | None:
+    def _crps(self, prediction: Prediction, truth: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Return the weighted sum of the relative CRPS and the sum of weights; None if there is nothing to score."""
+        location, scale = prediction.location, prediction.scale
         if location is None or scale is None or truth is None:
             return None
         known = torch.isfinite(truth)
         # A missing target is replaced before the formula: a NaN multiplied by a weight of zero would still give a NaN
         # gradient.
-        score = crps(families, location, scale, torch.where(known, truth, location.detach()))
-        return self._sums(score / error[..., None, None], known)
+        score = crps(self.spec.families, location, scale, torch.where(known, truth, location.detach()))
+        return self._sums(score / self.error[..., None, None], known)
 
     def _square(self, spread: Tensor | None, target: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the weighted sum of relative squared errors of the spread, and the sum of weights.
@@ -155,24 +136,20 @@ class Loss:
 
 
 def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the CRPS of variables that have different distributions.
+    """Return the CRPS of fields that have different distributions, (B, T, F, ...) in the units of `y`.
 
     Args:
-        families: distribution of each variable on axis 2.
-        location: (B, T, V, ...) location, physical units.
-        scale: (B, T, V, ...) scale.
-        y: (B, T, V, ...) observations.
-
-    Returns:
-        (B, T, V, ...) scores, in the units of `y`.
+        families: distribution of each field on axis 2.
+        location: (B, T, F, ...) location, physical units.
+        scale: (B, T, F, ...) scale.
+        y: (B, T, F, ...) observations.
     """
     # One call for each distribution. With a single one, no copy is needed.
-    kinds = list(dict.fromkeys(families))
+    kinds = by_family(families)
     if len(kinds) == 1:
-        return distributions.crps(kinds[0], location, scale, y)
+        return distributions.crps(kinds[0][0], location, scale, y)
     scores = torch.empty_like(location)
-    for kind in kinds:
-        at = [position for position, family in enumerate(families) if family is kind]
+    for kind, at in kinds:
         own = (take(values, 2, at) for values in (location, scale, y))
         scores.index_copy_(2, integers(at, scores.device), distributions.crps(kind, *own))
     return scores

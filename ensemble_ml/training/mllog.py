@@ -234,8 +234,18 @@ class RunLog(Mllog):
             self._epoch = 0
 
 
-def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | None:
-    """Return the log of a run if it writes one on this rank, otherwise None.
+class Mute:
+    """A log that nobody keeps: each of its methods does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+MUTE = Mute()
+
+
+def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | Mute:
+    """Return the log of a run, which is mute unless this rank writes one.
 
     Args:
         config: settings of the run.
@@ -243,8 +253,8 @@ def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog |
         resumed: whether the run goes on from a checkpoint.
     """
     if not config.tracking.mllog or not session.first:
-        return None
+        return MUTE
     if resumed:
         log.warning("tracking.mllog: a run that is resumed has no time to solution, so its log is left as it is")
-        return None
+        return MUTE
     return RunLog(config)

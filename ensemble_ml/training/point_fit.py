@@ -1,13 +1,14 @@
-"""Fits a network of `models.surroundings` (spread MLP or error MLP) to single points of training dates.
+"""Fits the point network of `models.points` to single points of training dates.
 
 Neighbouring points of one field are alike, but points of many dates are not. So a step of the fit takes `_BATCH` points
 drawn from all dates, each date reduced to a few random choices of its members. A step on whole fields sees four dates.
+What the network learns there is told by `training.point_targets`.
 
 Over several ranks, each rank holds the points of its own dates. A step draws its points from those of all ranks, each
 rank takes the ones that it holds, and the gradients are added up.
 
-Axes: T lead, F field (variables and levels, then surface variables), K input, U output, O = 2 T F outputs of the linear
-correction, N row of the pool (a point of a date as some members show it), P point, Y latitude, X longitude.
+Axes: T lead, F field (variables and levels, then surface variables), K input, U output, N row of the pool (a point of a
+date as some members show it), P point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -21,15 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models.linear import KINDS
-from ensemble_ml.models.place import common_planes, plane_count
+from ensemble_ml.models.place import plane_count
+from ensemble_ml.models.points import PointNetwork
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.models.surroundings import Surroundings, apply_networks, inputs_of
 from ensemble_ml.optim.eager import AdamW
 from ensemble_ml.training.climate_data import Dates, Sample
-from ensemble_ml.training.linear_fit import Linear
-from ensemble_ml.training.linear_sums import Targets, neighbourhoods
-from ensemble_ml.training.progress import CALLED, Pace
+from ensemble_ml.training.progress import NETWORK, Pace
 from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
@@ -52,78 +50,24 @@ _TINY = 1e-12
 
 
 @dataclass(eq=False)
-class Correction:
-    """The corrections before the U-Net: linear correction, spread MLP and error MLP, as the fits apply them.
+class Known:
+    """What a loss is made of at the rows of a pool.
 
     Attributes:
-        linear: the linear correction.
-        surroundings: the spread MLP, or None.
-        residuals: the error MLP, or None.
-        position: the planes of `place.position_planes`.
+        arrays: arrays (N, T F); zero where absent.
+        weight: (N, T F) what each field counts for; zero where one of the arrays is absent.
     """
 
-    linear: Linear
-    surroundings: Surroundings | None
-    residuals: Surroundings | None
-    position: Tensor
+    arrays: list[Tensor]
+    weight: Tensor
 
-    def __call__(self, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
-        """Return what is added to mean and spread of M members.
+    def at(self, rows: Tensor | slice) -> Known:
+        """Return some rows.
 
         Args:
-            sample: a date.
-            members: M.
-
-        Returns:
-            Two tensors (T, F, Y, X), physical units.
+            rows: which rows.
         """
-        padded = self.linear.padded(sample.mean, sample.spread, members)
-        found = self.linear.module(padded, torch.tensor([float(members)]))
-        if self.surroundings is not None:
-            found.chunk(KINDS, 1)[1].add_(self.of(self.surroundings, padded, sample, members))
-        return self.linear.added(found)
-
-    def expected_errors(self, sample: Sample, members: int) -> Tensor | None:
-        """Return v and w of the error MLP (`models.surroundings`).
-
-        Args:
-            sample: a date.
-            members: M.
-
-        Returns:
-            (2, T, F, Y, X), or None without an error MLP.
-        """
-        if self.residuals is None:
-            return None
-        padded = self.linear.padded(sample.mean, sample.spread, members)
-        found = self.of(self.residuals, padded, sample, members)
-        return self.linear.unordered(found[0].unflatten(0, (2, -1)))
-
-    def of(self, network: Surroundings, padded: Tensor, sample: Sample, members: int) -> Tensor:
-        """Apply one network to a date.
-
-        Args:
-            network: spread MLP or error MLP.
-            padded: anomalies, padded by a row and a column on each side.
-            sample: the date.
-            members: M.
-
-        Returns:
-            (1, U, Y, X).
-        """
-        return apply_networks([network], padded, self.linear.relative_climatology, self.common(sample, members))[0]
-
-    def common(self, sample: Sample, members: int) -> Tensor:
-        """Return the planes of place, season and number of members.
-
-        Args:
-            sample: a date.
-            members: M.
-
-        Returns:
-            (1, planes, Y, X).
-        """
-        return common_planes(self.position, torch.tensor([float(members)]), torch.tensor([sample.day]))
+        return Known([values[rows] for values in self.arrays], self.weight[rows])
 
 
 @dataclass(eq=False)
@@ -132,183 +76,114 @@ class Pool:
 
     Attributes:
         inputs: (N, K) inputs x, bfloat16.
-        given: arrays (N, T F) that the loss is made of; zero where absent.
-        weight: (N, T F) what each field counts for; zero where absent.
+        known: what each loss is made of.
         first: number of this rank's first row among all rows.
         rows: number of rows of all ranks.
     """
 
     inputs: Tensor
-    given: list[Tensor]
-    weight: Tensor
+    known: list[Known]
     first: int
     rows: int
 
     def spaced(self, most: int) -> slice:
-        """Return this rank's part of about `most` rows that are evenly spaced over all ranks' rows.
+        """Return this rank's part of about `most` rows that are evenly spaced over all ranks' rows, as a slice.
 
         Args:
             most: how many rows.
-
-        Returns:
-            A slice of this rank's rows.
         """
         step = max(1, self.rows // most)
         return slice(-self.first % step, None, step)
 
     def held(self, rows: Tensor) -> Tensor:
-        """Return which of some rows this rank holds.
+        """Return which of some rows this rank holds, as positions among its own.
 
         Args:
             rows: numbers of rows of the whole pool.
-
-        Returns:
-            Positions among this rank's rows.
         """
         own = rows - self.first
         return own[(own >= 0) & (own < len(self.inputs))]
 
 
-class Points:
-    """A source of inputs and targets of a network at single points of a date.
-
-    Args:
-        correction: the corrections that are fitted already, and the networks.
-        dates: reads dates.
-        targets: returns what the corrections are to explain (see `linear_fit.fit_linear`).
-    """
-
-    def __init__(self, correction: Correction, dates: Dates, targets: Targets):
-        self.correction, self.dates, self.targets = correction, dates, targets
-        self.area = torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
-        self.columns = dates.spec.grid.shape[1]
-
-    def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Return the errors to explain, at all points.
-
-        Args:
-            date: index of the date.
-            sample: the date.
-            members: M.
-
-        Returns:
-            (O, Y X) in typical spreads, NaN where absent.
-        """
-        linear = self.correction.linear
-        return linear.ordered(torch.stack(self.targets(date, sample, members)) / linear.typical).flatten(1)
-
-    def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs, errors to explain, and what the linear correction explains of these, at some points.
-
-        Args:
-            date: index of the date.
-            sample: the date.
-            members: M.
-            at: (P,) indices into Y X.
-
-        Returns:
-            x without the constant (K, P), errors (O, P) and corrections (O, P), in typical spreads.
-        """
-        linear, network = self.correction.linear, self.correction.surroundings
-        assert network is not None
-        padded = linear.padded(sample.mean, sample.spread, members)
-        near, rows = neighbourhoods(padded[0], at), at // self.columns
-        fields = linear.relative_climatology, self.correction.common(sample, members)[0]
-        cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
-        climatology, common = (values.flatten(1).index_select(1, at).T[..., None, None] for values in fields)
-        inputs = inputs_of(cells, climatology, common, network.frame_at(rows))[..., 0, 0].T
-        done = linear.module.at_points(near, rows, members)
-        return inputs, self.wanted(date, sample, members).index_select(1, at), done
-
-
-Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
-Loss = Callable[[Tensor, Tensor], Tensor]  # outputs (P, U) and their rows in the pool -> losses (P, T F)
+# From a date, its sample, M and points to x (K, P), and for each loss the arrays (T F, P) that it is made of, NaN where
+# absent.
+Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[list[Tensor]]]]
+Losses = Callable[[Tensor, list[Known]], list[Tensor]]  # outputs (P, U) and what is known there -> losses (P, T F)
 
 
 def gather(
-    name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
-    arrays: int, stream: int,
-) -> Pool | None:  # fmt: skip
+    network: PointNetwork, dates: Dates, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: Sequence[int]
+) -> Pool | None:
     """Collect random points of all dates, each as a few random choices of the date's members show it.
 
-    A loss of a field at a point counts only if all arrays have a value there.
-
     Args:
-        name: "surroundings" or "residuals".
         network: the network that will be fitted.
-        points: inputs and targets.
+        dates: reads dates.
         train: indices of the training dates.
         sizes: numbers of members that the training will show.
-        take: from a date, its sample, M and points to x (K, P) and the arrays that the loss is made of, each (T F, P),
-            NaN where absent.
-        arrays: how many of these arrays there are.
-        stream: 0 or 1, so that the two networks draw different points and members from the same seed.
+        take: gives inputs and arrays at some points of a date.
+        arrays: how many arrays each loss is made of.
 
     Returns:
         This rank's part of the pool; None if memory holds too few points, if the time for this fit ends before they are
-        read, or if no date has the targets. Each reason is logged.
+        read, or if no date has a target. Each reason is logged.
     """
-    dates, inputs = points.dates, network.first.shape[1] - 1
-    fields = len(points.correction.linear.relative_climatology)
-    cells = len(points.area)
+    inputs, area = network.first.shape[1] - 1, torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
+    fields, cells = dates.shape[0] * dates.shape[1], len(area)
     choices, each = pool_size(cells, (len(network.first), inputs + 1), fields, arrays, len(train))
     rows = each * len(train) * choices
     if rows < min(_LEAST_ROWS, len(train) * choices * cells):
-        log.info("%s: memory holds fewer than %d points, so nothing is added", CALLED[name], _LEAST_ROWS)
+        log.info("%s: memory holds fewer than %d points, so nothing is added", NETWORK, _LEAST_ROWS)
         return None
     mine = dates.team.stretch(len(train) * choices)
     held = each * len(mine)
-    made = Pool(
-        torch.empty(held, inputs, dtype=torch.bfloat16),
-        [torch.empty(held, fields) for _ in range(arrays)],
-        torch.empty(held, fields),
-        each * mine.start,
-        rows,
-    )
-    draw, late = np.random.default_rng(2 * dates.seed + stream), False
-    with dates.progress.stage(f"{CALLED[name]}: points", len(mine)) as tick:
+    known = [Known([torch.empty(held, fields) for _ in range(n)], torch.empty(held, fields)) for n in arrays]
+    made = Pool(torch.empty(held, inputs, dtype=torch.bfloat16), known, each * mine.start, rows)
+    draw, late = np.random.default_rng(2 * dates.seed), False
+    with dates.progress.stage(f"{NETWORK}: points", len(mine)) as tick:
         for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw), -mine.start):
             picked = draw.choice(cells, each, replace=False)
             # All ranks draw the same numbers, so that the pool does not depend on how many there are.
             if not 0 <= row < len(mine):
                 continue
-            if late := dates.progress.is_late(name):
+            if late := dates.progress.is_late():
                 break
-            sample, members = dates.sample(date, chosen), len(chosen)
             at = torch.from_numpy(np.sort(picked))  # `LinearCorrection.at_points` is fastest on sorted points
-            values, given = take(date, sample, members, at)
-            there = torch.stack([torch.isfinite(values) for values in given]).all(0)
+            values, given = take(date, dates.sample(date, chosen), len(chosen), at)
             place = slice(row * each, (row + 1) * each)
             made.inputs[place] = values.T.bfloat16()
-            for kept, some in zip(made.given, given, strict=True):
-                kept[place] = torch.where(there, some, 0.0).T
-            made.weight[place] = (there * points.area[at]).T
+            for of, some in zip(made.known, given, strict=True):
+                there = torch.stack([torch.isfinite(values) for values in some]).all(0)
+                for kept, values in zip(of.arrays, some, strict=True):
+                    kept[place] = torch.where(there, values, 0.0).T
+                of.weight[place] = (there * area[at]).T
             tick(1)
     # If one rank ran out of time, all give up, because the pool would lack its dates.
     if dates.team.anywhere(late):
-        dates.progress.note_cut(name, "none of its steps")
+        dates.progress.note_cut("none of its steps")
         return None
-    if not dates.team.anywhere(bool(made.weight.any())):
-        log.info("%s: what it is fitted to is known on no training date, so nothing is added", CALLED[name])
+    if not dates.team.anywhere(any(bool(of.weight.any()) for of in made.known)):
+        log.info("%s: what it is fitted to is known on no training date, so nothing is added", NETWORK)
         return None
     return made
 
 
-def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: int, dates: int) -> tuple[int, int]:
+def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: Sequence[int], dates: int) -> tuple[int, int]:
     """Return the size of a pool that memory and the time of a fit allow.
 
     Args:
         cells: Y X, points of the grid.
         first: shape (H, K + 1) of the network's first weights.
         fields: T F.
-        arrays: number of arrays (N, T F) that the loss is made of.
+        arrays: number of arrays (N, T F) that each loss is made of.
         dates: number of training dates.
 
     Returns:
         How many choices of a date's members the pool has, and how many points of each.
     """
-    # Bytes of a row: inputs in bfloat16, arrays and weights in float32.
-    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * (first[1] - 1) + 4 * (arrays + 1) * fields)
+    # Bytes of a row: inputs in bfloat16, arrays and the weight of each loss in float32.
+    a_row = 2 * (first[1] - 1) + 4 * (sum(arrays) + len(arrays)) * fields
+    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / a_row
     budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * first[0] * first[1])) / dates
     choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # few, because each has to be read
     return choices, int(min(cells, budget / choices))
@@ -319,9 +194,6 @@ def steps_of(rows: int) -> tuple[int, int, int]:
 
     Args:
         rows: rows of the pool.
-
-    Returns:
-        The three numbers.
     """
     batch = min(_BATCH, max(256, rows // 64), rows)
     a_pass = rows // batch
@@ -402,8 +274,8 @@ def _standardisation(pool: Pool, dates: Dates) -> tuple[Tensor, Tensor]:
     return middle, torch.where(varies, spread, torch.inf)
 
 
-def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> bool:
-    """Fit the weights of a network to a pool.
+def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates: Dates) -> bool:
+    """Fit the weights of the network to a pool.
 
     The weights are fitted to standardised inputs and to outputs in `unit`s. At the end both standardisations are folded
     into the weights.
@@ -412,10 +284,9 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
     The rate still falls to zero at the end, so the result is the best that the time allowed.
 
     Args:
-        name: "surroundings" or "residuals".
         network: the network, changed in place.
         pool: this rank's part of the pool.
-        loss: returns losses from outputs (P, U) and their rows in the pool.
+        losses: returns losses from outputs (P, U) and what is known at these points.
         unit: (U,) unit of each output.
         dates: the dates of the pool; their seed is that of the weights.
 
@@ -440,12 +311,12 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         total = passes * a_pass
         optimizer = AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
-        total_weight = pool.weight.sum()
-        team.add_up(total_weight)
-        # Missing targets make the mean weight smaller. Divided by it, the loss is the same whatever is missing.
-        share = total_weight / (pool.rows * pool.weight.shape[1])
-        pace, done, taken = Pace(total, dates.progress.deadline(name)), 0, 0
-        with dates.progress.stage(CALLED[name], total) as tick:
+        totals = torch.stack([of.weight.sum() for of in pool.known])
+        team.add_up(totals)
+        # Missing targets make the mean weight smaller. Divided by it, a loss is the same whatever is missing.
+        shares = (totals / (pool.rows * pool.known[0].weight.shape[1])).clamp(min=_TINY)
+        pace, done, taken = Pace(total, dates.progress.deadline), 0, 0
+        with dates.progress.stage(NETWORK, total) as tick:
             for drawn in _batches(pool.rows, batch, passes):
                 # The pace follows from the clock, so the first rank decides for all.
                 if (stride := team.first_says(pace.stride(done))) == 0:
@@ -454,9 +325,10 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
                 inputs = (pool.inputs[chosen].float() - middle) / spread
                 with torch.autocast("cpu", torch.bfloat16, enabled=low):
                     found = layers(inputs)
-                costs = loss(found.float(), chosen) * pool.weight[chosen]
+                known = [of.at(chosen) for of in pool.known]
+                costs = [(a * of.weight).sum() for a, of in zip(losses(found.float(), known), known, strict=True)]
                 optimizer.zero_grad()
-                (costs.sum() / (costs.shape[1] * batch) / share).backward()
+                (torch.stack(costs) / shares / (known[0].weight.shape[1] * batch)).sum().backward()
                 _add_gradients(layers, team)
                 optimizer.step()
                 for _ in range(stride):
@@ -464,11 +336,11 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
                 done, taken = done + stride, taken + 1
                 tick(stride)
         if 0 < taken < total:
-            dates.progress.note_cut(name, f"{taken} of {total} steps")
+            dates.progress.note_cut(f"{taken} of {total} steps")
     finally:
         torch.set_rng_state(state)
     if not taken:
-        dates.progress.note_cut(name, "none of its steps")
+        dates.progress.note_cut("none of its steps")
         return False
     with torch.no_grad():
         # W1 (x - middle) / spread + bias is again a linear function of x, and the units of the outputs go into W2.

@@ -1,10 +1,10 @@
 """The progress of the fits before the first step: it is shown, and it is bounded by `max_minutes`.
 
     Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
-    Pace        the speed at which a small network goes through its schedule in the time that it has
+    Pace        the speed at which the point network goes through its schedule in the time that it has
 
-Only the small networks take long and can stop at any time. All other fits are sums over dates, which end by themselves.
-So a bound on the fits is a deadline for each network, early enough to leave time for what comes after it.
+Only the point network takes long and can stop at any time. All other fits are sums over dates, which end by themselves.
+So a bound on the fits is a deadline for the network, early enough to leave time for what comes after it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLED = {"surroundings": "spread MLP", "residuals": "error MLP"}
+NETWORK = "point network"  # its name in messages
 SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and steps take the rest
-# When each network has to end, as a fraction of the time for all fits. Sums over dates follow each of them.
-_UNTIL = {"surroundings": 0.58, "residuals": 0.88}
+_UNTIL = 0.88  # when the network has to end, as a fraction of the time for all fits: sums over dates follow it
 _WARM = 10  # steps of a network after which its pace is known
 
 
 class Progress:
-    """The stages of the fits: which of them runs, how far it is, and which networks were cut short for lack of time.
+    """The stages of the fits: which of them runs, how far it is, and whether the network was cut short.
 
     Args:
         seconds: how long the fits may take from now on; None for any time.
     """
 
     def __init__(self, seconds: float | None = None):
-        self.cut: list[str] = []  # names of the networks that ended before their time
+        self.cut = False  # whether the network ended before its time
         self.took: dict[str, float] = {}  # seconds of each stage so far
         self._began, self._seconds = time.monotonic(), seconds
         self._stages: list[str] = []
@@ -55,9 +54,6 @@ class Progress:
 
         Args:
             most: how many stages to name.
-
-        Returns:
-            The line, longest stage first.
         """
         stages = sorted(self.took.items(), key=lambda item: -item[1])[:most]
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages)
@@ -133,38 +129,23 @@ class Progress:
                 yield item
                 tick(1)
 
-    def deadline(self, network: str) -> float | None:
-        """Return when a network has to end, by `time.monotonic`; None if it may take any time.
+    @property
+    def deadline(self) -> float | None:
+        """Return when the network has to end, by `time.monotonic`; None if it may take any time."""
+        return None if self._seconds is None else self._began + _UNTIL * self._seconds
+
+    def is_late(self) -> bool:
+        """Return True if no time is left for the network."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def note_cut(self, steps: str) -> None:
+        """Note that the network was cut short, and log a warning.
 
         Args:
-            network: a key of `CALLED`.
-
-        Returns:
-            Seconds, or None.
-        """
-        return None if self._seconds is None else self._began + _UNTIL[network] * self._seconds
-
-    def is_late(self, network: str) -> bool:
-        """Return True if no time is left for a network.
-
-        Args:
-            network: a key of `CALLED`.
-
-        Returns:
-            The answer of this rank's clock.
-        """
-        until = self.deadline(network)
-        return until is not None and time.monotonic() >= until
-
-    def note_cut(self, network: str, steps: str) -> None:
-        """Note that a network was cut short, and log a warning.
-
-        Args:
-            network: a key of `CALLED`.
             steps: how many steps it got, in words.
         """
-        self.cut.append(network)
-        log.warning("%s: max_minutes left time for %s; give more minutes for the whole fit", CALLED[network], steps)
+        self.cut = True
+        log.warning("%s: max_minutes left time for %s; give more minutes for the whole fit", NETWORK, steps)
 
 
 class Pace:

@@ -68,9 +68,6 @@ class Recorded:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Compute a pass, by a call or by the recording.
 
-        Args:
-            batch: the batch.
-
         Returns:
             The loss and its parts; gradients are left in the model.
         """
@@ -153,22 +150,12 @@ def may_record(model: nn.Module, session: Session) -> bool:
 
     That is so for one rank on a GPU and our own network. A pass of the others may change more than gradients, such as
     running statistics of batch norms.
-
-    Args:
-        model: the model.
-        session: the ranks of the job.
-
-    Returns:
-        True or False.
     """
     return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
 
 
 def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
     """Record a call as a CUDA graph.
-
-    Args:
-        call: the call.
 
     Returns:
         A function that replays it, and its result, which holds values after the first replay.

@@ -83,19 +83,21 @@ class Rehearsal:
             return None
         for module in self.model.unet.modules():
             for name, p in module._parameters.items():
-                if p is not None and self.speed.low:  # gathered so, in the place of float32 weights that autocast casts
-                    module._parameters[name] = nn.Parameter(p.detach().to(torch.bfloat16))
+                if p is not None:
+                    # Gathered in bfloat16 if autocast would cast them, and laid contiguous, which FSDP2 asks for.
+                    kind = torch.bfloat16 if self.speed.low else p.dtype
+                    laid = p.detach().to(kind, memory_format=torch.contiguous_format)
+                    module._parameters[name] = nn.Parameter(laid)
         return EchoShards(self.model.unet, self.config.parallel.shard, self.traffic, self.gloo)
 
     def _loss(self) -> Loss:
         """Build the loss, with typical errors of the spread of one."""
-        error = {name: buffer for name, buffer in self.model.named_buffers() if name in ("error_p", "error_s")}
+        error = self.model.get_buffer("error")
         # The values of the errors do not change what a step costs.
-        ones = {k: torch.ones(_MEMBERS + 1, *v.shape, device=self.device) for k, v in error.items()}
+        ones = torch.ones(_MEMBERS + 1, *error.shape, device=self.device)
         area = torch.from_numpy(self.spec.grid.area_weights()).float()
         area = self.shard.cut(area).to(self.device)
-        scales = error["error_p"], error["error_s"], ones["error_p"], ones["error_s"]
-        return Loss(self.spec, *scales, area, self.config.spread_weight, self.mesh.model)
+        return Loss(self.spec, error, ones, area, self.config.spread_weight, self.mesh.model)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def trace(
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic, gloo=gloo)
-        with Ledger() as ledger:
+        with Ledger(processor=gloo) as ledger:
             rehearsal.step()
         model, batch = rehearsal.model, rehearsal.batch
         values = sum(p.element_size() * p.numel() for p in model.parameters())
@@ -218,31 +220,25 @@ def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Bat
     Returns:
         A batch of the right shapes.
     """
-    ins, outs = len(spec.leads_in), len(spec.leads_out)
-    upper, flat = (len(spec.variables), len(spec.levels)), (len(spec.surface),)
-    shapes = {"p": upper, "s": flat}
+    ins, outs, config = len(spec.leads_in), len(spec.leads_out), spec.config
 
-    def values(leads: int, *shape: int) -> Tensor:
-        """Return random values of one set of fields."""
-        return 1 + torch.rand(samples, leads, *shape, *cells)
+    def values(leads: int, fields: int) -> Tensor:
+        """Return random values."""
+        return 1 + torch.rand(samples, leads, fields, *cells)
 
-    given: dict[str, Any] = {}
-    for suffix, shape in shapes.items():
-        given[f"mean_{suffix}"], given[f"spread_{suffix}"] = values(ins, *shape), values(ins, *shape)
-        if spec.config.one_member:
-            given[f"member_{suffix}"] = values(ins, *shape)
-        if spec.masked:
-            masked = len(spec.masked_positions[suffix == "s"])
-            given[f"valid_{suffix}"] = values(ins, masked, *shape[1:])
+    given: dict[str, Any] = {"mean": values(ins, spec.fields), "spread": values(ins, spec.fields)}
+    if config.one_member:
+        given["member"] = values(ins, spec.fields)
+    if spec.masked:
+        given["valid"] = values(ins, len(spec.masked_positions))
     # One member less than there are, because the spread of all members is a target.
     count = torch.full((samples,), float(_MEMBERS - 1))
     inputs = EnsembleInput(count=count, day_of_year=torch.full((samples,), 100.0), **given)
     targets: dict[str, Any] = {}
-    for suffix, shape in shapes.items():
-        if spec.config.postprocess:
-            targets[f"truth_{suffix}"] = values(outs, *shape)
-        if spec.config.spread:
-            targets[f"target_spread_{suffix}"] = values(outs, *shape)
+    if config.postprocess:
+        targets["truth"] = values(outs, spec.fields)
+    if config.spread:
+        targets["target_spread"] = values(outs, spec.fields)
     return Batch(inputs, ["invented"] * samples, **targets)
 
 

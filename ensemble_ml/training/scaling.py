@@ -64,9 +64,6 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
         found: the partitions that were measured.
         pieces: measured pieces, by their position in `found`.
         links: the links between ranks.
-
-    Returns:
-        The points.
     """
     # Local work at a new shape is estimated from its arithmetic, relative to the shapes that were measured.
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
@@ -112,9 +109,6 @@ def table(points: Sequence[Point], shards: int = 1) -> str:
     Args:
         points: the points.
         shards: ranks that share the weights.
-
-    Returns:
-        The table.
     """
     widths = (8, 9, 8, 7, 6, 5, 5, 12, 10, 10, 10, 11, 12, 9)
     head = (

@@ -1,4 +1,4 @@
-"""The preparations of a run before its fits: training and validation dates, the model's spec, and the run folder."""
+"""Prepare a run before its fits: choose training and validation dates, the model's spec, and the run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, LoaderName, Objective, TournamentData, TrainConfig
+from ensemble_ml.config import DataConfig, LoaderName, ModelConfig, Objective, TournamentData, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -54,18 +54,15 @@ STATIC = ("orog", "lsm")
 
 
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and of the validation dates.
+    """Return the indices into `init_time` of the training and of the validation dates.
 
     Args:
         config: the data settings.
         init_time: (D,) initialisation times of the store.
 
-    Returns:
-        Indices into `init_time`, for training and for validation.
-
     Raises:
-        UserError: there is no training date, a period has no dates, no date starts at the hours asked for, or a date
-            is in both.
+        UserError: there is no training date, a period has no dates, no date starts at `data.hours`, or a date is both a
+            training date and a validation date.
     """
     if not config.train:
         raise UserError("data.train: empty; name init times to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
@@ -77,7 +74,7 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
         first = np.datetime64(init_time[both[0]], "h")
         raise UserError(
             f"data.validation={config.validation}: shares {len(both)} init times with data.train, first {first};"
-            " choose dates apart, or the best checkpoint is chosen on what it was trained on"
+            " choose different dates; the best checkpoint would otherwise be chosen by dates that it was trained on"
         )
     return train, validation
 
@@ -94,7 +91,7 @@ def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> n
     kept = dates[np.isin(hours, config.hours)]
     if not len(kept):
         there = ", ".join(f"{hour:02d}" for hour in np.unique(hours).tolist())
-        raise UserError(f"data.hours={config.hours}: no init time that was chosen starts then; there are {there} UTC")
+        raise UserError(f"data.hours={config.hours}: no chosen init time is at these hours; they are at {there} UTC")
     return kept
 
 
@@ -105,43 +102,28 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         config: settings of the run.
         source: the store.
 
-    Returns:
-        The spec.
-
     Raises:
-        UserError: the store lacks something that is asked for, or there is nothing to learn from.
+        UserError: the store lacks something that the settings name, there is nothing to learn, or the settings do not
+            fit each other or the grid.
     """
-    layout, data, model = source.layout, config.data, config.model
+    layout, data = source.layout, config.data
     leads = tuple(sorted(_chosen("data.leads_in", data.leads_in, layout.lead_hours)))
-    # Lead zero is predicted only if there is no other lead.
+    # By default, lead zero is predicted only if there is no other lead.
     default = [lead for lead in leads if lead > 0] or list(leads)
     static = tuple(name for name in STATIC if name in source.static())
     if not static:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
-    verified = config.objective is Objective.truth
-    # Without a truth, the spread of the full ensemble can still be learned.
-    if verified and model.postprocess and not source.has(Part.TRUTH):
-        if not model.spread or model.name == "emos":
-            alone = ", or set model.spread=true" if model.name != "emos" else ""  # EMOS needs the truth in any case
-            more = f"{alone}, or objective=members"
-            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{more}")
-        log.info("truth: the store holds none, so the spread alone is learned")
-        model = replace(model, postprocess=False)
-    if not model.postprocess and not config.spread_weight:
-        raise UserError("spread_weight=0: the spread alone is learned, so nothing would be; give a weight above 0")
-    # One member has no spread, and nothing would be left to predict.
-    if len(layout.realization) < 2:
-        raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
+    model = _of_store(config, source)
     upper = _chosen("data.variables", data.variables, layout.variables)
     flat = _chosen("data.surface", data.surface, layout.surface)
-    if verified and model.postprocess:
+    if config.objective is Objective.truth and model.postprocess:
         # Variables that the user did not name may be left out if they have no truth.
         by_default = (*(upper if data.variables is None else ()), *(flat if data.surface is None else ()))
         upper, flat = _verified(source, by_default, upper, flat)
     # A misspelt name would otherwise be ignored, and the variable would keep the distribution of the registry.
     if absent := [name for name in model.families or () if name not in (*upper, *flat)]:
         has = ", ".join((*upper, *flat)) or "none"
-        raise UserError(f"model.families={absent}: no variable of this run, which has {has}; leave it out")
+        raise UserError(f"model.families={absent}: not among the variables of this run ({has}); leave it out")
     zero = [name for name in (*upper, *flat) if leads == (0,) and field(name).accumulated]
     if zero:
         raise UserError(
@@ -160,7 +142,39 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         static,
         tuple(name for name in source.masked if name in (*upper, *flat)),
     )
-    # Settings that cannot work are refused now, and not after fits that may take an hour.
+    _check_spec(spec, model)
+    return spec
+
+
+def _of_store(config: TrainConfig, source: Source) -> ModelConfig:
+    """Return the settings of the model, with postprocessing switched off if it needs a truth that the store lacks.
+
+    Raises:
+        UserError: the settings and the store leave the model nothing to learn.
+    """
+    model = config.model
+    # Without a truth, the spread of the full ensemble can still be learned.
+    if config.objective is Objective.truth and model.postprocess and not source.has(Part.TRUTH):
+        if not model.spread or model.name == "emos":
+            alone = ", or set model.spread=true" if model.name != "emos" else ""  # EMOS needs the truth in any case
+            more = f"{alone}, or objective=members"
+            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{more}")
+        log.info("truth: the store holds none, so the spread alone is learned")
+        model = replace(model, postprocess=False)
+    if not model.postprocess and not config.spread_weight:
+        raise UserError("spread_weight=0: only the spread is learned here, and it needs a weight; give one above 0")
+    # One member has no spread, and nothing would be left to predict.
+    if len(source.layout.realization) < 2:
+        raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
+    return model
+
+
+def _check_spec(spec: ModelSpec, model: ModelConfig) -> None:
+    """Check a spec before the fits, which may take an hour, and log the depth that `auto` chose.
+
+    Raises:
+        UserError: the model or the grid cannot work with the settings.
+    """
     refuse_masks(spec)
     if spec.local:
         check_window(spec.grid)
@@ -172,19 +186,17 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
             fewer = spec.config.depth < model.usual_depth
             why = f", the most that the longitudes allow (usually {model.usual_depth})" if fewer else ""
             log.info(text, spec.config.depth, rows, columns, why)
-    return spec
 
 
 def open_reader(config: TrainConfig, source: Source, spec: ModelSpec) -> Reader:
-    """Return the reader of a run: of the truth, or of members that stand for it, as `objective` says.
+    """Return the reader of a run.
+
+    Its truth is that of the store, or a withheld member of each date if `objective` is `members`.
 
     Args:
         config: settings of the run.
         source: the store.
         spec: the model's spec.
-
-    Returns:
-        A reader of the whole grid.
     """
     return Reader(source, spec, withhold=config.seed if config.objective is Objective.members else None)
 
@@ -195,15 +207,16 @@ def with_depth(config: C, spec: ModelSpec) -> C:
     Args:
         config: settings of a run.
         spec: the model's spec.
-
-    Returns:
-        New settings.
     """
     return replace(config, model=replace(config.model, depth=spec.config.depth))
 
 
 def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
-    """Return the items that are wanted, or all if none are named; refuse those that are not in `there`."""
+    """Return the `wanted` items without repetition, or all items of `there` if `wanted` is None.
+
+    Raises:
+        UserError: `there` lacks a wanted item.
+    """
     if wanted is None:
         return tuple(there)
     missing = [item for item in wanted if item not in there]
@@ -217,8 +230,8 @@ def _verified(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the variables that have a truth on at least one date, and warn of those that have none.
 
-    Analyses have no rain, so a store made from one often has such a variable. A variable that the user asked for by
-    name is kept; it is refused later, when its truth is read.
+    Analyses have no rain, so a store whose truth is an analysis often has a variable without a truth. A variable that
+    the user named is kept here. It is refused later, when its truth is read.
 
     Args:
         source: the store.
@@ -229,7 +242,8 @@ def _verified(
     Returns:
         The variables on pressure levels and at the surface that are kept.
     """
-    # A variable with a truth on one date leaves the list, so this stops at the first date at which the list is empty.
+    # A variable leaves the list at the first date on which it has a truth. Once the list is empty, the other dates need
+    # not be looked at.
     unverified = list(by_default)
     for date in range(len(source.layout.init_time)):
         if not unverified:
@@ -248,17 +262,13 @@ def _verified(
 def open_on_all(config: TrainConfig, session: Session) -> tuple[Path, Checkpoint | None]:
     """Open the run on all ranks of a job (`open_run`).
 
-    Args:
-        config: settings of the run.
-        session: the ranks of the job.
-
     Returns:
-        The folder of this rank's trainer, and the checkpoint to go on from, or None.
+        The folder of this rank's trainer, and the checkpoint to resume from, or None for a new run.
 
     Raises:
         UserError: the run cannot be opened, or the ranks find different checkpoints.
     """
-    # The first rank opens the run before the others look at it, because it repairs what a killed run left behind.
+    # The first rank of each model opens the run before the others do, because it repairs what a killed run left behind.
     trainer = session.topology.place.trainer
     if session.first_of_model:
         folder, checkpoint = open_run(config, trainer=trainer)
@@ -266,8 +276,8 @@ def open_on_all(config: TrainConfig, session: Session) -> tuple[Path, Checkpoint
     session.meet()
     if not session.first_of_model:
         folder, checkpoint = open_run(config, tidy=False, trainer=trainer)
-    # Each rank looks for the checkpoint itself. A rank that sees another folder would begin anew while the others
-    # resume, so all have to find the same checkpoint.
+    # Each rank looks for the checkpoint itself. A rank that sees another folder would start anew while the others
+    # resume. The ranks therefore check that all of them have found the same checkpoint.
     found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
     session.agree(found, f"let output={config.output} be one folder for all ranks", model=True)
     session.agree({"a checkpoint to go on from": checkpoint is not None})
@@ -278,12 +288,8 @@ def open_on_all(config: TrainConfig, session: Session) -> tuple[Path, Checkpoint
 def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
     """Keep other processes from training in the run folder while the context is open. The first rank holds the claim.
 
-    Args:
-        config: settings of the run.
-        session: the ranks of the job.
-
     Raises:
-        UserError: on all ranks, if another process trains there.
+        UserError: another process trains there. All ranks raise the error.
     """
     with ExitStack() as stack:
         refused = session.once(lambda: _claim(config, stack))
@@ -293,7 +299,7 @@ def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
 
 
 def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
-    """Claim the run by a lock file beside its folder, until `stack` is closed.
+    """Claim the run by a lock file beside its folder. The claim ends when `stack` is closed.
 
     Returns:
         None, or the reason why the run cannot be claimed.
@@ -341,7 +347,7 @@ def _holder(lock: Path) -> str:
 
 
 def _made(folder: Path) -> list[Path]:
-    """Make a folder; return those that did not exist before, the innermost first."""
+    """Make a folder and its parents, and return those that did not exist before, the innermost first."""
     absent = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return absent
@@ -355,31 +361,30 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tuple[Path, Checkpoint | None]:
-    """Return the run folder, and the checkpoint to resume from; None for a new run.
+    """Return the run folder, and the checkpoint to resume from or None for a new run.
 
-    If the run has several trainers, these are the folder and the checkpoint of one of them.
+    If the run has several trainers, folder and checkpoint are those of one trainer.
 
     Args:
         config: settings of the run.
-        tidy: repair and clear what a killed run, or a copy without links, has left. Only one rank of a model may do so.
+        tidy: whether to repair links that a copy has lost, and to remove what a killed run has left. Only one rank of a
+            model may do so.
         trainer: number of the trainer.
 
-    Returns:
-        The folder and the checkpoint.
-
     Raises:
-        UserError: the folder exists and `resume` is off, `resume` meets other settings, or a folder that is needed only
-            later (for the cache on disk, for example) may not be written.
+        UserError: the folder holds a run and `resume` is off. The run to resume has other settings or another number of
+            trainers, or its checkpoint is damaged. A folder may not be written; this includes folders that are needed
+            only later, such as that of the cache on disk.
     """
     if config.loading.disk_bytes and config.loading.folder:
         check_writable(config.loading.folder, "loading.folder")
     planned = config.loading.name is LoaderName.clairvoyant
-    if planned and config.loading.timeline not in (None, "run"):  # it is written only when the run ends
+    if planned and config.loading.timeline not in (None, "run"):  # written only when the run ends
         check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
     check_writable(run, "run")
     if not _goes_on(config):
-        if any((run / name).exists() for name in _TRACES):  # other files, such as a plan, are no run
+        if any((run / name).exists() for name in _TRACES):  # other files alone, such as a plan, make no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return trainer_folder(run, trainer) if config.parallel.trainer > 1 else run, None
     if config.parallel.trainer > 1:
@@ -403,22 +408,24 @@ def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tup
     if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
         checkpoint.meta["best"] = best = None
         if tidy:
-            log.warning("resume: %s is not there, so the next validation begins to look for the best again", kept)
+            text = "resume: %s is not there, so the search for the best checkpoint begins again at the next validation"
+            log.warning(text, kept)
     if not tidy:
         return run, checkpoint
-    if best is not None:  # a run that died between the change of `last` and that of `best` left `best` behind
+    if best is not None:  # a run that was killed after it moved `last` and before it moved `best` left an old `best`
         point(checkpoints, "best", kept)
     clean(checkpoints)
     return run, checkpoint
 
 
 def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
-    """Return whether all trainers of a run have a checkpoint; refuse to go on with another number of them.
+    """Return whether all trainers of a run have a checkpoint; refuse to resume with another number of trainers.
 
-    If only some have one, the run was killed at its beginning, because no trainer takes a step before all have one.
+    No trainer takes a step before every trainer has a first checkpoint. If only some trainers have a checkpoint, and
+    all of these are of step 0, the run was killed at its beginning.
 
     Raises:
-        UserError: the run has another number of trainers, or one has lost its checkpoints.
+        UserError: the run has another number of trainers, or a trainer has lost its checkpoints.
     """
     trainers, top = config.parallel.trainer, run / "checkpoints" / "last"
     folders = [trainer_folder(run, trainer) / "checkpoints" / "last" for trainer in range(trainers)]
@@ -442,12 +449,14 @@ def trainer_folder(run: Path, trainer: int) -> Path:
 
 
 def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
-    """Return the settings of one of several trainers: an order of init times and members of its own, and what varies.
+    """Return the settings of one of several trainers: its own seed, and its values of `tournament.vary`.
+
+    The seed gives each trainer its own order of init times and members. The first trainer keeps the seed of the run.
 
     Args:
-        config: settings of the run. One with a single trainer is returned as it is, and so is the order of the first.
+        config: settings of the run; they are returned unchanged if the run has a single trainer.
         trainer: number of the trainer.
-        varied: the trainer whose values of `tournament.vary` it has.
+        varied: number of the trainer whose values of `tournament.vary` this trainer uses.
     """
     if config.parallel.trainer == 1:
         return config
@@ -467,7 +476,7 @@ def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarra
         trainer: number of the trainer.
 
     Raises:
-        UserError: they are too few to give each trainer a batch.
+        UserError: the dates are too few to give each trainer a batch of its own.
     """
     trainers = config.parallel.trainer
     if trainers == 1 or config.tournament.data is TournamentData.shared:
@@ -477,20 +486,20 @@ def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarra
             f"tournament.data=parted: {len(dates)} training dates do not give {trainers} trainers a batch of"
             f" {config.batch_size} each; give tournament.data=shared, or a smaller batch_size"
         )
-    # Every K-th date: each part has dates of all seasons and years.
+    # The dates are dealt out in turn, so that each trainer gets dates of all seasons and years.
     return dates[trainer::trainers]
 
 
 def refuse_shards(shards: int, ranks: int, session: Session | None = None) -> None:
-    """Refuse to share the weights among ranks that cannot do so.
+    """Refuse a number of shards of the weights that the ranks cannot have.
 
     Args:
-        shards: the setting `parallel.shard`.
-        ranks: number of ranks that train these weights.
-        session: the ranks of the job; None for ranks that are only planned for.
+        shards: the setting `parallel.shard`; 1 is always possible.
+        ranks: number of ranks that train one set of weights.
+        session: the ranks of the job; None if a job is only planned.
 
     Raises:
-        UserError: there is one rank, the number does not divide that of the ranks, or several ranks use one GPU.
+        UserError: there is only one rank, `shards` does not divide the number of ranks, or several ranks use one GPU.
     """
     if shards == 1:
         return
@@ -507,7 +516,7 @@ def forget(folder: Path, *, there: bool) -> None:
 
     Args:
         folder: the run folder.
-        there: the folder existed before the run; then only the run's own files are removed.
+        there: whether the folder existed before the run. If so, only the run's own files are removed.
     """
     traces = [*(folder / name for name in _TRACES), *folder.glob(f"{TRAINER}*")]
     for path in traces if there else [folder]:
@@ -518,7 +527,7 @@ def forget(folder: Path, *, there: bool) -> None:
 
 
 def _goes_on(config: TrainConfig) -> bool:
-    """Return True if the run shall resume from its last checkpoint."""
+    """Return True if the run resumes from its last checkpoint, False if it is new."""
     if config.resume == "auto":
         return restarts() > 0
     return bool(config.resume)
@@ -527,19 +536,19 @@ def _goes_on(config: TrainConfig) -> bool:
 def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> int:
     """Set torch's number of threads, and let this process keep memory that it frees.
 
-    A warning is logged if a resumed run had another number of threads, because that changes last bits.
+    A warning is logged if a resumed run had another number of threads, because that changes the last bits of results.
 
     Args:
         config: settings of the run.
-        was: number of threads before, if the run is resumed.
-        ranks: processes that share the cores of this one.
+        was: number of threads before the run was resumed; None for a new run.
+        ranks: number of processes that share the cores, with this one.
 
     Returns:
         The number of threads.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
-    # Memory that goes back to the system after every step would have to be fetched again in the next.
+    # Memory that is given back to the system after a step would have to be requested again in the next one.
     keep_freed_memory()
     if was not in (None, threads):
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
@@ -550,7 +559,7 @@ def tell_of_other_versions(was: Mapping[str, str]) -> None:
     """Warn if a resumed run was computed with other versions of torch or NumPy.
 
     Args:
-        was: versions that its checkpoint recorded.
+        was: versions that the checkpoint recorded, by package.
     """
     now = versions()
     for name in ("torch", "numpy"):

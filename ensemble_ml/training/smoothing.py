@@ -78,26 +78,20 @@ class Scales:
         yield mean
 
     def smooth(self, z: Tensor) -> Tensor:
-        """Smooth a map by a Gaussian one cell wide.
+        """Smooth a map by a Gaussian one cell wide, (..., Y, X).
 
         Args:
             z: (..., Y, X).
-
-        Returns:
-            (..., Y, X).
         """
         lat, lon = self._filters[0]
         return lat @ z @ lon
 
     def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
-        """Return the area mean.
+        """Return the area mean, (...) float64; NaN for a field without any point.
 
         Args:
             z: (..., Y, X).
             there: True for the points that count, in the shape of `z`; None for all.
-
-        Returns:
-            (...) float64; NaN for a field without any point.
         """
         if there is None or bool(there.all()):
             return (z * self.area).sum((-2, -1), dtype=torch.float64)
@@ -108,13 +102,10 @@ class Scales:
         return total / torch.where(area > 0, area, torch.nan)
 
     def filled(self, z: Tensor) -> Tensor:
-        """Fill points without a value by the area mean of the others.
+        """Fill points without a value by the area mean of the others, (..., Y, X); a field without any value stays NaN.
 
         Args:
             z: (..., Y, X), NaN where absent.
-
-        Returns:
-            (..., Y, X); a field without any value stays NaN.
         """
         there = torch.isfinite(z)
         if bool(there.all()):
@@ -246,13 +237,10 @@ class Estimate:
         return self._weighed(self.parts)
 
     def without(self, z: Tensor) -> Tensor:
-        """Return the mean map as it would be without one date, so that this date is like one never seen.
+        """Return the mean map as it would be without one date, so that this date is like one never seen, (T, F, Y, X).
 
         Args:
             z: (T, F, Y, X) map of that date.
-
-        Returns:
-            (T, F, Y, X).
         """
         n = self.dates[..., None, None].clamp(min=1.5)
         # The mean of n maps without one of them is (n mean - map) / (n - 1). n is the effective number, because dates

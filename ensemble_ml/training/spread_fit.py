@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.heads import FOLLOWED, widened
+from ensemble_ml.models.start import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample
-from ensemble_ml.training.point_fit import Correction
 from ensemble_ml.training.smoothing import Scales
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Spread:
         full_shrink: (T, F) k of s1.
         gain: (T, F) g of s1.
         level: (T, F) l of s1.
-        corrected: the corrections before the U-Net, or None.
+        start: the model's start, if it has a linear correction that is fitted already.
     """
 
     climatology: Tensor
@@ -53,44 +53,38 @@ class Spread:
     full_shrink: Tensor
     gain: Tensor
     level: Tensor
-    corrected: Correction | None = None
+    start: Start | None = None
 
     def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """Return the prior spread s0, of which sigma is a multiple.
+        """Return the prior spread s0, of which sigma is a multiple, (T, F, Y, X).
 
         Args:
             followed: (T, F, Y, X) the spread that sigma follows.
             shrink: (T, F) k; the fitted one if None.
-
-        Returns:
-            (T, F, Y, X).
         """
         k = (self.shrink if shrink is None else shrink)[..., None, None]
         # A corrected spread stands for `FOLLOWED` members whatever M is (`models.heads`).
-        count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
+        count = torch.tensor([float(self.members if self.start is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
     def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """Return the spread that sigma follows: the members' own, or the corrected s1 if there is a correction.
+        """Return the spread that sigma follows: the members' own, or the linearly corrected s1.
 
         Args:
             sample: a date.
-            more: (T, F, Y, X) correction of s1.
+            more: (T, F, Y, X) linear correction of s1.
 
         Returns:
             (T, F, Y, X).
         """
-        return sample.spread if self.corrected is None else widened(self.s1(sample.spread), more)
+        return sample.spread if self.start is None else widened(self.s1(sample.spread), more)
 
     def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """Return s1, the expected spread of the full ensemble.
+        """Return s1, the expected spread of the full ensemble, (T, F, Y, X).
 
         Args:
             spread: (T, F, Y, X) spread of the M members.
             shrink: (T, F) k; the fitted one if None.
-
-        Returns:
-            (T, F, Y, X).
         """
         k = self.full_shrink if shrink is None else shrink
         count = torch.tensor([float(self.members)])
@@ -98,40 +92,39 @@ class Spread:
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return what the corrections add to mean and s1; zeros without corrections.
+        """Return what is added to mean and s1 linearly; zeros without a correction: two tensors (T, F, Y, X).
 
         Args:
             sample: a date.
-
-        Returns:
-            Two tensors (T, F, Y, X).
         """
-        if self.corrected is None:
+        if self.start is None:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
-        return self.corrected(sample, self.members)
+        mean, spread, count, _ = sample.batch(self.members)
+        found = self.start.linear_part(self.start.anomalies(mean, spread, count), count)[0]
+        shift, more = found * self.start.heads.typical[..., None, None]
+        return shift, more
 
-    def expected_errors(self, sample: Sample) -> Tensor:
-        """Return v and w of the error MLP; zeros without one.
+    def said(self, sample: Sample) -> Tensor:
+        """Return d'', v and w of the point network; zeros without one, (3, T, F, Y, X).
 
         Args:
             sample: a date.
-
-        Returns:
-            (2, T, F, Y, X).
         """
-        found = None if self.corrected is None else self.corrected.expected_errors(sample, self.members)
-        return sample.mean.new_zeros(2, *sample.mean.shape) if found is None else found
+        if self.start is None or self.start.points is None:
+            return sample.mean.new_zeros(3, *sample.mean.shape)
+        mean, spread, count, day = sample.batch(self.members)
+        return self.start.point_part(self.start.anomalies(mean, spread, count), count, day)[0]
 
     def expected(self, sample: Sample) -> Tensor:
-        """Return the spread of the full ensemble that the untrained model predicts.
+        """Return the spread of the full ensemble that the untrained model predicts, (T, F, Y, X).
 
         Args:
             sample: a date.
-
-        Returns:
-            (T, F, Y, X).
         """
-        return widened(self.s1(sample.spread), self.correction(sample)[1])
+        linear = widened(self.s1(sample.spread), self.correction(sample)[1])
+        if self.start is None:
+            return linear
+        return widened(linear, self.said(sample)[0] * self.start.heads.typical[..., None, None])
 
 
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
@@ -185,9 +178,6 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
         validation: indices of validation dates.
         climatology: (T, F, Y, X) s_clim.
         scales: means on the grid.
-
-    Returns:
-        The spread of the untrained model.
     """
     default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)

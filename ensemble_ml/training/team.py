@@ -43,21 +43,15 @@ class Team:
 
         Args:
             count: number of items.
-
-        Returns:
-            Positions of this rank's items.
         """
         rank, size = self._ranks.rank, self._ranks.size
         return range(count * rank // size, count * (rank + 1) // size)
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's items.
+        """Return this rank's items, a contiguous part of `items`.
 
         Args:
             items: the items of all ranks.
-
-        Returns:
-            A contiguous part of `items`.
         """
         taken = self.stretch(len(items))
         return items[taken.start : taken.stop]
@@ -79,13 +73,10 @@ class Team:
             values.copy_(whole)
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, those of the first rank first.
+        """Return the rows of all ranks, those of the first rank first, (sum of all n, ...).
 
         Args:
             rows: (n, ...) the rows of this rank; n may differ between ranks.
-
-        Returns:
-            (sum of all n, ...).
         """
         if self.alone:
             return rows
@@ -101,13 +92,10 @@ class Team:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts.tolist(), strict=True)])
 
     def anywhere(self, flag: bool) -> bool:
-        """Return True if `flag` is true on any rank.
+        """Return True if `flag` is true on any rank, the same answer on all ranks.
 
         Args:
             flag: this rank's flag.
-
-        Returns:
-            The same answer on all ranks.
         """
         found = torch.tensor(flag)
         self.add_up(found)
@@ -118,9 +106,6 @@ class Team:
 
         Args:
             number: this rank's number; only that of the first rank matters.
-
-        Returns:
-            The first rank's number.
         """
         found = torch.tensor(number)
         if not self.alone:

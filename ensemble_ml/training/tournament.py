@@ -223,11 +223,7 @@ def await_written(run: Path, trainers: int, step: int) -> None:
 
 
 def point_to_best(run: Path) -> int:
-    """Let the links in the run's own folder of checkpoints lead to those of the trainer with the best checkpoint.
-
-    Returns:
-        The trainer.
-    """
+    """Let the links in the run's own folder of checkpoints lead to those of the trainer with the best checkpoint."""
     folders = sorted(path.parent for path in run.glob("trainer_*/checkpoints"))
     scores = []
     for folder in folders:

@@ -19,7 +19,7 @@ from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.machine import taken_memory
 from ensemble_ml.strict_json import strict
-from ensemble_ml.training.mllog import FILE, RunLog
+from ensemble_ml.training.mllog import FILE, MUTE, Mute, RunLog
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Tracker:
         every: int,
         tensorboard: bool,
         unwritten: Mapping[str, Any] | None = None,
-        mllog: RunLog | None = None,
+        mllog: RunLog | Mute = MUTE,
         shown: bool = True,
     ):
         self._run, self._steps, self._every = run, steps, every
@@ -82,8 +82,7 @@ class Tracker:
         self._stream = open(run / LOG, "a")  # noqa: SIM115 - closed by __exit__
         self._board = _board(run, start_step) if tensorboard else None
         self._mllog = mllog
-        if mllog is not None:
-            mllog.open(run / FILE)
+        self._mllog.open(run / FILE)
         terminal = shown and sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain, self._shown = not terminal, shown
@@ -98,8 +97,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._mllog is not None:
-            self._mllog.ended(well=kind is None)
+        self._mllog.ended(well=kind is None)
         self._bar.close()
         self._stream.close()
         if self._board is not None:
@@ -137,14 +135,26 @@ class Tracker:
         self._skipped += skipped
         self._sums = {name: self._sums.get(name, 0.0) + (0.0 if skipped else value) for name, value in loss.items()}
         self._bar.update()
-        if self._mllog is not None:
-            self._mllog.stepped(step, self._steps)
+        self._mllog.stepped(step, self._steps)
         if step % self._every and step != self._steps:
             return
         took = max(time.perf_counter() - self._began, 1e-9)
+        # The line is both written as JSON and shown, so that both agree.
+        values, loading = self._values(took, lr), self._loading(took)
+        self._write({"step": step, **values, **({"loading": loading} if loading else {})})
+        self._scalars(step, {f"train/{k}": v for k, v in values.items()})
+        self._scalars(step, {f"loading/{k}": v for k, v in loading.items()})
+        short = self._in_words(values, loading)
+        self._bar.set_postfix_str(short)
+        if self._plain and self._shown:
+            log.info("step %d/%d: %s", step, self._steps, short)
+        self._sums, self._count, self._sent, self._skipped = {}, 0, 0, 0
+        self.restart_clock()
+
+    def _values(self, took: float, lr: float) -> dict[str, Any]:
+        """Return what a line holds of the steps since the one before, which took so many seconds."""
         # Skipped steps have no loss that means anything, so the means are over the others.
         taken = self._count - self._skipped
-        # The line is both written as JSON and shown, so that both agree.
         values = {
             **{name: _digits(value / taken) if taken else None for name, value in self._sums.items()},
             **({"skipped": self._skipped} if self._skipped else {}),
@@ -157,11 +167,11 @@ class Tracker:
         if self._sent:
             values |= {"sent_mb": _digits(self._sent / self._count / 1e6, 4)}
             values |= {"exchange_wait": round(self._exchanged / took, 3)}
-        loading = self._loading(took)
-        self._write({"step": step, **values, **({"loading": loading} if loading else {})})
-        self._scalars(step, {f"train/{k}": v for k, v in values.items()})
-        self._scalars(step, {f"loading/{k}": v for k, v in loading.items()})
-        short = f"loss {values['loss']:.4f}" if taken else "no loss"
+        return values
+
+    def _in_words(self, values: Mapping[str, Any], loading: Mapping[str, float]) -> str:
+        """Return a line as it is shown."""
+        short = "no loss" if values["loss"] is None else f"loss {values['loss']:.4f}"
         if self._skipped:
             short += f" ({self._skipped} of {self._count} steps left out)"
         where = " of the GPU" if torch.cuda.is_initialized() else ""
@@ -171,11 +181,7 @@ class Tracker:
         if loading:
             tiers = ", ".join(f"{tier} {loading[tier]:.3g}" for tier in TIERS if loading.get(tier))
             short += f", wait {values['wait']:.1%}, hits {loading['hits']:.0%}" + (f", MB/s {tiers}" if tiers else "")
-        self._bar.set_postfix_str(short)
-        if self._plain and self._shown:
-            log.info("step %d/%d: %s", step, self._steps, short)
-        self._sums, self._count, self._sent, self._skipped = {}, 0, 0, 0
-        self.restart_clock()
+        return short
 
     @property
     def unwritten(self) -> dict[str, Any]:
@@ -187,24 +193,6 @@ class Tracker:
             return {}
         return {"sums": self._sums, "count": self._count, "sent": self._sent, "skipped": self._skipped}
 
-    def training(self, step: int) -> None:
-        """Log that steps begin.
-
-        Args:
-            step: steps that are done.
-        """
-        if self._mllog is not None:
-            self._mllog.trains(step)
-
-    def validating(self, step: int) -> None:
-        """Log that a validation begins.
-
-        Args:
-            step: the step after which it is.
-        """
-        if self._mllog is not None:
-            self._mllog.validates(step)
-
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
         """Log scores on the validation dates.
 
@@ -214,8 +202,7 @@ class Tracker:
             best: they are the best so far.
         """
         self._write({"step": step, "validation": scores, "best": best})
-        if self._mllog is not None:
-            self._mllog.validated(step, scores)
+        self._mllog.validated(step, scores)
         self._scalars(step, {f"validation/{k}": v for k, v in scores.items()})
         told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or "no target to score"
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
@@ -298,7 +285,7 @@ class Tracker:
                     self._board.add_scalar(name, value, step)
 
 
-class Silent:
+class Silent(Mute):
     """The tracker of a rank that logs nothing."""
 
     def __init__(self) -> None:
@@ -310,33 +297,6 @@ class Silent:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def step(self, step: int, **told: object) -> None:
-        """Do nothing."""
-
-    def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def tournament(self, held: dict[str, Any], text: str, seconds: dict[str, float]) -> None:
-        """Do nothing."""
-
-    def training(self, step: int) -> None:
-        """Do nothing."""
-
-    def validating(self, step: int) -> None:
-        """Do nothing."""
-
-    def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
-        """Do nothing."""
-
-    def checkpoint(self, step: int, held: float) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def restart_clock(self) -> None:
-        """Do nothing."""
 
 
 def memory_mb() -> float:

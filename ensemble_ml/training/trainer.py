@@ -45,7 +45,7 @@ from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import beside, open_loader
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.keeper import Keeper, Snapshot
-from ensemble_ml.training.mllog import RunLog, run_log
+from ensemble_ml.training.mllog import MUTE, Mute, RunLog, run_log
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
@@ -96,8 +96,7 @@ def _train(config: TrainConfig, session: Session, begin: Checkpoint | None) -> P
         was = checkpoint.meta["threads"] if checkpoint and session.first else None
         threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
         mllog = run_log(config, session, resumed=checkpoint is not None)
-        if mllog is not None:
-            mllog.reads_data()
+        mllog.reads_data()
         source = open_store(config.data.store)
         # The path of the store may differ between hosts, so its contents are compared.
         session.agree({"contents of data.store": source.fingerprint()})
@@ -145,10 +144,10 @@ class Trainer:
     Args:
         run: the model, the data and the ranks, ready to train.
         folder: the run folder.
-        mllog: the log of MLPerf that the first rank writes, or None.
+        mllog: the log of MLPerf, which is mute unless this rank writes one.
     """
 
-    def __init__(self, run: Run, folder: Path, mllog: RunLog | None = None):
+    def __init__(self, run: Run, folder: Path, mllog: RunLog | Mute = MUTE):
         self.setup, self.folder, self.session = run, folder, run.session
         self.state, self._several = run.state, run.session.topology.trainer > 1
         self.stepper, self.judge, self.mllog = Stepper(run), Judge(run), mllog
@@ -247,9 +246,8 @@ class Trainer:
             return Silent()
         self.folder.mkdir(parents=True, exist_ok=True)
         wanted, state = self.config.tracking, self.state
-        if self.mllog is not None:
-            dates = len(self.setup.train_dates), len(self.setup.validation_dates)
-            self.mllog.knows_data(self.session.topology.size, *dates, self.setup.steps_per_epoch)
+        dates = len(self.setup.train_dates), len(self.setup.validation_dates)
+        self.mllog.knows_data(self.session.topology.size, *dates, self.setup.steps_per_epoch)
         return Tracker(
             self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
             tensorboard=wanted.tensorboard, unwritten=self.setup.facts.get("unwritten"), mllog=self.mllog,
@@ -323,7 +321,7 @@ class Trainer:
         """Run step after step, with the validations and checkpoints that fall due between them."""
         state = self.state
         state.model.train()
-        tracker.training(state.step)
+        self.mllog.trains(state.step)
         batches = self.loader.train() if self.loader is not None else iter(())
         while state.step < state.steps:
             start = time.perf_counter()
@@ -474,7 +472,7 @@ class Trainer:
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
         """Score the validation dates. Return whether the score is better than all before."""
-        tracker.validating(self.state.step)
+        self.mllog.validates(self.state.step)
         try:
             found = self.judge.scores(self.loader)
         except NotFiniteForecast:
@@ -581,14 +579,12 @@ class Trainer:
             tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
             where, score = f"{self.folder}/checkpoints/best", f"{best['score']:.4f}"
+            start = "the model as it was cut" if "compacted" in self.setup.facts else "the fits to the training dates"
             if best["step"]:
                 tracker.say(f"done: best at step {best['step']}, score {score}: {where}")
+            elif not self.state.step:
+                tracker.say(f"done: {start} without any step, score {score}: {where}")
             else:
-                start = (
-                    "the fits to the training dates"
-                    if "compacted" not in self.setup.facts
-                    else "the model as it was cut"
-                )
                 tracker.say(
                     f"done: no validation after a step was better than that of the start, score {score}, so the best"
                     f" model is the start, {start} without any step: {where}"

@@ -1,4 +1,4 @@
-"""Fits what needs the truth: bias, inflation, zero-inflation parameters, error MLP, and the width of the distribution.
+"""Fits what needs the truth: bias, inflation, zero-inflation parameters, v and w, and the width of the distribution.
 
 The formulas stand in `training.climate_fit`.
 
@@ -18,14 +18,13 @@ from torch import Tensor
 from ensemble_ml import distributions
 from ensemble_ml.fields import Family
 from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero
-from ensemble_ml.models.heads import informed
+from ensemble_ml.models.heads import Heads, informed
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import (
     FEWEST_TO_WIDEN,
     Dates,
     Sample,
     dates_called,
-    families,
     field_names,
     kept_apart,
     neighbours,
@@ -33,7 +32,8 @@ from ensemble_ml.training.climate_data import (
     spaced,
 )
 from ensemble_ml.training.linear_fit import telling
-from ensemble_ml.training.residual_fit import fit_residuals
+from ensemble_ml.training.point_targets import fit_points
+from ensemble_ml.training.progress import NETWORK
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.spread_fit import SHRINK, Spread
 
@@ -84,14 +84,11 @@ class Left:
         return self.truth.error_left(date, sample.mean), more
 
     def s1(self, sample: Sample, members: int) -> Tensor:
-        """Return the expected spread of the full ensemble.
+        """Return the expected spread of the full ensemble, (T, F, Y, X).
 
         Args:
             sample: a date.
             members: M.
-
-        Returns:
-            (T, F, Y, X).
         """
         return replace(self.spread, members=members).s1(sample.spread)
 
@@ -144,7 +141,7 @@ class Truth:
         Args:
             sample: indices of the dates that are looked at.
         """
-        laws = families(self.dates.spec)
+        laws = self.dates.spec.families
         at = [position for position, law in enumerate(laws) if law in _ABOVE_ZERO]
         if not at:
             return
@@ -173,14 +170,11 @@ class Truth:
         return error / self.spread.climatology.clamp(min=_TINY)
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
-        """Return the error of `mean` beyond the bias of the other training dates.
+        """Return the error of `mean` beyond the bias of the other training dates, (T, F, Y, X), NaN where absent.
 
         Args:
             date: index of the date.
             mean: (T, F, Y, X) ensemble mean.
-
-        Returns:
-            (T, F, Y, X), NaN where absent.
         """
         if self._last is None or self._last[0] != date:
             self._last = date, self.dates.target(Part.TRUTH, date) - self._bias_without(date)
@@ -203,7 +197,7 @@ class Truth:
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
 
     def _uninformed(self, date: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return truth, corrected mean and s0 of a date, and v and w of the error MLP, which are not applied yet.
+        """Return truth, corrected mean and s0 of a date, and v and w of the point network, which are not applied yet.
 
         The truth is NaN in fields in which there was nothing to predict, such as rain on a dry day: the width that is
         best on such a date is of no use on others.
@@ -213,7 +207,7 @@ class Truth:
         told = (truth - sample.mean).abs() + sample.spread.nan_to_num()
         told = self.scales.mean(told, torch.isfinite(told)) > _NOTHING * self.scales.mean(self.spread.climatology)
         truth = torch.where(told[..., None, None], truth, torch.nan)
-        return truth, centre, self.spread.s0(followed), self.spread.expected_errors(sample)
+        return truth, centre, self.spread.s0(followed), self.spread.said(sample)[1:]
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
         """Fit k of s0, by the likelihood of the truth under N(centre, c^2 s0^2), with c free for each k.
@@ -262,13 +256,10 @@ class Truth:
         return ratio.minimum(_LARGEST_RATIO * usual[..., None, None].to(ratio.dtype))
 
     def inflation(self) -> Tensor:
-        """Fit B: half the logarithm of the mean of squared residuals over s0^2.
+        """Fit B: half the logarithm of the mean of squared residuals over s0^2, (T, F, Y, X).
 
         Cells are shrunk to their field's mean. B is zero for fields without residuals, because there are none or
         because neither truth nor members ever vary.
-
-        Returns:
-            (T, F, Y, X).
         """
 
         def ratio(date: int) -> Tensor:
@@ -294,7 +285,7 @@ class Truth:
             inflation: (T, F, Y, X) B.
             chosen: indices of the dates.
         """
-        laws = families(self.dates.spec)
+        laws = self.dates.spec.families
         at = [position for position, family in enumerate(laws) if family in AT_ZERO]
         if not at:
             return
@@ -323,10 +314,8 @@ class Truth:
             for values, number in zip(self.dry, found, strict=True):
                 values[:, position] = torch.where(enough[:, place], number.float(), values[:, position])
 
-    def learn_residuals(
-        self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]
-    ) -> bool:
-        """Fit the error MLP, and choose which fraction of v and of w each field takes.
+    def learn_points(self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]) -> bool:
+        """Fit the point network, and choose which fraction of v and of w each field takes.
 
         The fractions are those with the smallest CRPS on the validation dates, with sigma free to change a little.
 
@@ -337,21 +326,24 @@ class Truth:
             sizes: numbers of members that the training will show.
 
         Returns:
-            True if there is an error MLP now.
+            True if there is a point network now.
         """
-        correction = self.spread.corrected
-        if correction is None or correction.residuals is None:
+        start, left = self.spread.start, Left(self, self.spread)
+        if start is None or start.points is None:
             return False
-        left, shrink = Left(self, self.spread), self.spread.shrink
+        # The loss of errors is that of the distribution as it is fitted so far.
+        terms = ("shrink", self.spread.shrink), ("inflation", inflation), *zip(Heads.DRY, self.dry, strict=True)
+        for name, values in terms:
+            getattr(start.heads, name).copy_(values)
+        if not fit_points(start, self.dates, train, validation, sizes, left, left.s1):
+            return False
         asked = telling(self.dates, left, validation, kinds=(0,))
-        train, validation = kept_apart(train, asked)
-        if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation, self.dry):
-            return False
-        second, linear = correction.residuals.second, correction.linear
+        validation = kept_apart(train, asked)[1]
+        errors = start.points.second.chunk(3)[1:]
         seen = self._points(spaced(validation, VALIDATION_DATES), inflation)
         # All pairs of fractions are tried, because a better mean changes which width is best.
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
-        each = self.dates.progress.over("error MLP: shares", tried)
+        each = self.dates.progress.over(f"{NETWORK}: shares of errors", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
         # If all pairs cost the same, no date has the field.
         known = costs.amax(0) > costs.amin(0)
@@ -359,9 +351,10 @@ class Truth:
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
         shares = tried[torch.where(known, best, usual)].permute(2, 0, 1)  # (2, T, F)
         # The last layer is linear, so a fraction of the output is a fraction of its weights.
-        second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
+        for weights, share in zip(errors, shares, strict=True):
+            weights *= share.flatten()[:, None]
         gain = 1 - float((costs.amin(0) / costs[0])[known].mean().nan_to_num(1.0))
-        log.info("error MLP: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
+        log.info("point network: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -429,7 +422,7 @@ class Truth:
     def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
         """Return the CRPS of distributions given by mean and sigma, each field by its own distribution."""
         scores = torch.empty_like(scale)
-        for position, family in enumerate(families(self.dates.spec)):
+        for position, family in enumerate(self.dates.spec.families):
             mean, sigma = centre[:, position], scale[:, position]
             dry = (values[:, position].view(-1, *[1] * (mean.ndim - 1)) for values in self.dry)
             law = law_near_zero(family, mean, sigma, *dry)

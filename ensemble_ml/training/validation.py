@@ -52,7 +52,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, Prediction
-from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
+from ensemble_ml.models.inputs import by_family
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
 from ensemble_ml.training.losses import crps
 
 NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below this, there is nothing to predict
@@ -71,9 +72,6 @@ def c4(n: int) -> float:
 
     Args:
         n: number of values, two or more.
-
-    Returns:
-        c4(n).
     """
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
 
@@ -107,9 +105,6 @@ def validate(
         area: (Y, X) areas of the cells.
         mesh: the ranks that share samples and dates; all get the same result.
 
-    Returns:
-        Scores and calibration factors.
-
     Raises:
         NotFiniteForecast: a prediction is NaN or infinite.
     """
@@ -132,12 +127,12 @@ class Scoring:
     def __init__(self, model: AnyModel, *, full_size: int, area: Tensor, mesh: Mesh | None = None):
         spec, mesh = model.spec, mesh or Mesh()
         fields = len(spec.leads_out), spec.fields
-        self._model, self._full_size, self._laws = model, full_size, families(spec)
+        self._model, self._full_size, self._laws = model, full_size, spec.families
         self._crps, self._spread, self._width = (_Sums(area, fields, mesh) for _ in range(3))
         self._bounded = [position for position, law in enumerate(self._laws) if law is not Family.NORMAL]
         # Distributions with a bound need their variance and CRPS at a few factors. For a normal one, two sums suffice.
         self._tried = [_Sums(area, (fields[0], len(self._bounded)), mesh) for _ in _TRIED if self._bounded]
-        self._least = NOTHING * typical_spreads(model).to(area.device).double()
+        self._least = NOTHING * model.heads.typical.to(area.device).double()
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
@@ -148,7 +143,7 @@ class Scoring:
         """
         model, bounded, least = self._model, self._bounded, self._least
         prediction = model(batch.inputs)
-        if batch.truth_p is not None and batch.truth_s is not None:
+        if batch.truth is not None:
             ours, raw, truth = _crps(model, batch, prediction)
             self._crps.add(ours, raw, truth)
             errors, variances, truth, told = _squares(model, batch, prediction)
@@ -157,7 +152,7 @@ class Scoring:
                 maps = _at_width(model, batch, prediction, width)
                 sums.add(*maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
         # Batches have a target for the spread only if the model predicts it.
-        if batch.target_spread_p is not None and batch.target_spread_s is not None:
+        if batch.target_spread is not None:
             self._spread.add(*_spread_error(model, batch, prediction, self._full_size))
 
     @torch.no_grad()
@@ -268,21 +263,14 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
 
     The last one is the absolute error of the members' mean plus their spread. All are (B, T, F, Y, X).
     """
-    errors, variances, truths, told = [], [], [], []
-    for suffix, laws in _kinds(model):
-        truth = _of(batch, "truth", suffix)
-        location, scale = _of(prediction, "location", suffix), _of(prediction, "scale", suffix)
-        mean, deviation = torch.empty_like(location), torch.empty_like(scale)
-        # Location and scale are not mean and standard deviation, except for the normal distribution.
-        for position, family in enumerate(laws):
-            at = slice(None), slice(None), position
-            mean[at], deviation[at] = distributions.moments(family, location[at], scale[at])
-        errors.append((mean - truth) ** 2)
-        variances.append(deviation**2)
-        truths.append(truth)
-        middle, spread = _raw(model, batch, suffix)
-        told.append((truth - middle).abs() + spread.nan_to_num())
-    return _join(errors), _join(variances), _join(truths), _join(told)
+    truth, location, scale = _distribution(batch, prediction)
+    mean, deviation = torch.empty_like(location), torch.empty_like(scale)
+    # Location and scale are not mean and standard deviation, except for the normal distribution.
+    for family, at in by_family(model.spec.families):
+        mean[:, :, at], deviation[:, :, at] = distributions.moments(family, location[:, :, at], scale[:, :, at])
+    middle, spread = _raw(model, batch)
+    told = (truth - middle).abs() + spread.nan_to_num()
+    return (mean - truth) ** 2, deviation**2, truth, told
 
 
 def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,30 +278,25 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
 
     All are (B, T, F, Y, X).
     """
-    members = int(batch.inputs.count[0])
-    ours, raw, truths = [], [], []
-    for suffix, laws in _kinds(model):
-        truth, mean, spread = _of(batch, "truth", suffix), *_raw(model, batch, suffix)
-        # The factor accounts for the sampling error of the members' mean. Members that are all equal get a tiny scale.
-        scale = (math.sqrt(1 + 1 / members) * spread).clamp(min=1e-12)
-        ours.append(crps(laws, _of(prediction, "location", suffix), _of(prediction, "scale", suffix), truth))
-        raw.append(distributions.crps(Family.NORMAL, mean, scale, truth))
-        truths.append(truth)
-    return _join(ours), _join(raw), _join(truths)
+    members, (mean, spread) = int(batch.inputs.count[0]), _raw(model, batch)
+    truth, location, scale = _distribution(batch, prediction)
+    # The factor accounts for the sampling error of the members' mean. Members that are all equal get a tiny scale.
+    wide = (math.sqrt(1 + 1 / members) * spread).clamp(min=1e-12)
+    ours = crps(model.spec.families, location, scale, truth)
+    return ours, distributions.crps(Family.NORMAL, mean, wide, truth), truth
 
 
 def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> tuple[Tensor, Tensor]:
     """Return CRPS and variance of the fields that have a bound, with `width` times their scale: (B, T, G, Y, X)."""
-    scores, variances = [], []
-    for suffix, laws in _kinds(model):
-        truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
-        for position, law in enumerate(laws):
-            if law is not Family.NORMAL:
-                location, scale, y = (part[:, :, position] for part in (*parts, truth))
-                wider = distributions.widen(law, location, scale, truth.new_tensor(width))
-                scores.append(distributions.crps(law, *wider, y).unsqueeze(2))
-                variances.append(distributions.moments(law, *wider)[1].unsqueeze(2) ** 2)
-    return _join(scores), _join(variances)
+    truth, location, scale = _distribution(batch, prediction)
+    scores, variances = torch.empty_like(scale), torch.empty_like(scale)
+    for law, at in by_family(model.spec.families):
+        if law is not Family.NORMAL:
+            wider = distributions.widen(law, location[:, :, at], scale[:, :, at], truth.new_tensor(width))
+            scores[:, :, at] = distributions.crps(law, *wider, truth[:, :, at])
+            variances[:, :, at] = distributions.moments(law, *wider)[1] ** 2
+    bounded = [position for position, law in enumerate(model.spec.families) if law is not Family.NORMAL]
+    return scores[:, :, bounded], variances[:, :, bounded]
 
 
 def _least(crps_WTG: Tensor) -> Tensor:
@@ -349,51 +332,23 @@ def _spread_error(
     model: AnyModel, batch: Batch, prediction: Prediction, full_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return squared errors of the predicted and of the reference spread, and the full spread: (B, T, F, Y, X)."""
-    members = int(batch.inputs.count[0])
-    ours, raw, targets = [], [], []
-    for suffix, _ in _kinds(model):
-        target, (_, spread) = _of(batch, "target_spread", suffix), _raw(model, batch, suffix)
-        if members > 1:
-            reference = spread * (c4(full_size) / c4(members))
-        else:
-            # One member has no sample spread. The climatological spread stands in its place.
-            part = model.pressure if suffix == "p" else model.surface
-            reference = part.heads.base_spread(spread, batch.inputs.count)  # type: ignore[union-attr]
-        ours.append((_of(prediction, "spread", suffix) - target) ** 2)
-        raw.append((reference - target) ** 2)
-        targets.append(target)
-    return _join(ours), _join(raw), _join(targets)
+    members, (_, spread), target = int(batch.inputs.count[0]), _raw(model, batch), batch.target_spread
+    assert target is not None and prediction.spread is not None
+    if members > 1:
+        reference = spread * (c4(full_size) / c4(members))
+    else:
+        # One member has no sample spread. The climatological spread stands in its place.
+        reference = model.heads.base_spread(spread, batch.inputs.count)
+    return (prediction.spread - target) ** 2, (reference - target) ** 2, target
 
 
-def _kinds(model: AnyModel) -> list[tuple[str, tuple[Family, ...]]]:
-    """Return the suffix and the distributions of each set of variables that the model has."""
-    return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
+def _distribution(batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
+    """Return truth, location and scale, (B, T, F, Y, X) each."""
+    assert batch.truth is not None and prediction.location is not None and prediction.scale is not None
+    return batch.truth, prediction.location, prediction.scale
 
 
-def typical_spreads(model: AnyModel) -> Tensor:
-    """Return the typical spread of each field.
-
-    Args:
-        model: the model.
-
-    Returns:
-        (T, F), physical units.
-    """
-    parts = (part for part in (model.pressure, model.surface) if part is not None)
-    return torch.cat([part.heads.typical.flatten(1) for part in parts], 1)
-
-
-def _raw(model: AnyModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:
-    """Return mean and spread of the members given, at the predicted leads."""
+def _raw(model: AnyModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return mean and spread of the members given, at the predicted leads, (B, T, F, Y, X) each."""
     leads = model.spec.lead_positions
-    return _of(batch.inputs, "mean", suffix)[:, leads], _of(batch.inputs, "spread", suffix)[:, leads]
-
-
-def _of(owner: object, name: str, suffix: str) -> Tensor:
-    """Return an attribute by its name and suffix."""
-    return getattr(owner, f"{name}_{suffix}")
-
-
-def _join(kinds: list[Tensor]) -> Tensor:
-    """Join (B, T, V, Z, Y, X) and (B, T, S, Y, X) to (B, T, F, Y, X)."""
-    return torch.cat([kind.flatten(2, -3) for kind in kinds], 2)
+    return batch.inputs.mean[:, leads], batch.inputs.spread[:, leads]

@@ -6,6 +6,4 @@
 from ensemble_ml.verification.evaluate import Evaluation, evaluate, score
 from ensemble_ml.verification.forecasts import open_forecasts
 from ensemble_ml.verification.heights import Heights
-from ensemble_ml.verification.streaming import EnsembleSums, score_members
-
-__all__ = ["EnsembleSums", "Evaluation", "Heights", "evaluate", "open_forecasts", "score", "score_members"]
+from ensemble_ml.verification.streaming import score_members

@@ -47,6 +47,16 @@ class Column:
         words = registered(self.variable).long_name
         return words if self.level is None else f"{self.level} hPa {words}"
 
+    @property
+    def label(self) -> str:
+        """Return the field in words with its units, such as "850 hPa temperature, K"."""
+        return f"{self.title}, {registered(self.variable).units}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Return the field and the lead as the report offers them for selection."""
+        return self.label, f"{self.lead_hours} h"
+
 
 @dataclass(eq=False)
 class AggregationState:

@@ -88,15 +88,12 @@ class CellSums:
 
 
 def error_terms(mean: np.ndarray, variance: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the fields of one date that `fit_corrections` needs sums of.
+    """Compute the fields of one date that `fit_corrections` needs sums of, (Z, Y, X) by name.
 
     Args:
         mean: (Z, Y, X) ensemble mean.
         variance: (Z, Y, X) ensemble variance. NaN, the variance of a single member, counts as zero.
         truth: (Z, Y, X).
-
-    Returns:
-        (Z, Y, X) fields by name.
     """
     error, s2 = truth - mean, np.nan_to_num(variance)
     return {"e": error, "ee": error**2, "v": s2, "vv": s2**2, "ev": error * s2, "eev": error**2 * s2}
@@ -278,15 +275,12 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
 
 
 def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Compute the fields of one date that `fit_spread` needs sums of.
+    """Compute the fields of one date that `fit_spread` needs sums of, (Z, Y, X) by name.
 
     Args:
         reduced: (Z, Y, X) spread of the reduced ensemble. NaN, the spread of a single member, counts as zero.
         full: (Z, Y, X) spread of the full ensemble.
         held_out: (Z, Y, X) spread of the held-out members, or None.
-
-    Returns:
-        (Z, Y, X) fields by name.
     """
     s = np.nan_to_num(reduced)
     terms = {"s": s, "ss": s**2, "f": full, "ff": full**2, "fs": full * s}
@@ -375,7 +369,7 @@ def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
 
 
 def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.ndarray:
-    """Return the spread of the held-out members that a predicted spread of the full ensemble implies.
+    """Return the spread of the held-out members that a predicted spread of the full ensemble implies, (...).
 
     Sums of squares add up:
 
@@ -396,9 +390,6 @@ def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.n
         spread: (...) predicted S.
         given: (M, ...) members that the forecast was made from.
         full: N, above M.
-
-    Returns:
-        (...) spread in the units of the variable.
     """
     members = len(given)
     known = (members - 1) * np.nan_to_num(ensemble_moments(given)[1])

@@ -91,7 +91,7 @@ class Interval:
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
-    """Return the number of the block that each initialisation time belongs to.
+    """Return the number of the block that each initialisation time belongs to, (D,) ascending from 0.
 
     Blocks last `block_days` or more. A new block starts after every gap that is longer than `block_days`. A remainder
     at the end of a run of dates joins the block before it if it is too short. A run shorter than `block_days` is a
@@ -100,9 +100,6 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     Args:
         init_time: (D,) datetime64, ascending.
         block_days: Least length of a block in days, above 0.
-
-    Returns:
-        (D,) int, ascending from 0.
 
     Raises:
         UserError: The dates do not ascend, or `block_days` is not above 0.
@@ -145,7 +142,7 @@ def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
 
 
 def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Draw blocks with replacement and count how often each date occurs.
+    """Draw blocks with replacement and count how often each date occurs, (B, D) float.
 
     Each draw takes as many blocks as there are.
 
@@ -153,9 +150,6 @@ def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
         blocks: (D,) number of the block of each date.
         draws: Number of draws B.
         seed: Seed of the random generator. Equal seeds give equal draws for all scores, which keeps differences paired.
-
-    Returns:
-        (B, D) float counts.
 
     Raises:
         UserError: `draws` is below one or no whole number.

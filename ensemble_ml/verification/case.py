@@ -1,6 +1,6 @@
-"""Find the extreme case: the test date on which the raw full ensemble is furthest from its climate.
+"""Find the extreme case: where and when the raw full ensemble is furthest from its climate.
 
-Axes: Y latitude, X longitude.
+Axes: Y latitude, X longitude; of the arrays of a case, those of the part of the grid that is shown.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan
 from ensemble_ml.verification.samples import Setting, predictions, read_sample
@@ -22,12 +24,11 @@ class Case:
     """One field of one initialisation time, to be drawn in the report.
 
     Attributes:
-        column: Position of the field among the scored columns.
-        name: Variable and level, such as t850.
-        variable: Short name of the variable.
-        lead_hours: Lead time in hours.
+        column: The field and its lead.
         date: Initialisation time as text.
-        mean_index: Mean |EFI| over the sphere.
+        mean_index: Mean |EFI| over the region.
+        region: Northern, western, southern and eastern edge of the region, in degrees.
+        grid: Grid of what is shown, which is the region and what surrounds it.
         place: Latitude and longitude of the marked point, in degrees.
         index: (Y, X) EFI.
         truth: (Y, X), or None where there is none.
@@ -37,12 +38,11 @@ class Case:
         index_at_place: EFI at the marked point.
     """
 
-    column: int
-    name: str
-    variable: str
-    lead_hours: int
+    column: Column
     date: str
     mean_index: float
+    region: tuple[float, float, float, float]
+    grid: Grid
     place: tuple[float, float]
     index: np.ndarray
     truth: np.ndarray | None
@@ -54,15 +54,18 @@ class Case:
     def as_dict(self) -> dict:
         """Return the `case` of scores.json."""
         return {
-            "date": self.date, "lead_hours": self.lead_hours, "field": self.name, "mean_abs_efi": self.mean_index,
-            "latitude": self.place[0], "longitude": self.place[1], "efi": self.index_at_place,
+            "date": self.date, "lead_hours": self.column.lead_hours, "field": self.column.name,
+            "mean_abs_efi": self.mean_index, "region": list(self.region), "latitude": self.place[0],
+            "longitude": self.place[1], "efi": self.index_at_place,
             "truth": self.truth_at_place,
             "forecasts": {name: {"mean": mean, "stddev": sigma} for name, (mean, sigma) in self.at_place.items()},
         }  # fmt: skip
 
 
 def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
-    """Find and read the test date with the largest mean |EFI| of the first headline field.
+    """Find and read the test date and the region with the largest mean |EFI| at the headline lead.
+
+    Weather at the surface comes first: fields on pressure levels are searched only where no surface variable is scored.
 
     Args:
         setting: The setting that all groups share.
@@ -72,11 +75,11 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     Returns:
         The case; None without a model climate, or if neither an ensemble nor a forecast has a width.
     """
-    column = pictures.headline[0]
-    known = pictures.index.get(column)
-    if not known:
+    chosen = _most_unusual(plan, pictures)
+    if chosen is None:
         return None
-    position = max(known, key=lambda date: known[date])
+    column, position = chosen
+    mean_index, row, place = pictures.index[column][position]
     group = next(group for group in plan.groups if group.columns.start <= column < group.columns.stop)
     z, date = column - group.columns.start, int(plan.test[position])
     sample, climate = read_sample(setting, group, date), model_climate(setting)
@@ -96,22 +99,62 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         return None
     truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
-    y, x = _place(index[z], truth, grid.wraps)
+    inside = _box(grid, pictures.box, row, place, 0.0)
+    searched = np.full(grid.shape, np.nan)
+    searched[inside] = index[z][inside]
+    y, x = _place(searched, truth, grid.wraps)
+    shown = _box(grid, pictures.box, row, place, 0.5)
+    north, south = grid.latitude_bounds()[[inside[0].start, inside[0].stop]].tolist()
+    west, east = grid.longitude_bounds()[[inside[1].start, inside[1].stop]].tolist()
     return Case(
-        column=column,
-        name=plan.columns[column].name,
-        variable=plan.columns[column].variable,
-        lead_hours=plan.columns[column].lead_hours,
+        column=plan.columns[column],
         date=hour_text(setting.source.layout.init_time[date]),
-        mean_index=known[position],
+        mean_index=mean_index,
+        region=(north, west, south, east),
+        grid=Grid(grid.latitude[shown[0]], grid.longitude[shown[1]]),
         place=(float(grid.latitude[y]), float(grid.longitude[x])),
-        index=index[z],
-        truth=truth,
-        laws=laws,
+        index=index[z][shown],
+        truth=None if truth is None else truth[shown],
+        laws={name: (mean[shown], deviation[shown]) for name, (mean, deviation) in laws.items()},
         at_place={name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in laws.items()},
         truth_at_place=None if truth is None else float(truth[y, x]),
         index_at_place=float(index[z, y, x]),
     )
+
+
+def box_of(grid: Grid) -> tuple[int, int]:
+    """Return the rows and columns of boxes of 30 by 60 degrees, in which the most unusual weather is searched.
+
+    Args:
+        grid: Grid of the fields.
+    """
+    spans = np.ptp(grid.latitude_bounds()), np.ptp(grid.longitude_bounds())
+    rows, columns = (
+        max(1, round(width / (span / n))) for width, span, n in zip((30, 60), spans, grid.shape, strict=True)
+    )
+    return rows, columns
+
+
+def _most_unusual(plan: Plan, pictures: Pictures) -> tuple[int, int] | None:
+    """Return the column and the date of the box that is furthest from its climate; None if no index is known."""
+    lead = plan.columns[pictures.headline[0]].lead_hours
+    known = {
+        (c, date): mean
+        for c, dates in pictures.index.items()
+        for date, (mean, _, _) in dates.items()
+        if plan.columns[c].lead_hours == lead
+    }
+    known = {one: mean for one, mean in known.items() if plan.columns[one[0]].level is None} or known
+    return max(known, key=lambda one: known[one]) if known else None
+
+
+def _box(grid: Grid, size: tuple[int, int], row: int, place: int, around: float) -> tuple[slice, slice]:
+    """Return the rows and columns of a box, with `around` of its size on each side, as far as the grid goes."""
+    edges = []
+    for number, length, whole in zip((row, place), size, grid.shape, strict=True):
+        more = round(around * length)
+        edges.append(slice(max(0, number * length - more), min(whole, (number + 1) * length + more)))
+    return edges[0], edges[1]
 
 
 def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[int, int]:

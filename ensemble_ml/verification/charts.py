@@ -1,26 +1,26 @@
-"""Write the charts of the report: gains at a glance, curves by lead time, maps, and spread against error."""
+"""Write the charts of the report: gains at a glance, curves by lead time, maps, and calibration, field by field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from html import escape
 
 import numpy as np
 
-from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
-from ensemble_ml.grid import Grid
-from ensemble_ml.verification import plots
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS
-from ensemble_ml.verification.page import image
+from ensemble_ml.verification.calibration import Calibration
+from ensemble_ml.verification.metrics import METRICS
+from ensemble_ml.verification.page import FIELD, FORECAST, LEAD, REGION, choice, note, table
 from ensemble_ml.verification.pictures import Bins, Pictures
+from ensemble_ml.verification.probability import flatness
+from ensemble_ml.verification.rankings import regions
 from ensemble_ml.verification.scores import Scores, gain
-from ensemble_ml.verification.significance import RATE, p_values, significant
-from ensemble_ml.verification.statistics import Key, Statistic
-from ensemble_ml.verification.summary import short_name
-
-Families = Mapping[str, Mapping[str, str]]  # entrant -> field and lead -> family that `values.settle_families` chose
+from ensemble_ml.verification.significance import RATE
+from ensemble_ml.verification.summary import explained, short_name
+from ensemble_ml.verification.svg import Atlas, Curve, chart, gains
+from ensemble_ml.verification.values import CLIMATOLOGY
 
 
 def headline(scores: Scores) -> str:
@@ -45,151 +45,250 @@ def headline(scores: Scores) -> str:
                 entries.append((f"{who}{words} vs {short_name(other)}{mark}", found))
     if not entries:
         return ""
-    text = f"Gain at {lead} h, geometric mean over variables and levels; lines are intervals, where there are any"
-    return image(plots.gains(entries), text, width=760)
+    text = f"Gain in % at {lead} h (right of zero: better), geometric mean over variables and levels, with intervals"
+    return gains(entries, text) + note(explained(other for _, other, _ in references))
 
 
-def curves(scores: Scores) -> str:
-    """Return charts of score ratios by lead time.
+def curves(scores: Scores, first: Column) -> str:
+    """Return charts of scores by lead time: mean ratios over all fields, and the scores of each field and region.
+
+    Args:
+        scores: The scores.
+        first: The field to show first.
+    """
+    m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
+    corrected = f"spread_regression_{m}", f"size_corrected_{m}"
+    means = {
+        f"CRPS over that of raw {n}": ("crps", f"raw_{n}", (best, f"local_{m}", f"raw_{m}")),
+        f"RMSE of spread over that of raw {m}": ("spread_rmse", f"raw_{m}", corrected),
+    }
+    shown = ""
+    for title, (metric, reference, others) in means.items():
+        known = {}
+        for entrant in dict.fromkeys((*scores.forecasts, *filter(None, others))):
+            ratios = {lead: scores.ratio(metric, entrant, reference, scores.at_lead(lead)) for lead in scores.leads}
+            points = {lead: ratio for lead, ratio in ratios.items() if ratio is not None}
+            if points:
+                known[short_name(entrant)] = Curve(list(points), list(points.values()))
+        # A chart of baselines alone would answer no question about the forecasts.
+        if any(short_name(label) in known for label in scores.forecasts):
+            shown += chart(known, f"{title}, mean over all fields", "lead time, h", ticks=scores.leads, level=1.0)
+    absolute = {
+        "crps": (best, *scores.baselines, f"raw_{n}", f"raw_{m}", CLIMATOLOGY),
+        "rmse": (best, *scores.baselines, f"raw_{n}", f"raw_{m}"),
+        "spread_rmse": (*corrected, f"raw_{m}"),
+    }
+    cards = {}
+    for words, weighting in regions(scores).items():
+        for name, columns in fields(scores).items():
+            charts = [_by_lead(scores, metric, others, weighting, columns) for metric, others in absolute.items()]
+            cards[words, name] = _beside(charts)
+    by_field = choice([REGION, FIELD], cards, (next(iter(regions(scores))), first.label))
+    words = note(explained([f"local_{m}", *(other for others in absolute.values() for other in others)]))
+    return f"<h2>By lead time</h2>{words}{_beside([shown])}{by_field}" if shown or by_field else ""
+
+
+def fields(scores: Scores) -> dict[str, list[int]]:
+    """Return the positions of the columns of each field, one a lead, by its name with units.
 
     Args:
         scores: The scores.
     """
-    m, n = scores.reduced, scores.full
-    best = scores.best_baseline(scores.headline_lead)
-    baselines = [name for name in (best, f"local_{m}", f"raw_{m}") if name]
-    wanted = {
-        f"CRPS over that of raw {n}": ("crps", f"raw_{n}", baselines),
-        f"RMSE of spread over that of raw {m}": (
-            "spread_rmse",
-            f"raw_{m}",
-            [f"spread_regression_{m}", f"size_corrected_{m}"],
-        ),
-    }
-    panels = {}
-    for title, (metric, reference, others) in wanted.items():
-        curves = {}
-        for entrant in dict.fromkeys((*scores.forecasts, *others)):
-            points = ((lead, scores.ratio(metric, entrant, reference, scores.at_lead(lead))) for lead in scores.leads)
-            known = [(lead, point) for lead, point in points if point is not None]
-            if known:
-                curves[short_name(entrant)] = known
-        # A panel of baselines alone would answer no question about the forecasts.
-        if any(short_name(label) in curves for label in scores.forecasts):
-            panels[title] = curves
-    if not panels:
+    found: dict[str, list[int]] = {}
+    for c, column in enumerate(scores.columns):
+        found.setdefault(column.label, []).append(c)
+    return found
+
+
+def _by_lead(scores: Scores, metric: str, others: tuple[str | None, ...], weighting: str, columns: list[int]) -> str:
+    """Return a chart of a score of one field by lead time; empty where no forecast has it."""
+    known = {}
+    for entrant in dict.fromkeys((*scores.forecasts, *filter(None, others))):
+        points = {scores.columns[c].lead_hours: scores.interval_of(metric, entrant, c, weighting) for c in columns}
+        there = {lead: point for lead, point in points.items() if point is not None}
+        if there:
+            known[short_name(entrant)] = Curve(list(there), list(there.values()))
+    if not any(short_name(label) in known for label in scores.forecasts):
         return ""
-    return f"<h2>By lead time</h2>{image(plots.by_lead(panels), 'Ratio of scores by lead time; below one is better')}"
+    units = registered(scores.columns[columns[0]].variable).units
+    return chart(known, f"{METRICS[metric].long_name}, {units}", "lead time, h", ticks=scores.leads)
 
 
-def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
-    """Return maps of the gain, and of the spread on the last test date that has the field.
+def _beside(parts: list[str]) -> str:
+    """Return figures side by side; empty if all are."""
+    return f'<div class="charts">{"".join(parts)}</div>' if any(parts) else ""
+
+
+def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
+    """Return maps of each field and lead: the gain and the mean CRPS, and the spread on the last test date.
 
     Args:
-        content: The content of scores.json.
         scores: The scores.
         pictures: Sums for the maps.
-        grid: Grid of the maps.
-        land: (Y, X) land fraction for coasts, or None.
+        atlas: Grid, coasts and regions of the maps.
 
     Returns:
         HTML; empty on a grid of one row or column.
     """
-    if min(grid.shape) < 2:
+    if min(atlas.grid.shape) < 2:
         return ""  # a row or a column makes no map
-    families = content["families"]
-    parts, gains = [], [found for c in pictures.headline for found in _gain_maps(families, scores, pictures, c)]
-    if gains:
-        tested = (
-            f"Dots: significant over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on "
-            f"gains of a forecast that has more to go by"
-        )
-        if scores.blocks < FEWEST_BLOCKS:
-            tested = f"Not tested for significance: fewer than {FEWEST_BLOCKS} blocks of dates"
-        text = f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. {tested}"
-        parts.append(image(plots.gain_maps(gains, grid, land), text))
-    for column, shot in pictures.snapshots.items():
-        field = scores.columns[column]
-        maps = [(f"all {scores.full} members", shot.actual)]
-        maps += [(f"predicted by {label}", values) for label, values in shot.predicted.items()]
-        if scores.reduced > 1:
-            maps.append((f"raw {scores.reduced} members", shot.reduced))
-        text = f"Spread of {field.title} at {field.lead_hours} h, from {shot.date}"
-        parts.append(image(plots.spread_maps(maps, grid, land, registered(field.variable).units), text))
-    return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
+    first = scores.columns[pictures.headline[0]].key
+    better = {
+        (label, *column.key): _gain_maps(scores, pictures, atlas, c, label)
+        for label in scores.forecasts
+        for c, column in enumerate(scores.columns)
+    }
+    spreads = {scores.columns[c].key: _spread_maps(scores, pictures, atlas, c) for c in sorted(pictures.snapshots)}
+    tested = (
+        f"Dots: significant over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on gains "
+        "of a forecast that has more to go by"
+    )
+    if scores.blocks < FEWEST_BLOCKS:
+        tested = f"Not tested for significance: fewer than {FEWEST_BLOCKS} blocks of dates"
+    text = f"Gain in CRPS, mean over the test dates. Blue: better, red: worse, grey: left out. {tested}. "
+    text += explained((scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"))
+    parts = [
+        choice([FORECAST, FIELD, LEAD], better, (scores.forecasts[0], *first)),
+        choice([FIELD, LEAD], spreads, first),
+    ]
+    if not any(parts):
+        return ""
+    return f"<h2>Maps</h2>{note(text if parts[0] else '')}{''.join(parts)}"
 
 
-def _gain_maps(
-    families: Families, scores: Scores, pictures: Pictures, column: int
-) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Return a title, the gain in percent and the significant points for each forecast and reference."""
-    found = []
-    for label in scores.forecasts:
-        key = Key(label, Statistic.CRPS)
-        ours = pictures.mean_map(column, key)
-        for other in filter(None, (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}")):
-            reference = _reference(families, scores.columns[column], other)
-            theirs = pictures.mean_map(column, reference)
-            if ours is None or theirs is None:
-                continue
-            with np.errstate(divide="ignore", invalid="ignore"):
-                percent = 100 * (1 - ours / theirs)
-            first, second = pictures.block_means(column, key), pictures.block_means(column, reference)
-            # Dots mark significant differences, but no gain of a forecast that had more input than its reference.
-            dots = np.zeros(percent.shape, bool)
-            if first is not None and second is not None:
-                dots = significant(p_values(first - second))
-                if scores.advantage("crps", label, other):
-                    dots &= percent < 0
-            found.append((f"{scores.columns[column].title}: {label} vs {short_name(other)}", percent, dots))
-    return found
+def _gain_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int, label: str) -> str:
+    """Return maps of the gain of a forecast over each reference, and of its mean CRPS."""
+    best, raw = scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"
+    others = [other for other in dict.fromkeys((best, raw, scores.forecasts[0])) if other]
+    kept = {other: found for other in others if (found := pictures.gains.get((column, label, other)))}
+    mean = pictures.means.get((column, label))
+    if mean is None or not np.isfinite(mean).any():
+        return ""
+    sizes = np.concatenate([np.abs(gain[np.isfinite(gain)]) for gain, _ in kept.values()] or [np.empty(0)])
+    # One scale serves all maps of a card. A few extreme points would make all others look alike.
+    limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
+    parts = []
+    for other, (percent, sure) in kept.items():
+        # No gain of a forecast that had more input than its reference is sure.
+        certain = sure & (percent < 0) if scores.advantage("crps", label, other) else sure
+        title = f"gain in CRPS over {short_name(other)}{', the best baseline' * (other == best)}"
+        parts.append(atlas.gain_map(title, percent, None if scores.blocks < FEWEST_BLOCKS else certain, limit))
+    units = registered(scores.columns[column].variable).units
+    top = float(np.nanpercentile(mean, 98)) or 1.0
+    return _beside([*parts, atlas.map("mean CRPS of the forecast", mean, "viridis", (0.0, top), units)])
 
 
-def _reference(families: Families, column: Column, entrant: str) -> Key:
-    """Return the key of the CRPS that the tables show of an entrant.
+def _spread_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int) -> str:
+    """Return maps of the spread on one date: of all members, as it was predicted, and of the reduced ensemble."""
+    shot = pictures.snapshots[column]
+    shown = {f"all {scores.full} members": shot.actual}
+    shown |= {f"predicted by {label}": values for label, values in shot.predicted.items()}
+    if scores.reduced > 1:
+        shown[f"raw {scores.reduced} members"] = shot.reduced
+    top = float(np.nanpercentile(np.concatenate([values.ravel() for values in shown.values()]), 99.5)) or 1.0
+    units = registered(scores.columns[column].variable).units
+    return _beside(
+        [
+            atlas.map(f"spread from {shot.date}, {words}", values, "viridis", (0.0, top), units)
+            for words, values in shown.items()
+        ]
+    )
 
-    Where the entrant was scored as two distributions, it is that of the chosen one.
-    """
-    law = families.get(entrant, {}).get(f"{column.name} {column.lead_hours} h")
-    if law is None:
-        return Key(entrant, Statistic.CRPS)
-    return Key(entrant, Statistic.CRPS_NORMAL if law == Family.NORMAL.value else Statistic.CRPS_FAMILY)
 
-
-def bins(scores: Scores, pictures: Pictures) -> str:
-    """Return charts of errors and spreads against the predicted spread.
+def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
+    """Return charts of each field and lead: PIT and ranks, reliability, and error and spread by predicted spread.
 
     Args:
-        scores: The scores.
-        pictures: Sums in bins.
+        scores: The scores, whose draws are used.
+        found: The histograms and reliability tables.
+        pictures: Sums in bins of the predicted spread.
     """
-    m, n = scores.reduced, scores.full
-    error = (
-        "Does the predicted spread tell the error? Calibrated forecasts lie on the dashed line; dots by share of area."
+    cards = {
+        column.key: _beside(
+            [
+                _histograms(scores, found, c),
+                _reliability(scores, found, c),
+                _binned(scores, pictures.error_bins, c, "RMSE of the mean", (f"raw_{scores.full}",)),
+                _binned(scores, pictures.spread_bins, c, f"mean spread of all {scores.full} members"),
+            ]
+        )
+        + _calibration_table(scores, found, c)
+        for c, column in enumerate(scores.columns)
+    }
+    shown = choice([FIELD, LEAD], cards, scores.columns[pictures.headline[0]].key)
+    text = (
+        "The first chart is flat at one if calibrated, U-shaped if too sure: the probability integral transform of the "
+        "truth, and for raw ensembles its rank among the members. Reliability is that of the probability that the "
+        "truth lies in the upper tenth of the cell's climate; the climate is that of all fit dates: where these are of "
+        "several seasons, to know the season counts as skill. The last two ask whether the predicted spread tells the "
+        f"error of the mean, and the spread of all {scores.full} members. Dashed lines are right; dots by share of the "
+        "cases."
     )
-    spread = f"Does the predicted spread tell the spread of all {n} members?"
-    parts = [
-        _binned(scores, pictures, pictures.error_bins, (f"raw_{m}", f"raw_{n}"), error, "RMSE of the mean"),
-        _binned(scores, pictures, pictures.spread_bins, (f"raw_{m}",), spread, f"mean spread of all {n} members"),
-    ]
-    return f"<h2>Spread against error</h2>{''.join(parts)}" if any(parts) else ""
+    return f"<h2>Calibration</h2>{note(text)}{shown}" if shown else ""
+
+
+def _histograms(scores: Scores, found: Calibration, column: int) -> str:
+    """Return a chart of the PIT of forecasts and the ranks in raw ensembles, as frequencies relative to flat ones."""
+    kinds = [("pit", label) for label in scores.forecasts]
+    kinds += [("rank", f"raw_{size}") for size in dict.fromkeys((scores.reduced, scores.full))]
+    known = {}
+    for kind, entrant in kinds:
+        share = found.share(kind, entrant)
+        if share is None or not np.isfinite(share[column]).all():
+            continue
+        draws = found.share(kind, entrant, scores.counts)
+        assert draws is not None
+        blocks, bins = scores.blocks_among(found.known(kind, entrant, column)), share.shape[1]
+        relative = bins * share[column], bins * draws[:, column]
+        ends = [scores.interval(value, drawn, blocks) for value, drawn in zip(relative[0], relative[1].T, strict=True)]
+        points = (np.arange(bins) + 0.5) / bins
+        known[f"{short_name(entrant)} ({'PIT' if kind == 'pit' else 'ranks'})"] = Curve(points.tolist(), ends)
+    return chart(known, "frequency of the truth, relative to a flat one", "predicted probability below it", level=1.0)
+
+
+def _reliability(scores: Scores, found: Calibration, column: int) -> str:
+    """Return a reliability diagram of the upper tenth of the climate."""
+    known = {}
+    for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}")):
+        if (column, entrant) in found.reliability:
+            forecast, event, count = found.reliability[column, entrant].curve()
+            known[short_name(entrant)] = Curve.of(forecast, event, count / max(count.sum(), 1))
+    return chart(known, "observed frequency of the upper tenth", "forecast probability", diagonal=True)
 
 
 def _binned(
-    scores: Scores,
-    pictures: Pictures,
-    bins: dict[tuple[int, str], Bins],
-    others: tuple[str, ...],
-    text: str,
-    y_label: str,
+    scores: Scores, bins: Mapping[tuple[int, str], Bins], column: int, title: str, more: tuple[str, ...] = ()
 ) -> str:
-    """Return a chart of outcome against prediction, with a panel for each headline column that has bins."""
-    panels, units = {}, []
-    for column in pictures.headline:
-        entrants = dict.fromkeys((*scores.forecasts, *others))
-        curves = {short_name(entrant): bins[column, entrant] for entrant in entrants if (column, entrant) in bins}
-        if curves:
-            field = scores.columns[column]
-            panels[f"{field.title}, {field.lead_hours} h"] = curves
-            units.append(registered(field.variable).units)
-    return image(plots.binned(panels, units, y_label), text, width=820) if panels else ""
+    """Return a chart of the outcome against the predicted standard deviation."""
+    known = {
+        short_name(entrant): Curve.of(*bins[column, entrant].curve())
+        for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", *more))
+        if (column, entrant) in bins
+    }
+    units = registered(scores.columns[column].variable).units
+    return chart(known, f"{title}, {units}", f"predicted standard deviation, {units}", diagonal=True)
+
+
+def _calibration_table(scores: Scores, found: Calibration, column: int) -> str:
+    """Return a table of the flatness of histograms, and of the Brier score of the upper tenth and its parts."""
+    lines = []
+    for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}")):
+        share = found.share("pit", entrant)
+        flat = "" if share is None or not np.isfinite(share[column]).all() else f"{flatness(share[column]):.3f}"
+        event = found.reliability.get((column, entrant))
+        values = [""] * 5
+        if event is not None and event.weight.any():
+            p = event.parts()
+            values = [f"{x:.4f}" for x in (p.score, p.reliability, p.resolution, p.uncertainty, p.within)]
+        if flat or any(values):
+            lines.append([escape(short_name(entrant)), flat, *values])
+    heads = [
+        "",
+        "PIT: sum |share - 0.1|",
+        "Brier score",
+        "= reliability",
+        "- resolution",
+        "+ uncertainty",
+        "+ within bins",
+    ]
+    return table(heads, lines) if lines else ""

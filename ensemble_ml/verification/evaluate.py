@@ -1,4 +1,4 @@
-"""Score forecasts beside the raw ensemble and its statistical corrections, and write scores.json and report.html.
+"""Score forecasts, the raw ensemble and its statistical corrections, and write scores.json and report.html.
 
 `lineage` describes lineage.json, which says what the scores came of.
 
@@ -19,7 +19,8 @@ scores.json holds
 - `families`: the distribution chosen for each baseline that has two.
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}.
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp}.
-- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}.
+- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}. Of
+  several forecasts, each is compared with all others, too.
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage, forecast, reference,
   without_sp}. `advantage` names input that the forecast has and the reference lacks; with it, a gain is not certain.
   `without_sp`, here and in `summary`, is {value, low, high} without surface pressure. It is null where surface pressure
@@ -32,7 +33,8 @@ scores.json holds
 - `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area,
   left_out_fields (without variance on the fit dates), value, value_low, value_high, over_ENTRANT, ...}: scores of
   members over all variables and levels, where forecasts hold members.
-- `case`: {date, lead_hours, field, latitude, longitude, efi, ...} of the test date with the largest mean |EFI|.
+- `case`: {date, lead_hours, field, region ([north, west, south, east]), latitude, longitude, efi, ...} of the test date
+  and the region with the largest mean |EFI|.
 - `left_out`: points that a mask left out, with their share of the area, by entrant and field.
 - `notes`: sentences that a reader should know.
 - `headline`: the result in sentences.
@@ -66,14 +68,14 @@ from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, C
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
-from ensemble_ml.verification.case import Case, extreme_case
+from ensemble_ml.verification.case import Case, box_of, extreme_case
 from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.kept import Kept, part_of, put_part
 from ensemble_ml.verification.lacking import left_out, unfitted
 from ensemble_ml.verification.page import DEFINITIONS
-from ensemble_ml.verification.pictures import Pictures
+from ensemble_ml.verification.pictures import Pictures, cells_together
 from ensemble_ml.verification.plan import Plan, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
@@ -81,7 +83,6 @@ from ensemble_ml.verification.samples import Group, Setting, check_members, chec
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, OF_THE_LIMIT, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
-from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
@@ -216,7 +217,7 @@ def _evaluated(
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
         check_predictions(setting, plan.groups, int(plan.test[0]))
         kept = Kept.of(config, setting, plan)
-        tables = _score(setting, plan, regions, blocks, kept, pulse)
+        tables = _score(setting, len(ours), plan, regions, blocks, kept, pulse)
         pulse.doing("evaluate: intervals are computed from draws of blocks of dates")
         state, pictures = tables.state, tables.pictures
         case = extreme_case(setting, plan, pictures)
@@ -279,35 +280,31 @@ def _setting(
     return Setting(source, tuple(forecasts), *settled, heights=ground), tuple(regions)
 
 
-def _drawn(setting: Setting) -> frozenset[Key]:
-    """Return the scores that maps show, or may show once the best baseline is known."""
-    sure = [*(forecast.label for forecast in setting.forecasts), f"raw_{setting.full}"]
-    perhaps = [*(f"{name}_{setting.reduced}" for name in CORRECTIONS), CLIMATOLOGY]
-    laws = Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY
-    return frozenset(
-        [Key(name, Statistic.CRPS) for name in sure] + [Key(name, law) for name in perhaps for law in laws]
-    )
+def _references(setting: Setting) -> tuple[str, ...]:
+    """Return the entrants that maps compare forecasts with, or may once the best baseline is known."""
+    perhaps = (*(f"{name}_{setting.reduced}" for name in CORRECTIONS), CLIMATOLOGY)
+    return (f"raw_{setting.full}", *perhaps, *(forecast.label for forecast in setting.forecasts))
 
 
 def _score(
-    setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept, pulse: Pulse
+    setting: Setting, judged: int, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept, pulse: Pulse
 ) -> Tables:
-    """Score all groups of fields and all vectors of members, continuing where an earlier run stopped."""
+    """Score all groups of fields and all vectors of members, continuing where an earlier run stopped.
+
+    The first `judged` forecasts of the setting are those that the report is on.
+    """
     dates, columns = len(plan.test), len(plan.columns)
-    headline = _headline_columns(plan.columns)
+    area, ours = setting.weights[0], tuple(one.label for one in setting.forecasts[:judged])
     known: list[tuple[Group, Known | None]] = []
     tables = Tables(
         AggregationState(dates, columns, (*WEIGHTINGS, *regions, EXTREME, EFI_WEIGHTED)),
-        Calibration(dates, columns, setting.weights[0]),
+        Calibration(dates, columns, area),
         Pictures(
-            headline,
-            setting.weights[0],
-            setting.reduced,
-            setting.source.layout.init_time[plan.test],
-            merged(blocks),
-            _drawn(setting),
+            _headline_columns(plan.columns), area, cells_together(area.shape, columns, judged), setting.reduced,
+            setting.full, setting.source.layout.init_time[plan.test], merged(blocks), ours, _references(setting),
+            box_of(setting.source.layout.grid),
         ),
-    )
+    )  # fmt: skip
     # Groups are scored in this order, so a stopped run leaves results up to the first one that is missing.
     for group in plan.groups:
         if (found := kept.load(_name(group))) is None:

@@ -68,7 +68,7 @@ CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # families with a
 
 
 def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the CRPS of a parametric forecast.
+    """Return the CRPS of a parametric forecast, float64 in the units of `y`.
 
     At scale zero this is the CRPS of a point forecast, the absolute error. A truth that the distribution cannot produce
     is scored as its nearer bound, plus the distance from that bound.
@@ -78,9 +78,6 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
         location: Location in the units of `y`.
         scale: Scale in the units of `y`, 0 or more.
         y: Truth. All arrays broadcast.
-
-    Returns:
-        float64 CRPS in the units of `y`.
 
     Raises:
         UserError: A scale is negative.
@@ -109,7 +106,7 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
 
 
 def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
-    """Return the probability that the value is at most `y`.
+    """Return the probability that the value is at most `y`, float64.
 
     Args:
         family: Family of the distribution.
@@ -118,9 +115,6 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
         y: Values. All arrays broadcast.
         left: Return P(value < y) instead. The two differ at the bounds of censored distributions, which have a mass
             there.
-
-    Returns:
-        float64 probabilities.
 
     Raises:
         UserError: A scale is negative.
@@ -151,16 +145,13 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
 
 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
-    """Return the value that is not exceeded with probability `level`.
+    """Return the value that is not exceeded with probability `level`, float64 in the units of the variable.
 
     Args:
         family: Family of the distribution.
         location: Location in the units of the variable.
         scale: Scale in the units of the variable, 0 or more. At scale zero the quantile is the point itself.
         level: Probability in [0, 1]. All arrays broadcast.
-
-    Returns:
-        float64 quantiles in the units of the variable.
 
     Raises:
         UserError: A scale is negative, or a level is outside of [0, 1].
@@ -231,15 +222,12 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
 
 
 def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the standard deviation of a distribution.
+    """Return the mean and the standard deviation of a distribution, float64 in the units of the variable.
 
     Args:
         family: Family of the distribution.
         location: Location in the units of the variable.
         scale: Scale in the units of the variable, 0 or more. At scale zero the moments are those of the point.
-
-    Returns:
-        Mean and standard deviation in the units of the variable, float64.
 
     Raises:
         UserError: A scale is negative.
@@ -262,7 +250,7 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
 
 
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the location that gives a distribution with this scale the wanted mean.
+    """Return the location that gives a distribution with this scale the wanted mean, float64.
 
     Most of the families have no closed form for it. The location is interpolated linearly in a table whose steps are 1
     % of a scale, or 1 % of the location far below zero. Between two bounds, Newton steps follow (see
@@ -276,9 +264,6 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
         family: Family of the distribution.
         mean: Wanted mean in the units of the variable.
         scale: Scale in the units of the variable, 0 or more. At scale zero the location is the mean.
-
-    Returns:
-        float64 location in the units of the variable.
 
     Raises:
         UserError: A scale is negative.
@@ -332,7 +317,7 @@ def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
-    """Return the threshold-weighted CRPS with weight one above `threshold`.
+    """Return the threshold-weighted CRPS with weight one above `threshold`, float64 in the units of `y`.
 
     It is the integral of (F(x) - 1{y <= x})^2 over x > threshold, from Gneiting & Ranjan (2011),
     doi:10.1198/jbes.2010.08110. The normal and the normal censored below the threshold have a closed form, the CRPS of
@@ -345,9 +330,6 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
         scale: Scale in the units of `y`, 0 or more.
         y: Truth. All arrays broadcast.
         threshold: Lower limit in the units of `y`; -inf gives the CRPS.
-
-    Returns:
-        float64 score in the units of `y`.
 
     Raises:
         UserError: `threshold` is NaN or +inf, or a scale is negative.

@@ -33,7 +33,9 @@ _ROUNDING = 1e-6  # tolerance, as a share of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF standard names of axes that differ from our names
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # the form that `inference.contents` writes
-_ORIGIN = "source", "checkpoint_sha256", "training_data_fingerprint", "data_fingerprint", "settings_digest"
+_ORIGIN = (
+    "source", "checkpoint_step", "checkpoint_sha256", "training_data_fingerprint", "data_fingerprint", "settings_digest"
+)  # fmt: skip
 _OTHERS = "give it start and valid times as docs/forecasts.md describes under Other people's forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 

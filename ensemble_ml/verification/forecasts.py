@@ -1,9 +1,10 @@
-"""Read forecasts back from folders of CF NetCDF files, one file a date, as `predict` writes them.
+"""Read forecasts from folders of CF NetCDF files, one file for each init time, as `predict` writes them.
 
-A field NAME is scored through NAME_location and NAME_scale, the parameters of the distribution that the attribute
-`distribution_family` names. If a file has only NAME_mean and NAME_stddev, the field is scored as a normal distribution.
-A missing mean or standard deviation is computed from the distribution. NAME_ensemble_spread is the predicted spread of
-the full ensemble. `forecast_files` reads the single file.
+A field NAME is scored through NAME_location and NAME_scale. These are parameters of the distribution that the attribute
+`distribution_family` names, or of the registry's distribution if there is no such attribute. If a file has only
+NAME_mean and NAME_stddev, the field is scored as a normal distribution. A missing mean or standard deviation is
+computed from the distribution. NAME_ensemble_spread is the predicted spread of the full ensemble. Single files are read
+by `forecast_files`.
 
 Axes: M member, Z level, Y latitude, X longitude.
 """
@@ -11,7 +12,7 @@ Axes: M member, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,16 @@ from ensemble_ml.verification.forecast_files import PARTS, READ, ForecastFile, o
 class Predicted:
     """The prediction of one variable, lead and initialisation time.
 
-    All fields are (Z, Y, X) float64 in the units of the variable, or None where the forecast lacks them.
+    All arrays are (Z, Y, X) float64 in the registry's units of the variable. An array is None if the forecast does not
+    have it and it cannot be computed.
+
+    Attributes:
+        family: Distribution of the variable.
+        location: Location of the distribution.
+        scale: Scale of the distribution.
+        mean: Mean of the distribution.
+        stddev: Standard deviation of the distribution.
+        spread: Predicted spread of the full ensemble.
     """
 
     family: Family
@@ -46,20 +56,20 @@ class ForecastSet:
 
     Attributes:
         label: Name in the report.
-        path: The folder.
+        path: The folder, or the single file.
         files: Path by init time.
-        names: Names of the variables that every file holds.
+        names: Full names, such as t2m_mean, of the variables that every file holds.
         made_of: Members that each forecast was made from, by init time; empty where a file does not state them.
         training_dates: Init times that the model was trained on.
         untold_dates: Number of files that do not state their training dates.
-        validation_dates: Init times that chose the checkpoint.
-        earlier_dates: Init times that trained or chose the weights from which training began.
+        validation_dates: Init times by which the checkpoint was chosen.
+        earlier_dates: Init times by which the initial weights of the training were trained or chosen.
         checkpoints: sha256 of the checkpoints that made the files.
-        origins: What each file says that it was made from, by file name.
+        origins: Attributes of each file that state its origin, by file name.
         lead_hours: Leads that all files have, in hours.
         uneven_leads: Leads that only some files have, in hours.
         uneven_members: Variables whose members only some files have.
-        variables: Levels in hPa by name; (None,) at the surface.
+        variables: Levels in hPa by short name of the variable; (None,) at the surface.
         grid: Grid of the forecasts.
     """
 
@@ -83,14 +93,15 @@ class ForecastSet:
 
     @property
     def silent(self) -> bool:
-        """Return whether any file does not state the members that it was made from."""
+        """Return whether at least one file does not state the members that it was made from."""
         return not all(self.made_of.values())
 
     @property
     def members_in(self) -> tuple[str, ...]:
-        """Return the members of the date with the most members; none if any file does not state them.
+        """Return the members that the forecast of the date with the most members was made from.
 
-        Other dates may lack some of the members that were asked for.
+        The forecasts of other dates may be made from fewer members. The result is empty if at least one file does not
+        state its members.
         """
         return () if self.silent else max(self.made_of.values(), key=len)
 
@@ -105,7 +116,7 @@ class ForecastSet:
         return len(set(self.made_of.values())) > 1 or len(self.checkpoints) > 1
 
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
-        """Read the prediction of one variable at one lead.
+        """Read the prediction of one variable at one lead, (Z, Y, X) in the registry's units.
 
         Args:
             init_time: Initialisation time.
@@ -113,15 +124,13 @@ class ForecastSet:
             lead: Lead time in hours.
             levels: Levels in hPa; (None,) at the surface.
 
-        Returns:
-            Fields (Z, Y, X) in the registry's units.
-
         Raises:
-            UserError: The file lacks the lead or cannot be read, or a scale or spread is below zero.
+            UserError: The file lacks the lead or cannot be read, its units or its distribution are not known, or a
+                scale or spread is below zero.
         """
         path = self.files[init_time]
         file = self._file(path)
-        # `self.names` holds what every file has. A part that only this file has would be scored on some dates only.
+        # Parts that not every file has are left out, because they would be scored on some dates only.
         there = {part: f"{name}_{part}" in self.names for part in PARTS}
         parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
         location, scale, family = parts["location"], parts["scale"], registered(name).family
@@ -144,7 +153,7 @@ class ForecastSet:
         return f"{name}_member" in self.names
 
     def members(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> np.ndarray:
-        """Read the members of one variable at one lead.
+        """Read the members of one variable at one lead, (M, Z, Y, X) float64 in the registry's units.
 
         Args:
             init_time: Initialisation time.
@@ -152,11 +161,8 @@ class ForecastSet:
             lead: Lead time in hours.
             levels: Levels in hPa; (None,) at the surface.
 
-        Returns:
-            (M, Z, Y, X) float64 in the registry's units.
-
         Raises:
-            UserError: The file lacks the lead or the members, or cannot be read.
+            UserError: The file lacks the lead or the members, its units are not known, or it cannot be read.
         """
         return self._file(self.files[init_time]).values(name, "member", lead, levels, leading="realization")
 
@@ -167,7 +173,7 @@ class ForecastSet:
             name: Short name of the variable.
 
         Returns:
-            The hours as the file of the earliest date states them; empty if it does not.
+            The hours as the file of the earliest date states them; empty if that file states none.
         """
         return self._file(self.files[min(self.files)]).intervals(name)
 
@@ -183,7 +189,7 @@ class ForecastSet:
 
     def _file(self, path: Path) -> ForecastFile:
         """Return the open file of a path, opening it at most once."""
-        if path not in self._open:  # xarray keeps no more than 128 file handles open and closes the oldest itself
+        if path not in self._open:  # xarray itself keeps at most 128 file handles open
             self._open[path] = open_file(path)
         return self._open[path]
 
@@ -199,8 +205,8 @@ _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     """Open one or more folders of forecasts.
 
-    Each set is labelled by its folder's name. If two folders have the same name, or the name of a baseline, the path is
-    the label.
+    The label of a set is the name of its folder. If another folder has the same name, or the name is that of a
+    baseline, the label is the path.
 
     Args:
         folders: Paths of folders or of single files.
@@ -209,20 +215,63 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         The sets in the order of the folders.
 
     Raises:
-        UserError: No folder is given, a folder is missing or holds no forecast, a file is damaged, or a folder is given
-            twice.
+        UserError: No folder is given, a folder is missing, holds no forecast or is given twice, a file is damaged, or
+            the files of a folder do not belong together.
     """
     if not folders:
         raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
     sets = [_open_folder(Path(folder)) for folder in folders]
     labels = [one.label for one in sets]
-    # The path replaces a label that would be ambiguous. The absolute path is taken if the path itself is reserved.
+    # The path replaces an ambiguous label. If the path is itself a reserved name, the absolute path is taken.
     for one in sets:
         if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
             one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
     if len({one.label for one in sets}) < len(sets):
         raise UserError(f"forecast={', '.join(map(str, folders))}: a folder is named twice; name each once")
     return sets
+
+
+@dataclass(frozen=True, eq=False)
+class _Headers:
+    """The headers of one file, without the values of its fields.
+
+    Attributes:
+        path: The file.
+        start: Initialisation time.
+        axes: Values of each axis in space, by name.
+        members_in: Members that the forecast was made from; empty if the file does not state them.
+        origin: Attributes that state what the file was made from.
+        checkpoint: sha256 of the checkpoint; None if the file does not state it.
+        seen: Init times that the model has seen, by attribute (`_SEEN`).
+        lead_hours: Leads in hours.
+        names: Full names of the variables, such as t2m_mean.
+    """
+
+    path: Path
+    start: np.datetime64
+    axes: dict[str, np.ndarray]
+    members_in: tuple[str, ...]
+    origin: dict[str, str]
+    checkpoint: str | None
+    seen: dict[str, set[np.datetime64]]
+    lead_hours: list[int]
+    names: set[str]
+
+    @classmethod
+    def read(cls, path: Path) -> _Headers:
+        """Open a file, read its headers and close it."""
+        with open_file(path) as file:
+            return cls(
+                path=path,
+                start=file.start,
+                axes=file.axes,
+                members_in=file.members_in,
+                origin=file.origin,
+                checkpoint=file.checkpoint,
+                seen={name: set(file.dates(name)) for name in _SEEN},
+                lead_hours=file.lead_hours,
+                names=file.names,
+            )
 
 
 def _open_folder(folder: Path) -> ForecastSet:
@@ -232,65 +281,72 @@ def _open_folder(folder: Path) -> ForecastSet:
         UserError: The folder holds no forecast, a file differs in its axes or variables, a date occurs twice, or no
             lead is in all files.
     """
+    headers = _headers_of(_files_of(folder))
+    every = list(headers.values())
+    names, uneven = _names({one.path: one.names for one in every})
+    leads = _shared_leads(folder, every)
+    seen = {name: sorted({date for one in every for date in one.seen[name]}) for name in _SEEN}  # of all files
+    with open_file(every[0].path) as first:
+        return ForecastSet(
+            label=folder.stem if folder.is_file() else folder.resolve().name,
+            path=str(folder),
+            files={start: one.path for start, one in headers.items()},
+            names=names,
+            made_of={start: one.members_in for start, one in headers.items()},
+            training_dates=np.array(seen["training_dates"], "datetime64[ns]"),
+            untold_dates=sum(not one.seen["training_dates"] for one in every),
+            validation_dates=np.array(seen["validation_dates"], "datetime64[ns]"),
+            earlier_dates=np.array(seen["earlier_dates"], "datetime64[ns]"),
+            checkpoints=tuple(sorted({one.checkpoint for one in every if one.checkpoint})),
+            origins={one.path.name: one.origin for one in every},
+            lead_hours=leads,
+            uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
+            uneven_leads=tuple(sorted({lead for one in every for lead in one.lead_hours} - set(leads))),
+            variables=first.fields,
+            grid=first.grid[0],
+        )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the NetCDF files of a folder, or `folder` itself if it is a file; raise a UserError if there is none."""
     if not folder.exists():
         raise UserError(f"forecast={folder}: no such folder; make forecasts with ensemble-ml predict")
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.nc"))
     if not paths:
         raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
-    files: dict[np.datetime64, Path] = {}
-    made_of: dict[np.datetime64, tuple[str, ...]] = {}
-    checkpoints: set[str] = set()
-    origins: dict[str, dict[str, str]] = {}
-    untold = 0
+    return paths
+
+
+def _headers_of(paths: list[Path]) -> dict[np.datetime64, _Headers]:
+    """Read the headers of files by init time.
+
+    Raises:
+        UserError: A file has other axes than the first one, or an init time occurs twice.
+    """
+    found: dict[np.datetime64, _Headers] = {}
     # Each file is opened, read and closed again, so that thousands of files do not exhaust the file handles.
-    axes: dict[str, np.ndarray] = {}
-    known: dict[str, set[np.datetime64]] = {name: set() for name in _SEEN}  # of all checkpoints
-    leads: dict[Path, list[int]] = {}
-    held: dict[Path, set[str]] = {}
     for path in paths:
-        with open_file(path) as file:
-            start, found = file.start, file.axes
-            made_of[start] = file.members_in
-            origins[path.name] = file.origin
-            if file.checkpoint:
-                checkpoints.add(file.checkpoint)
-            untold += not len(file.dates("training_dates"))
-            for name, dates in known.items():
-                dates |= set(file.dates(name))
-            leads[path], held[path] = file.lead_hours, file.names
+        one = _Headers.read(path)
+        first = next(iter(found.values()), one)
         # All files must have the same axes in space, or points of different places would be averaged.
-        axes = axes or found
-        for name in axes | found:
-            if name not in axes or name not in found or not _alike(axes[name], found[name]):
+        for name in first.axes | one.axes:
+            if name not in first.axes or name not in one.axes or not _alike(first.axes[name], one.axes[name]):
                 raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
-        if start in files:
-            raise UserError(f"{path}: init time {str(start)[:13]} is also that of {files[start].name}; keep one")
-        files[start] = path
-    names, uneven = _names(held)
-    shared = set(leads[paths[0]]).intersection(*leads.values())
-    if not shared:
+        if one.start in found:
+            other = found[one.start].path.name
+            raise UserError(f"{path}: init time {str(one.start)[:13]} is also that of {other}; keep one")
+        found[one.start] = replace(one, axes=first.axes)  # all files share one copy of the axes
+    return found
+
+
+def _shared_leads(folder: Path, headers: list[_Headers]) -> tuple[int, ...]:
+    """Return the leads that all files have, in the order of the first one, or raise a UserError if there is none."""
+    leads = tuple(lead for lead in headers[0].lead_hours if all(lead in one.lead_hours for one in headers))
+    if not leads:
         raise UserError(
-            f"{folder}: no lead is in all of its {len(paths)} files; keep forecasts of one kind in a folder"
+            f"{folder}: no lead is in all of its {len(headers)} files; keep forecasts of one kind in a folder"
         )
-    with open_file(paths[0]) as first:
-        return ForecastSet(
-            label=folder.stem if folder.is_file() else folder.resolve().name,
-            path=str(folder),
-            files=files,
-            names=names,
-            made_of=made_of,
-            training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
-            untold_dates=untold,
-            validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
-            earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
-            checkpoints=tuple(sorted(checkpoints)),
-            origins=origins,
-            lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
-            uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
-            uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
-            variables=first.fields,
-            grid=first.grid[0],
-        )
+    return leads
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:
@@ -302,18 +358,14 @@ def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that all files hold, and the names of members that only some files hold.
 
     Raises:
-        UserError: A file lacks anything else that another one holds.
+        UserError: A file lacks a name, other than that of members, which another file holds.
     """
     names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
     uneven = frozenset(name for name in names - common if name.endswith("_member"))
-    # Members are dropped if some files lack them. Any other part that some files lack is an error, because its scores
+    # Members that some files lack are not read. Any other part that some files lack is an error, because its scores
     # would be over other dates.
     for path, some in held.items():
-        if lacking := sorted(names - uneven - some, key=_place):
+        # The error names the missing part that comes first in `READ`, such as location before scale.
+        if lacking := sorted(names - uneven - some, key=lambda n: ([n.endswith(part) for part in READ].index(True), n)):
             raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")
     return names - uneven, uneven
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return a sort key that orders names by their part, such as location before scale."""
-    return [name.endswith(part) for part in READ].index(True), name

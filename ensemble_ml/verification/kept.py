@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _FOLDER = ".scored-"
 _CODE = hash_of_code("verification")
 _KINDS = {kind.__name__: kind for kind in (Bins, Correction, Known, Reliability, Snapshot, Vectors)}
-_PICTURES = "maps", "counts", "error_bins", "spread_bins", "snapshots", "index", "by_block", "block_counts"
+_PICTURES = "gains", "means", "error_bins", "spread_bins", "snapshots", "index"
 
 
 @dataclass(frozen=True)

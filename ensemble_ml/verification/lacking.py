@@ -10,6 +10,7 @@ from ensemble_ml.verification.aggregation import WEIGHTINGS
 from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.statistics import Key, Statistic
+from ensemble_ml.verification.summary import short_name
 from ensemble_ml.wording import shortened
 
 _LACKING = {  # reasons why a regression of the spread has no value for a field that is scored
@@ -35,7 +36,7 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
     for kind, why in _LACKING.items():
         key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
         if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
-            found.append(f"{key.entrant} is left out where {why}: {lacking}.")
+            found.append(f"{short_name(key.entrant)} is left out where {why}: {lacking}.")
     # Raw members need no fit. A field on which they are scored and corrections are not had too few dates for a fit.
     raw, corrected = (
         Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
@@ -56,7 +57,7 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
 
 def _names(scores: Scores, columns: np.ndarray) -> str:
     there = [scores.columns[c] for c in np.flatnonzero(columns)]
-    return shortened([f"{column.name} {column.lead_hours} h" for column in there])
+    return shortened([f"{column.title} at {column.lead_hours} h" for column in there])
 
 
 def left_out(scores: Scores) -> list[dict[str, Any]]:

@@ -69,16 +69,13 @@ def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[n
 
 
 def pair_sum(ordered: list[np.ndarray]) -> np.ndarray:
-    """Return the sum of |x_i - x_j| over all pairs of members.
+    """Return the sum of |x_i - x_j| over all pairs of members, (...).
 
     With x_(1) <= ... <= x_(M) it is the sum over k <= M / 2 of (M + 1 - 2 k) (x_(M+1-k) - x_(k)), which needs M / 2
     differences in place of M (M - 1) / 2.
 
     Args:
         ordered: M fields (...) in ascending order.
-
-    Returns:
-        (...) sum.
     """
     m = len(ordered)
     total = np.zeros_like(ordered[0])
@@ -88,7 +85,7 @@ def pair_sum(ordered: list[np.ndarray]) -> np.ndarray:
 
 
 def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarray:
-    """Compute the CRPS of an ensemble.
+    """Compute the CRPS of an ensemble, (...) float64 in the units of `y`.
 
         fair:      mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / (M (M - 1))
         ordinary:  mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / M^2
@@ -100,9 +97,6 @@ def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarra
         members: (M, ...); two or more if `fair`.
         y: (...) truth.
         fair: Compute the fair score rather than the ordinary one.
-
-    Returns:
-        (...) float64 score in the units of `y`.
 
     Raises:
         UserError: A fair score is asked of one member, or there is no member.
@@ -148,16 +142,13 @@ def crps_members_weighted(
 
 
 def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None) -> np.ndarray:
-    """Count the members that lie below the truth.
+    """Count the members that lie below the truth, (...) int, 0..M.
 
     Args:
         members: (M, ...).
         y: (...) truth.
         uniform: (...) random numbers in [0, 1). Where members equal the truth (dry points), its rank is drawn among
             theirs. With None, equal members count as above the truth.
-
-    Returns:
-        (...) int rank, 0..M.
 
     Raises:
         UserError: `uniform` is outside of [0, 1).
@@ -176,7 +167,7 @@ def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None
 
 
 def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> np.ndarray:
-    """Compute the energy score of vectors along the second axis.
+    """Compute the energy score of vectors along the second axis, (...) float64.
 
         mean |X - y| - mean |X - X'| / 2      with Euclidean norms
 
@@ -187,9 +178,6 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
         members: (M, V, ...).
         y: (V, ...) truth.
         fair: Divide the sum over pairs by M (M - 1) instead of M^2.
-
-    Returns:
-        (...) float64 score.
 
     Raises:
         UserError: A fair score is asked of one member, or there is no member.
@@ -207,7 +195,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
 
 
 def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> np.ndarray:
-    """Compute the variogram score of vectors along the second axis.
+    """Compute the variogram score of vectors along the second axis, (...) float64.
 
         sum_ij (|y_i - y_j|^p - mean_m |x_mi - x_mj|^p)^2
 
@@ -218,9 +206,6 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
         members: (M, V, ...).
         y: (V, ...) truth.
         order: p, above 0.
-
-    Returns:
-        (...) float64 score.
 
     Raises:
         UserError: There is only one variable, which has no pairs, or no member; or `order` is not above 0 and finite.

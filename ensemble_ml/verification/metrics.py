@@ -92,7 +92,7 @@ METRICS: dict[str, Metric] = {
 
 
 def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the geometric mean of score ratios over columns.
+    """Return the geometric mean of score ratios over columns, (...); NaN if no column is left.
 
     Columns whose ratio in the first row is not finite and positive (no truth, or nothing predicted) are left out of all
     rows. Every draw of a bootstrap thus averages the same fields.
@@ -100,9 +100,6 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
     Args:
         ratio: (..., C) ratios of scores.
         columns: Positions on C to average over.
-
-    Returns:
-        (...) means; NaN if no column is left.
     """
     columns = comparable(ratio, columns)
     if not len(columns):
@@ -112,14 +109,11 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return those of `columns` whose ratio in the first row is finite and positive.
+    """Return those of `columns` whose ratio in the first row is finite and positive, as positions on C.
 
     Args:
         ratio: (..., C) ratios of scores.
         columns: Positions on C.
-
-    Returns:
-        Positions on C.
     """
     first = ratio.reshape(-1, ratio.shape[-1])[0]
     good = np.isfinite(first) & (first > 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from ensemble_ml.verification import plots
+from ensemble_ml.verification import svg
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import Interval
 
@@ -78,55 +78,104 @@ th:first-child,td:first-child{text-align:left}
 table.wrap td{white-space:normal}
 thead th{border-bottom:2px solid #bbb}
 caption{text-align:left;padding:.2rem 0}
-td small{color:#555;display:block;font-size:.75rem}
+td small{color:#555;display:block;font-size:.75rem}td:first-child small{white-space:normal;max-width:15rem}
 .b{background:#9cc7e6;font-weight:600}.w{background:#f7c77a;font-weight:600}.us{font-weight:600}
 .b0{background:#e9f2f9}.w0{background:#fdf3e2}
-.choice label{margin-right:1.2rem}
-img{max-width:100%;height:auto;display:block;margin:.3rem 0}
+#bar{position:sticky;top:0;z-index:1;background:#fff;border-bottom:1px solid #bbb;margin:0;padding:.3rem 0}
+#bar label{margin-right:1rem;white-space:nowrap}#bar select{max-width:13rem}
+.choice h4{font-size:.92rem;margin:.6rem 0 .2rem}
+figure{margin:.3rem 0}figcaption{font-size:.85rem}
+.charts{display:flex;flex-wrap:wrap;gap:.4rem 1.4rem;align-items:flex-start}
+.chart{width:400px;max-width:100%}.map{width:330px;max-width:100%}figure svg{display:block;width:100%}
+.chart text{font-size:11px;text-anchor:middle;stroke:none}.chart .y{text-anchor:end;dominant-baseline:middle}
+.g{stroke:#e4e4e4}.r{stroke:#6b6b6b;stroke-dasharray:5 4}.l{fill:none;stroke-width:1.6}
+.p{stroke-width:6;stroke-linecap:round}circle{fill:currentColor;fill-opacity:.75;stroke:none}
+.x{fill:none;stroke:#000;stroke-width:2;vector-effect:non-scaling-stroke}
+.legend{margin:.1rem 0;font-size:.78rem;color:#333}.legend span{margin-right:.8rem;white-space:nowrap}
+.legend span svg{display:inline;width:26px;height:8px;margin-right:.3rem}
+.legend i{display:inline-block;width:6rem;height:.7rem;vertical-align:middle;border:1px solid #999}
+.card td{cursor:pointer}.gains{display:flex;gap:.6rem;overflow-x:auto}.gains svg{width:350px;flex:none}
+.gains span{display:block;line-height:20px;white-space:nowrap;font-size:.82rem;text-align:right}
+.gains text{font-size:11px;text-anchor:middle}.gains .e{stroke-width:2.2}
+.better{stroke:#0072B2;color:#0072B2}.worse{stroke:#E69F00;color:#E69F00}.unsure{stroke:#6b6b6b}
+circle.unsure{fill:#fff;fill-opacity:1;stroke:#6b6b6b}
+.map svg{background:#bbb;border:1px solid #777}image{image-rendering:pixelated}
+#coast{fill:none;stroke:#000;stroke-width:.8;vector-effect:non-scaling-stroke}
+.shared{position:absolute;width:0;height:0}
 .scroll{overflow-x:auto}
 dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}
 details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
 .yes{color:#00634a;font-weight:600}.no{color:#a64a00;font-weight:600}
 """
 
-# Shows one card of a choice at a time. Without it all cards stand below each other, folded, and can be opened.
+# One selection for the whole page: each choice shows the card of what is selected. Without a script its first card
+# stands open, and the others below it, folded.
 SCRIPT = """
-for (const box of document.querySelectorAll(".choice")) {
-  const cards = [...box.children], keys = cards.map(card => JSON.parse(card.dataset.key));
-  const bar = document.createElement("p"), none = document.createElement("p");
-  none.textContent = "There are no such scores.";
-  const show = () => {
-    cards.forEach((card, n) => card.hidden = !keys[n].every((key, i) => key === selects[i].value));
-    cards.forEach(card => card.open = !card.hidden);
-    none.hidden = cards.some(card => !card.hidden);
-  };
-  const selects = JSON.parse(box.dataset.words).map((word, i) => {
-    const select = document.createElement("select"), label = document.createElement("label");
-    new Set(keys.map(key => key[i])).forEach(key => select.add(new Option(key)));
-    label.append(word + " ", select);
-    bar.append(label);
-    select.onchange = show;
-    return select;
+const bar = document.getElementById("bar"), selects = {};
+const boxes = [...document.querySelectorAll(".choice")].map(box => {
+  const cards = [...box.querySelectorAll("[data-key]")], words = JSON.parse(box.dataset.words);
+  const first = cards[0].dataset.key.split(" ");
+  Object.entries(words).forEach(([word, options], i) => {
+    const select = selects[word] ||= document.createElement("select");
+    const known = [...select.options].map(option => option.value), empty = !known.length;
+    options.filter(option => !known.includes(option)).forEach(option => select.add(new Option(option)));
+    if (empty) select.value = options[first[i]];
   });
-  box.prepend(bar, none);
-  show();
+  return {box, words, cards: new Map(cards.map(card => [card.dataset.key, card]))};
+});
+function show() {
+  for (const {box, words, cards} of boxes) {
+    const key = Object.entries(words).map(([word, options]) => Math.max(0, options.indexOf(selects[word].value)));
+    box.replaceChildren(cards.get(key.join(" ")) || "There are no such scores of what is selected.");
+  }
+  const region = [...document.querySelectorAll("[data-region]")].find(g => g.dataset.region === selects.region?.value);
+  document.querySelectorAll(".veil").forEach(use => use.setAttribute("href", region ? "#" + region.id : "#none"));
 }
+document.addEventListener("click", event => {
+  const cell = event.target.closest(".card td"), table = cell?.closest("table");
+  if (!cell || !cell.cellIndex) return;
+  const head = [...table.tHead.rows].at(-1).cells[cell.cellIndex];
+  const chosen = {field: cell.parentElement.cells[0].textContent, lead: head.textContent, forecast: head.title};
+  for (const [word, value] of Object.entries(chosen))
+    if ([...selects[word]?.options || []].some(option => option.value === value)) selects[word].value = value;
+  show();
+});
+for (const word of ["forecast", "score", "region", "field", "lead"].filter(word => selects[word])) {
+  const label = document.createElement("label");
+  label.append(word + " ", selects[word]);
+  bar.append(label);
+  selects[word].onchange = show;
+}
+bar.hidden = !boxes.length;
+show();
 """
 
+# What can be selected. All choices of a page that have the same word follow the same selection.
+FORECAST, SCORE, REGION, FIELD, LEAD = "forecast", "score", "region", "field", "lead"
 
-def choice(words: list[str], cards: list[tuple[list[str], str]]) -> str:
-    """Return cards of which a reader chooses one, as HTML that can be read without a script, too.
+
+def choice(words: Sequence[str], cards: Mapping[Any, str], first: tuple[str, ...] | None = None) -> str:
+    """Return cards of which the selection of the page shows one, as HTML that can be read without a script, too.
 
     Args:
-        words: Name of each part of a key, such as "region".
-        cards: Key, one text for each of `words`, and HTML of each card. The first one is open.
+        words: Name of each part of a key, such as `REGION`.
+        cards: HTML of each card by key, one text for each of `words`. Empty cards are left out.
+        first: The card that is shown first; None takes the first one.
     """
-    folded = [
-        f'<details data-key="{escape(json.dumps(key))}"{" open" * (n == 0)}>'
-        f"<summary>{escape(', '.join(key))}</summary>{card}</details>"
-        for n, (key, card) in enumerate(cards)
-    ]
-    return f'<div class="choice" data-words="{escape(json.dumps(words))}">{"".join(folded)}</div>'
+    cards = {key: card for key, card in cards.items() if card}
+    if not cards:
+        return ""
+    first = first if first in cards else next(iter(cards))
+    options = [list(dict.fromkeys(key[i] for key in cards)) for i in range(len(words))]
+    made = {
+        key: f'<section data-key="{" ".join(str(options[i].index(part)) for i, part in enumerate(key))}">'
+        f"<h4>{escape(', '.join(key))}</h4>{card}</section>"
+        for key, card in cards.items()
+    }
+    shown = made.pop(first)
+    rest = f"<details><summary>{len(made)} more</summary>{''.join(made.values())}</details>" if made else ""
+    listed = escape(json.dumps(dict(zip(words, options, strict=True))))
+    return f'<div class="choice" data-words="{listed}">{shown}{rest}</div>'
 
 
 def page(title: str, body: str) -> str:
@@ -141,20 +190,17 @@ def page(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head><body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{STYLE}{svg.style()}</style></head><body>\n{body}\n<script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def image(figure: Figure, text: str, width: int | None = None) -> str:
-    """Return a figure with its caption as HTML.
+def note(text: str) -> str:
+    """Return a remark in small letters as HTML; empty without a text.
 
     Args:
-        figure: The figure, which is embedded as PNG.
-        text: Caption.
-        width: Greatest width in pixels; None sets no limit.
+        text: The remark.
     """
-    size = f' style="max-width:min(100%,{width}px)"' if width else ""
-    return f'<img alt="{escape(text)}"{size} src="{plots.data_uri(figure)}"><p class="note">{escape(text)}</p>'
+    return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
 def number(value: Interval, digits: int = 1, general: bool = False) -> str:
@@ -173,12 +219,13 @@ def number(value: Interval, digits: int = 1, general: bool = False) -> str:
 
 
 def table(
-    heads: Iterable[str],
+    heads: Sequence[str],
     lines: list[list[str]],
     *,
     caption: str = "",
     classes: list[list[str | None]] | None = None,
     wrap: bool = False,
+    groups: Mapping[str, int] | None = None,
 ) -> str:
     """Return a table as HTML.
 
@@ -188,14 +235,22 @@ def table(
         caption: Caption as text.
         classes: CSS class of each cell, or None.
         wrap: Allow line breaks within cells.
+        groups: Titles above the columns but the first, with the number of columns of each.
     """
     body = []
     for i, line in enumerate(lines):
         marks = classes[i] if classes else [None] * len(line)
         cells = (f"<td{f' class={mark}' if mark else ''}>{cell}</td>" for cell, mark in zip(line, marks, strict=True))
         body.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{escape(str(h))}</th>" for h in heads)
+    # The name of its group is the tooltip of a column, and tells the script which group a cell belongs to.
+    owners = ["", *(escape(name) for name, width in (groups or {}).items() for _ in range(width))]
+    over = "".join(
+        f'<th colspan="{width}" scope="colgroup">{escape(name)}</th>' for name, width in (groups or {}).items()
+    )
+    head = f"<tr><th></th>{over}</tr>" if over else ""
+    titles = [f' title="{owner}"' if owner else "" for owner in owners] if over else [""] * len(heads)
+    head += f"<tr>{''.join(f'<th{t}>{escape(str(h))}</th>' for t, h in zip(titles, heads, strict=True))}</tr>"
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     kind = ' class="wrap"' if wrap else ""
     rows = "".join(body)
-    return f'<div class="scroll"><table{kind}>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f'<div class="scroll"><table{kind}>{title}<thead>{head}</thead><tbody>{rows}</tbody></table></div>'

@@ -1,8 +1,9 @@
-"""Sum what the report draws besides scores: mean maps, the spread of one date, and spread against error in bins.
+"""Sum what the report draws besides scores: maps of gain, the spread of one date, and spread against error in bins.
 
-Maps and bins are kept for a few headline fields only. They are summed date by date like everything else.
+All fields have them. They are summed date by date like everything else. Maps are kept on a coarse grid, so that neither
+memory nor the report grows beyond bounds.
 
-Axes: C column, D initialisation time, Y latitude, X longitude.
+Axes: C column, D initialisation time, Y latitude, X longitude; y and x are those of the coarse grid.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ensemble_ml.verification.aggregation import AggregationState
+from ensemble_ml.verification.significance import p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
 from ensemble_ml.wording import hour_text
 
@@ -21,6 +24,11 @@ if TYPE_CHECKING:
 
 # Upper edges of all bins but the last, in units of the first date's root mean square outcome.
 _BINS = np.geomspace(0.1, 6.0, 16)
+# Points of one map at most, and of all maps of a report: a point is one byte of the page, more or less. Charts and
+# tables of 26 fields at two leads take 2 MB beside them.
+_MOST_POINTS, _ALL_POINTS = 20_000, 2_000_000
+# Maps of so few points (33 x 64) are not made coarser for that, but for a report of that many points in all.
+_FEW_POINTS, _ALL_FEW_POINTS = 2_112, 3_000_000
 
 
 @dataclass(eq=False)
@@ -91,9 +99,9 @@ class Snapshot:
 
     Attributes:
         date: Initialisation time as text.
-        actual: (Y, X) spread of the full ensemble.
-        reduced: (Y, X) spread of the reduced ensemble.
-        predicted: (Y, X) predicted spread by forecast.
+        actual: (y, x) spread of the full ensemble.
+        reduced: (y, x) spread of the reduced ensemble.
+        predicted: (y, x) predicted spread by forecast.
     """
 
     date: str
@@ -102,41 +110,79 @@ class Snapshot:
     predicted: dict[str, np.ndarray]
 
 
+def cells_together(shape: tuple[int, int], fields: int, forecasts: int) -> int:
+    """Return how many rows and columns of a grid make one row and column of the report's maps.
+
+    Args:
+        shape: Rows and columns of the grid.
+        fields: Number of fields, each of which has maps.
+        forecasts: Number of forecasts that are judged.
+    """
+    maps = fields * (5 * forecasts + 2)
+    most = min(_MOST_POINTS, max(_ALL_POINTS // maps, min(_FEW_POINTS, _ALL_FEW_POINTS // maps)))
+    size = 1
+    while -(-shape[0] // size) * -(-shape[1] // size) > max(most, 1):
+        size += 1
+    return size
+
+
+def together(values: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
+    """Return the sums over boxes of cells; those at the last row and column may be smaller.
+
+    Args:
+        values: (Y, X) values.
+        rows: Rows of a box.
+        columns: Columns of a box; None takes as many as rows.
+
+    Returns:
+        (y, x) sums.
+    """
+    summed = np.add.reduceat(values, np.arange(0, values.shape[0], rows), 0)
+    return np.add.reduceat(summed, np.arange(0, values.shape[1], columns or rows), 1)
+
+
 @dataclass(eq=False)
 class Pictures:
-    """A set of sums for the maps and bins of the headline columns.
+    """A set of maps and bins of all columns.
 
     Attributes:
         headline: Positions of the headline columns on C.
         area: (Y, X) cell areas.
+        size: Rows and columns of the grid that make one of the maps.
         reduced: Number of members of the reduced ensemble.
+        full: Number of members of the full ensemble.
         starts: (D,) initialisation time of each test date.
         blocks: (D,) block of each test date, for significance at each point.
-        drawn: The scores that maps are kept of.
-        maps: (Y, X) sums of scores by column and key.
-        counts: (Y, X) number of dates by column.
+        forecasts: Labels of the forecasts that are judged.
+        references: The entrants that maps may compare them with.
+        box: Rows and columns of the boxes that are searched for the most unusual weather.
+        gains: Gain of CRPS in percent and where it is significant, (y, x), by column, forecast and reference.
+        means: (y, x) mean CRPS by column and forecast.
         error_bins: Error of the mean by predicted width, by column and entrant.
         spread_bins: Spread of the full ensemble by predicted spread, by column and entrant.
         snapshots: Spread of the last date, by column.
-        index: Mean |EFI| over the sphere, by column and date.
-        by_block: (block, Y, X) sums of scores by column and key.
-        block_counts: (block, Y, X) number of dates by column.
+        index: Mean |EFI| of the most unusual box, and its row and place among the boxes, by column and date.
     """
 
     headline: tuple[int, ...]
     area: np.ndarray
+    size: int
     reduced: int
+    full: int
     starts: np.ndarray
     blocks: np.ndarray
-    drawn: frozenset[Key]
-    maps: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
-    counts: dict[int, np.ndarray] = field(default_factory=dict)
+    forecasts: tuple[str, ...]
+    references: tuple[str, ...]
+    box: tuple[int, int]
+    gains: dict[tuple[int, str, str], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    means: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
     error_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
     spread_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    index: dict[int, dict[int, float]] = field(default_factory=dict)
-    by_block: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
-    block_counts: dict[int, np.ndarray] = field(default_factory=dict)
+    index: dict[int, dict[int, tuple[float, int, int]]] = field(default_factory=dict)
+    # (block, y, x) sums of CRPS times area and of area, of the group that is being scored.
+    _sums: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
+    _areas: dict[int, np.ndarray] = field(default_factory=dict)
 
     def record(
         self,
@@ -148,7 +194,7 @@ class Pictures:
         said: dict[str, Predicted],
         spread_mask: np.ndarray,
     ) -> None:
-        """Add one date of a group, as far as its columns are headline columns.
+        """Add one date of a group.
 
         Args:
             columns: Positions of the group's levels on C.
@@ -160,14 +206,12 @@ class Pictures:
             spread_mask: (Z, Y, X) bool, true where scores of the spread count.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
-            if column in self.headline:
-                fields = {key: value[z] for key, value in values.items()}
-                self._maps(column, fields, verified[z])
-                self._blocks(column, fields, verified[z], int(self.blocks[date]))
-                self._spread(column, z, date, sample, said, spread_mask[z])
+            fields = {key: value[z] for key, value in values.items()}
+            self._scores(column, fields, verified[z], int(self.blocks[date]))
+            self._spread(column, z, date, sample, said, spread_mask[z])
 
     def record_index(self, columns: slice, date: int, index: np.ndarray) -> None:
-        """Add the mean size of the extreme forecast index of one date.
+        """Add the most unusual box of one date: that of the largest mean size of the extreme forecast index.
 
         Args:
             columns: Positions of the group's levels on C.
@@ -175,67 +219,83 @@ class Pictures:
             index: (Z, Y, X) extreme forecast index.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
-            # A date without any index is left out, rather than counted as zero.
             known = np.isfinite(index[z])
-            if known.any():
-                mean = np.average(np.abs(index[z][known]), weights=self.area[known])
-                self.index.setdefault(column, {})[date] = float(mean)
+            area = together(np.where(known, self.area, 0.0), *self.box)
+            total = together(np.where(known, self.area * np.abs(index[z]), 0.0), *self.box)
+            # Boxes at a pole, at the edge or with few values are small, and an average of little varies more.
+            mean = np.where(area >= area.max() / 2, total, -1.0) / np.maximum(area, 1e-300)
+            if area.any():  # a date without any index is left out, rather than counted as zero
+                row, place = (int(n) for n in np.unravel_index(int(mean.argmax()), mean.shape))
+                self.index.setdefault(column, {})[date] = float(mean[row, place]), row, place
 
-    def block_means(self, column: int, key: Key) -> np.ndarray | None:
-        """Return the mean of a score over the dates of each block.
+    def finish(self, columns: slice, state: AggregationState) -> None:
+        """Make the maps of a group of which all dates are recorded.
 
-        Args:
-            column: Position on C.
-            key: Entrant and statistic.
-
-        Returns:
-            (block, Y, X) means, NaN where no date counts; None if nothing was kept.
-        """
-        total = self.by_block.get((column, key))
-        if total is None:
-            return None
-        count = self.block_counts[column]
-        return np.divide(total, count, out=np.full(total.shape, np.nan, np.float32), where=count > 0)
-
-    def _blocks(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray, block: int) -> None:
-        """Add scores block by block, from which significance at each point is computed."""
-        if not values:
-            return
-        shape = (int(self.blocks.max()) + 1, *mask.shape)
-        self.block_counts.setdefault(column, np.zeros(shape, np.float32))[block] += mask
-        for key, value in values.items():
-            if key in self.drawn:
-                table = self.by_block.setdefault((column, key), np.zeros(shape, np.float32))
-                table[block] += np.where(mask, value, 0.0)
-
-    def mean_map(self, column: int, key: Key) -> np.ndarray | None:
-        """Return the mean of a score over the test dates.
+        The sums that they are made of are dropped, because those of all fields would need too much memory.
 
         Args:
-            column: Position on C.
-            key: Entrant and statistic.
+            columns: Positions of the group's levels on C.
+            state: Sums of all statistics, which choose the distribution of baselines that have two.
+        """
+        for column in range(columns.start, columns.stop):
+            area = self._areas.get(column)
+            for label in self.forecasts:
+                ours = self._sums.get((column, Key(label, Statistic.CRPS)))
+                if ours is None or area is None:
+                    continue
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    self.means[column, label] = ours.sum(0) / area.sum(0)
+                    for other in self.references:
+                        theirs = self._sums.get((column, self._law(column, other, state)))
+                        if theirs is not None and other != label:
+                            sure = significant(p_values((ours - theirs) / area))
+                            self.gains[column, label, other] = 100 * (1 - ours.sum(0) / theirs.sum(0)), sure
+        self._sums.clear()
+        self._areas.clear()
+
+    def _law(self, column: int, entrant: str, state: AggregationState) -> Key:
+        """Return the key of the CRPS that tables show of an entrant, as `values.settle_families` chooses it."""
+        keys = [Key(entrant, law) for law in (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY)]
+        if (column, Key(entrant, Statistic.CRPS)) in self._sums or any((column, key) not in self._sums for key in keys):
+            return Key(entrant, Statistic.CRPS)
+        return min(keys, key=lambda key: state.mean(key)[column])
+
+    def coarse(self, values: np.ndarray) -> np.ndarray:
+        """Return the area-weighted mean over the cells of each point of the maps; cells without a value do not count.
+
+        Args:
+            values: (Y, X) values.
 
         Returns:
-            (Y, X) means, NaN where no date counts; None if nothing was kept.
+            (y, x) means, NaN where no cell has a value.
         """
-        total = self.maps.get((column, key))
-        if total is None:
-            return None
-        count = self.counts[column]
-        return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+        there = np.isfinite(values)
+        total, area = (together(np.where(there, x * self.area, 0.0), self.size) for x in (values, 1.0))
+        return np.divide(total, area, out=np.full(area.shape, np.nan), where=area > 0)
 
-    def _maps(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray) -> None:
-        """Add the scores of one date to the mean map of a column, and its errors to the bins."""
+    def _scores(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray, block: int) -> None:
+        """Add the scores of one date to the sums of its block, and errors to the bins."""
         if not values:
             return
-        self.counts[column] = self.counts.get(column, 0) + mask
-        for key, value in values.items():
-            if key in self.drawn:
-                self.maps[column, key] = self.maps.get((column, key), 0) + np.where(mask, value, 0.0)
+        weights = np.where(mask, self.area, 0.0)
+
+        def put(table: dict, key: object, added: np.ndarray) -> None:
+            summed = together(added, self.size)
+            if key not in table:
+                table[key] = np.zeros((int(self.blocks.max()) + 1, *summed.shape), np.float32)
+            table[key][block] += summed
+
+        put(self._areas, column, weights)
+        for entrant in dict.fromkeys((*self.forecasts, *self.references)):
+            laws = [Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY]
+            for law in [Statistic.CRPS] if Key(entrant, Statistic.CRPS) in values else laws:
+                if (key := Key(entrant, law)) in values:
+                    put(self._sums, (column, key), np.where(mask, values[key], 0.0) * weights)
+        drawn = {*self.forecasts, f"raw_{self.reduced}", f"raw_{self.full}"}
         for entrant in dict.fromkeys(key.entrant for key in values):  # the first entrant sets the bins of all
             variance = values.get(Key(entrant, Statistic.VARIANCE))
             squared = values.get(Key(entrant, Statistic.SQUARED_ERROR))
-            if variance is not None and squared is not None:
+            if entrant in drawn and variance is not None and squared is not None:
                 self._bin(self.error_bins, column, entrant, np.sqrt(variance), np.sqrt(squared), mask, 2)
 
     def _spread(
@@ -252,7 +312,9 @@ class Pictures:
         for entrant, spread in entrants.items():
             self._bin(self.spread_bins, column, entrant, spread, actual, mask, 1)
         if mask.any():  # the last date that has the field stays
-            self.snapshots[column] = Snapshot(hour_text(self.starts[date]), actual, given, predicted)
+            shown = {label: self.coarse(spread) for label, spread in predicted.items()}
+            date_text = hour_text(self.starts[date])
+            self.snapshots[column] = Snapshot(date_text, self.coarse(actual), self.coarse(given), shown)
 
     def _bin(
         self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,

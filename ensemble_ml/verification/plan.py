@@ -1,7 +1,7 @@
 """Decide what is compared: the dates, leads, variables and levels that the forecasts and the ensemble share.
 
-Every date and field that is left out is recorded with its reason. A reader of the report must know what a score rests
-on, so this file also writes the notes on what forecasts do not state.
+Every date that is left out is recorded with its reason, and a note counts the fields that are left out. The notes also
+say what the forecasts do not state, because a reader of the report must know what a score rests on.
 
 Axes: T lead, V variable on pressure levels, S surface variable, Z level.
 """
@@ -21,7 +21,7 @@ from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
 from ensemble_ml.wording import hour_text, shortened
 
-_USUAL = 5  # members of the reduced ensemble if the forecast does not state what it was made from
+_USUAL = 5  # size of the reduced ensemble if the forecast does not state its members
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Plan:
         test: Test dates, as positions in the source's init times.
         fit: Dates that baselines are fitted on, as positions in the source's init times.
         columns: The fields that are scored.
-        groups: The columns in groups of one variable and lead.
+        groups: The same fields in groups of one variable and lead.
         dropped: Dates that are not scored, each with the reason.
         notes: Sentences for the report.
         truth: True if the source has a truth.
@@ -50,24 +50,24 @@ class Plan:
 
 
 def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> Plan:
-    """Find what all forecasts and the source share.
+    """Plan an evaluation of what all forecasts and the source share.
 
     Args:
         config: Settings.
-        source: The full ensemble, and the truth where there is one.
-        forecasts: The forecasts that are judged, followed by those that count as baselines.
+        source: The full ensemble, with the truth if there is one.
+        forecasts: The forecasts that are judged, followed by those that serve as baselines.
 
     Returns:
         The plan, with notes on everything that is left out.
 
     Raises:
-        UserError: A forecast has another grid or sums over other hours, no date or field is common, or the source lacks
-            the fit dates.
+        UserError: A forecast has another grid, or sums over other hours. The truth in the settings has no field. There
+            is no common field, or no date to score. No dates to fit on are known, or the source lacks some of them.
     """
     layout, notes = source.layout, list[str]()
     for forecast in forecasts:
-        # Scores compare point by point. Interpolation within the evaluation would smooth one side and change its
-        # scores.
+        # Scores compare point by point. If the evaluation interpolated one side, it would smooth its fields and change
+        # the scores.
         if not forecast.grid.same_as(layout.grid):
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
@@ -110,13 +110,18 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
 
 
 def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
-    """Return sentences on what some files of a forecast lack or do not state.
+    """Return notes on what a set of forecasts lacks or does not state, and on how its model was trained.
 
     Args:
         forecast: A set of forecasts.
         fitted: Init times that baselines are fitted on.
     """
     notes = []
+    if {origin.get("checkpoint_step") for origin in forecast.origins.values()} == {"0"}:
+        notes.append(
+            f"{forecast.label}: its checkpoint is of step 0, so this is the statistical start alone: no training step"
+            " was made, or none was better at a validation."
+        )
     if forecast.uneven_leads:
         few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
         notes.append(f"{forecast.label}: {few}.")
@@ -127,7 +132,8 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
     if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
         few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
         notes.append(f"{forecast.label} gives {few}.")
-    # Without training dates nobody can tell whether the forecast has seen the test dates. It is scored, with a warning.
+    # Without training dates nobody can tell whether the model has seen the test dates. The forecast is scored, and a
+    # note warns the reader.
     if forecast.untold_dates:
         some = len(forecast.training_dates) > 0
         who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
@@ -144,13 +150,13 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
-    """Return sentences on the hours of the day at which fit dates and test dates start.
+    """Return notes on the hours of the day at which fit dates and test dates start.
 
-    One note warns of fit dates of several hours, which are fitted together. Another warns of test dates at an hour that
-    no fit date has.
+    One note warns that fit dates of several hours are fitted together. Another warns of test dates at an hour that no
+    fit date has.
     """
-    # The errors of a model follow the sun. Baselines that are fitted at another hour, or at all hours together, are too
-    # weak, and a gain on them says little.
+    # The errors of a model depend on the time of day. Baselines that are fitted at another hour, or at all hours
+    # together, are too weak, so a gain over them says little.
     starts = hour_of_day(test)
     known = set(hour_of_day(fit).tolist())
     strange = ~np.isin(starts, sorted(known))
@@ -172,10 +178,10 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
-    """Return sentences on variables for which only one side states the hours of a sum or an extreme.
+    """Return notes on variables for which only the source or only the forecast states the hours of a sum or an extreme.
 
     Raises:
-        UserError: A variable covers other hours in a forecast than in the source.
+        UserError: A variable covers other hours in the forecast than in the source.
     """
     leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
     unstated: dict[str, list[str]] = {forecast.label: [], source.path: []}
@@ -183,7 +189,7 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     for name in (name for name in source.layout.names if name in forecast.variables):
         theirs = forecast.intervals(name)
         for lead, pair in zip(leads, ours.get(name, [None] * len(leads)), strict=True):
-            # A sum up to lead 0 has no hours, so a missing statement does not matter there.
+            # A sum up to lead 0 covers no hours, so it does not matter there if they are not stated.
             if (pair is None) != (lead not in theirs) and lead:
                 unstated[source.path if pair is None else forecast.label].append(f"{name} {lead} h")
             if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
@@ -202,11 +208,16 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
     """Choose the dates that baselines are fitted on.
 
-    These are the dates of `config.fit`, or else the training dates of the first forecast that states some. Of the
-    latter, only those at the forecasts' hours of the day are kept if they are enough, because errors follow the sun.
+    These are the dates of `config.fit`. Without that setting, they are the training dates of the first forecast that
+    states some. Training dates at other hours of the day than the forecasts' are left out if enough remain, because
+    errors depend on the time of day. Notes on the choice are appended to `notes`.
+
+    Returns:
+        Positions of the dates in the source's init times.
 
     Raises:
-        UserError: No forecast states its training dates, or the source lacks some of them.
+        UserError: `config.fit` names a period without init times. Without that setting, no forecast states its training
+            dates, or the source lacks some of them.
     """
     times = source.layout.init_time
     if config.fit is not None:
@@ -229,7 +240,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 
 def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
-    """Return the training dates at hours at which forecasts start, or all of them if too few are left."""
+    """Return the training dates at the hours of day at which forecasts start, or all of them if those are too few."""
     # Fewer than FEWEST_DATES dates cannot support a correction, and a baseline of mixed hours is better than none.
     hours = np.unique(hour_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
     alike = trained[np.isin(hour_of_day(trained), hours)]
@@ -245,15 +256,18 @@ def _test_dates(
 ) -> tuple[np.ndarray, list[dict[str, str]]]:
     """Split the dates of the forecasts into those that are scored and those that are dropped, with reasons.
 
-    A date that the forecast has seen in any way (in training, in choosing the checkpoint, in earlier weights) would
-    flatter it. A date that baselines were fitted on would flatter these.
+    A date that a model has seen in any way (in training, in choosing the checkpoint, in earlier weights) would flatter
+    its forecast. A date that baselines were fitted on would flatter the baselines.
+
+    Returns:
+        Positions of the scored dates in the source's init times, and the date and reason of every dropped date.
 
     Raises:
         UserError: No date is left.
     """
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
-    # A date that any forecast has seen is dropped for all, so that all scores are over the same dates.
+    # A date that any model has seen is dropped for all forecasts, so that all scores are over the same dates.
     trained = {start for forecast in forecasts for start in forecast.training_dates}
     chosen = {start for forecast in forecasts for start in forecast.validation_dates}
     earlier = {start for forecast in forecasts for start in forecast.earlier_dates}
@@ -307,12 +321,14 @@ def _groups(
 ) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
     """Find the leads, variables and levels that all forecasts and the source share.
 
+    A note on the other fields of the forecasts is appended to `notes`.
+
     Raises:
         UserError: They share no field.
     """
     layout = source.layout
     leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
-    # A field that one forecast lacks is not scored for any: means over different fields could not be compared.
+    # A field that one forecast lacks is not scored for any, because means over different fields cannot be compared.
     names = [name for name in layout.names if all(name in f.variables for f in forecasts)]
     groups: list[Group] = []
     columns: list[Column] = []
@@ -329,7 +345,7 @@ def _groups(
             " read that are called NAME_mean, NAME_location or NAME_ensemble_spread, as in t2m_mean"
         )
     offered = {Column(h, *field) for f in forecasts for h in f.lead_hours for field in f.fields()}
-    unpaired = sorted(f"{column.name} {column.lead_hours} h" for column in offered - set(columns))
+    unpaired = sorted(f"{column.title} at {column.lead_hours} h" for column in offered - set(columns))
     if unpaired:
         notes.append(f"{len(unpaired)} fields are not in all forecasts and the ensemble: {shortened(unpaired)}.")
     return tuple(groups), tuple(columns)
@@ -353,7 +369,8 @@ def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
 def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
     """Return the number of members of the raw reduced ensemble.
 
-    It is the number that the user asks for, or else the number that the first forecast was made from.
+    It is `config.members_in` if that is set. Otherwise it is the number of members that the first forecast was made
+    from, or `_USUAL` if that is not known, but no more than the source has.
     """
     if config.members_in is not None:
         return config.members_in
@@ -361,8 +378,9 @@ def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
 
 
 def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: list[ForecastSet]) -> list[str]:
-    """Return sentences on the members that forecasts were made from, where these weaken a comparison."""
-    # The raw reduced ensemble is the first members. A forecast from other or more members is scored, but noted.
+    """Return notes on forecasts whose members make a comparison weaker or unfair."""
+    # The raw reduced ensemble consists of the first members. A forecast from other or more members is scored, with a
+    # note.
     held = [str(number) for number in source.layout.realization]
     reduced, ours = held[:size], forecasts[: len(as_list(config.forecast))]
     notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]

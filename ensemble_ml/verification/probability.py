@@ -25,7 +25,7 @@ from ensemble_ml.verification.families import cdf
 def pit(
     family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the probability integral transform F(y) of the truth.
+    """Return the probability integral transform F(y) of the truth, in [0, 1].
 
     Where a censored distribution has a point mass, F jumps. The value is then drawn within the jump, because the PIT of
     a calibrated forecast would not be uniform otherwise (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
@@ -36,9 +36,6 @@ def pit(
         scale: Scale of the distribution, in the same units.
         y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
         uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
-
-    Returns:
-        Values in [0, 1].
 
     Raises:
         UserError: `uniform` is outside of [0, 1), or a scale is negative.
@@ -51,15 +48,12 @@ def pit(
 
 
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
-    """Return which of `bins` equal bins of [0, 1] each value falls into.
+    """Return which of `bins` equal bins of [0, 1] each value falls into, int64.
 
     Args:
         probability: Values in [0, 1] of any shape. The value 1 belongs to the last bin. NaN falls into the first bin,
             so the caller must mask it.
         bins: Number of bins, one or more.
-
-    Returns:
-        int64 positions of the same shape.
 
     Raises:
         UserError: `bins` is below one, or values lie outside of [0, 1].
@@ -71,13 +65,10 @@ def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Convert counts or weights in bins to shares of their sum.
+    """Convert counts or weights in bins to shares of their sum, (..., K); NaN where the sum is zero.
 
     Args:
         counts: (..., K) counts or weights, 0 or more.
-
-    Returns:
-        (..., K) shares; NaN where the sum is zero.
 
     Raises:
         UserError: A count is negative.
@@ -88,16 +79,13 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def flatness(counts: np.ndarray) -> np.ndarray:
-    """Return the reliability index of a histogram: sum |share - 1/K|.
+    """Return the reliability index of a histogram: sum |share - 1/K|, (...).
 
     It is 0 for a flat histogram and 2 (1 - 1/K) at worst. It is equation 8 of Delle Monache et al. (2006),
     doi:10.1029/2005JD006917.
 
     Args:
         counts: (..., K) counts or weights.
-
-    Returns:
-        (...) index.
     """
     return np.abs(shares(counts) - 1 / counts.shape[-1]).sum(-1)
 

@@ -1,4 +1,7 @@
-"""Write the tables of the report: the scorecard of each forecast, and all entrants side by side."""
+"""Write the tables of the report: the scorecard of each forecast, and all forecasts and baselines side by side.
+
+An entrant is a forecast or a baseline.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,34 @@ from html import escape
 
 import numpy as np
 
-from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.metrics import METRICS
-from ensemble_ml.verification.page import choice, number, table
-from ensemble_ml.verification.scores import Scores
+from ensemble_ml.verification.page import FIELD, LEAD, REGION, SCORE, choice, note, number, table
+from ensemble_ml.verification.scores import Scores, gain
 from ensemble_ml.verification.scoring import EFI_WEIGHTED
 from ensemble_ml.verification.summary import describe, short_name
 from ensemble_ml.verification.values import CLIMATOLOGY
 
-_NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings of the points that name no set of them
+_NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings that do not stand for a region
+
+
+def regions(scores: Scores) -> dict[str, str]:
+    """Return the weightings that stand for a region, by the name of the region in the report.
+
+    Args:
+        scores: The scores.
+    """
+    found = [weighting for weighting in scores.state.weightings if weighting not in _NO_REGION]
+    return {"all points" if weighting == "area" else weighting: weighting for weighting in found}
 
 
 def scorecard(scores: Scores) -> str:
-    """Return the scorecard: fields as rows, leads as columns, for each forecast, baseline and region.
+    """Return the scorecard: fields as rows, leads as columns, a group of columns for each forecast.
 
-    A cell shows the gain in percent and the two scores that it is computed from, and is coloured by the sign of the
-    gain, darker where the difference is significant. One card is open and the others are folded; where scripts run, the
-    page shows one card at a time, which the reader chooses (`page.SCRIPT`).
+    There is one for each score, reference and region. A cell shows the gain in percent and the two scores that it is
+    computed from, and is coloured by the sign of the gain, darker where the difference is significant. All comparisons,
+    also those between forecasts, use the same bootstrap draws of init times.
 
     Args:
         scores: The scores.
@@ -33,73 +45,101 @@ def scorecard(scores: Scores) -> str:
         HTML; empty if nothing can be compared.
     """
     m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
-    pairs = [("crps", best)] if best else []
+    several = scores.forecasts if len(scores.forecasts) > 1 else ()
+    pairs = [("crps", other) for other in (*several[:1], *filter(None, [best]))]
     pairs += [("crps", f"raw_{n}"), ("crps", f"raw_{m}"), ("crps", CLIMATOLOGY)]
-    pairs += [("crps", other) for other in (*scores.forecasts, *scores.baselines)]
-    pairs += [("spread_rmse", f"{kind}_{m}") for kind in ("spread_regression", "size_corrected")]
-    pairs += [("rmse", f"raw_{n}")]
-    cards = []
-    for label in scores.forecasts:
-        for metric, other in dict.fromkeys(pair for pair in pairs if pair[1] != label):
-            for weighting in scores.state.weightings:
-                card = "" if weighting in _NO_REGION else _card(scores, metric, label, other, weighting)
-                if card:
-                    mark = ", the best baseline" if metric == "crps" and other == best else ""
-                    compared = f"{METRICS[metric].long_name} vs {short_name(other)}{mark}"
-                    cards.append(([label, compared, "all points" if weighting == "area" else weighting], card))
+    pairs += [("crps", other) for other in (*several, *scores.baselines)]
+    pairs += [("spread_rmse", other) for other in (f"spread_regression_{m}", f"size_corrected_{m}", *several)]
+    pairs += [("rmse", other) for other in (f"raw_{n}", *several)]
+    cards: dict[tuple[str, str], str] = {}
+    for metric, other in dict.fromkeys(pairs):
+        mark = ", the best baseline" if metric == "crps" and other == best else ""
+        compared = f"{METRICS[metric].long_name} vs {short_name(other)}{mark}"
+        cards |= {
+            (compared, words): _card(scores, metric, other, weighting) for words, weighting in regions(scores).items()
+        }
+    shown = choice([SCORE, REGION], cards)
     text = (
-        f"Gain in %, and the scores of the forecast | of what it is compared with. Blue: better, orange: worse; dark: "
-        f"the {100 * scores.confidence:g} % interval, which shows when the pointer rests on a cell, excludes zero and "
-        f"rests on enough blocks of dates; pale: not sure."
+        "Each cell shows the gain in %, and below it the score of the forecast | the score of the reference. Blue is "
+        f"better, orange is worse. Dark cells are significant: the {100 * scores.confidence:g} % interval excludes "
+        "zero and rests on enough blocks of dates. Rest the pointer on a cell to see the interval. Click on it to "
+        "choose its field and lead for the page."
     )
-    return f'<h2>Scorecard</h2><p class="note">{text}</p>{choice(["forecast", "score", "region"], cards)}' * bool(cards)
+    return f'<h2>Scorecard</h2>{note(text)}<div class="card">{shown}</div>' if shown else ""
 
 
-def _card(scores: Scores, metric: str, label: str, other: str, weighting: str) -> str:
-    """Return the scorecard of a forecast against another entrant in a region; empty if no cell has a value."""
-    gains = [percent for _, percent in scores.difference(metric, label, other, weighting)]
-    ours, theirs = (scores.score(metric, entrant, weighting) for entrant in (label, other))
-    if not any(np.isfinite(gain.value) for gain in gains):
+def _card(scores: Scores, metric: str, other: str, weighting: str) -> str:
+    """Return the scorecard against an entrant in a region; empty if no cell has a value."""
+    gains = {
+        label: [percent for _, percent in scores.difference(metric, label, other, weighting)]
+        for label in scores.forecasts
+        if label != other
+    }
+    gains = {label: found for label, found in gains.items() if any(np.isfinite(one.value) for one in found)}
+    if not gains:
         return ""
-    assert ours is not None and theirs is not None  # where one has no score there are no gains
-    position = {column: c for c, column in enumerate(scores.columns)}
+    names = list(dict.fromkeys(column.label for column in scores.columns))
+    position = {column.key: c for c, column in enumerate(scores.columns)}
     lines, marks = [], []
-    for variable, level in dict.fromkeys((column.variable, column.level) for column in scores.columns):
-        cells: list[tuple[str, str | None]] = []
-        for lead in scores.leads:
-            c = position.get(Column(lead, variable, level))
-            if c is None or not np.isfinite(gains[c].value):
-                cells.append(("", None))
-                continue
-            gain, values = gains[c], f"{ours.value[c]:.3g} | {theirs.value[c]:.3g}"
-            ends = f"{gain.low:+z.1f} to {gain.high:+z.1f} %" if np.isfinite(gain.low) else "no interval"
-            cells.append((f'<span title="{ends}">{gain.value:+z.1f}<small>{values}</small></span>', _mark(gain)))
+    whole = [
+        _gain_cell(gain(scores.ratio(metric, label, other, scores.at_lead(lead), weighting)))
+        for label in gains
+        for lead in scores.leads
+    ]
+    if len(names) > 1:
+        lines.append(["geometric mean of all fields", *(text for text, _ in whole)])
+        marks.append([None, *(mark for _, mark in whole)])
+    for name in names:
+        cells = []
+        for label, found in gains.items():
+            ours, theirs = (scores.score(metric, entrant, weighting) for entrant in (label, other))
+            assert ours is not None and theirs is not None  # where one has no score there are no gains
+            for lead in scores.leads:
+                c = position.get((name, f"{lead} h"))
+                values = "" if c is None else f"{ours.value[c]:.3g} | {theirs.value[c]:.3g}"
+                cells.append(_gain_cell(None if c is None else found[c], values))
         if any(text for text, _ in cells):
-            name = Column(scores.leads[0], variable, level).title
-            lines.append([f"{escape(name)}, {escape(registered(variable).units)}", *(text for text, _ in cells)])
+            lines.append([escape(name), *(text for text, _ in cells)])
             marks.append([None, *(mark for _, mark in cells)])
-    heads = ["", *(f"{lead} h" for lead in scores.leads)]
-    return table(heads, lines, caption=f"Compared with {describe(other)}", classes=marks)
+    heads = ["", *(f"{lead} h" for _ in gains for lead in scores.leads)]
+    groups = {label: len(scores.leads) for label in gains} if len(scores.forecasts) > 1 else {}
+    return table(heads, lines, caption=f"Compared with {describe(other)}", classes=marks, groups=groups)
 
 
-def _mark(gain: Interval) -> str | None:
+def _gain_cell(found: Interval | None, values: str = "") -> tuple[str, str | None]:
+    """Return a gain in percent as a cell, with its class; both are empty without a value."""
+    if found is None or not np.isfinite(found.value):
+        return "", None
+    ends = f"{found.low:+z.1f} to {found.high:+z.1f} %" if np.isfinite(found.low) else "no interval"
+    small = f"<small>{values}</small>" if values else ""
+    return f'<span title="{ends}">{found.value:+z.1f}{small}</span>', _mark(found)
+
+
+def _mark(found: Interval) -> str | None:
     """Return the class of a cell, which says the sign of a gain and whether it is significant."""
-    if abs(gain.value) < 0.05:  # a smaller value is shown as 0.0
+    if abs(found.value) < 0.05:  # a smaller value is shown as 0.0
         return None
-    return ("b" if gain.value > 0 else "w") + ("" if gain.excludes(0) else "0")
+    return ("b" if found.value > 0 else "w") + ("" if found.excludes(0) else "0")
 
 
-def entrants(scores: Scores) -> str:
-    """Return tables of all entrants: ratios to a reference, area-weighted and not, and raw scores in each way.
+def entrants(scores: Scores, first: Column) -> str:
+    """Return tables of all entrants: ratios to a reference, area-weighted and not, and all scores of each field.
 
     Args:
         scores: The scores.
+        first: The field and lead to show first.
     """
-    lead, full, regression = scores.headline_lead, f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
+    full, regression = f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
     pairs = (("crps", full), ("rmse", full), ("spread_rmse", regression), ("held_out_rmse", regression))
-    tables = "".join(_ranking(scores, metric, reference, lead) for metric, reference in pairs)
-    rest = _raw_table(scores) + _all_scores(scores, lead)
-    return f'<h2>Everyone at {lead} h</h2><div class="side">{tables}</div>{rest}' if tables else ""
+    cards = {}
+    for lead in scores.leads:
+        tables = "".join(_ranking(scores, metric, reference, lead) for metric, reference in pairs)
+        cards[(f"{lead} h",)] = f'<div class="side">{tables}</div>{_raw_table(scores, lead)}' if tables else ""
+    means = choice([LEAD], cards, first.key[1:])
+    every = choice(
+        [FIELD, LEAD], {column.key: _all_scores(scores, c) for c, column in enumerate(scores.columns)}, first.key
+    )
+    return f"<h2>All forecasts and baselines</h2>{means}{every}" if means else ""
 
 
 def _ranking(scores: Scores, metric: str, reference: str, lead: int) -> str:
@@ -110,7 +150,7 @@ def _ranking(scores: Scores, metric: str, reference: str, lead: int) -> str:
         if ratio is not None:
             plain = scores.unweighted_ratio(metric, entrant, reference, columns)
             mark = "us" if entrant in scores.forecasts else None
-            found.append((ratio.value, [escape(_title(scores, entrant)), number(ratio, 3), f"{plain:.3f}"], [mark] * 3))
+            found.append((ratio.value, [_title(scores, entrant), number(ratio, 3), f"{plain:.3f}"], [mark] * 3))
     if not found:
         return ""
     found.sort(key=lambda item: item[0])
@@ -120,14 +160,20 @@ def _ranking(scores: Scores, metric: str, reference: str, lead: int) -> str:
 
 
 def _title(scores: Scores, entrant: str) -> str:
+    """Return the name of an entrant as a cell, with what it stands for."""
     mine = entrant in (*scores.forecasts, *scores.baselines) or scores.full == scores.reduced
     uses_full = entrant.endswith(f"_{scores.full}") and not mine
-    return short_name(entrant) + (f" (uses all {scores.full})" if uses_full else "")
+    note = f" (uses all {scores.full})" if uses_full else ""
+    words = describe(entrant)
+    return escape(short_name(entrant) + note) + (f"<small>{escape(words)}</small>" if words != entrant else "")
 
 
-def _raw_table(scores: Scores) -> str:
-    """Return a table of the raw ensembles' CRPS in each way, as ratios to the one that claims are made against."""
-    columns, lines = scores.at_lead(scores.headline_lead), []
+def _raw_table(scores: Scores, lead: int) -> str:
+    """Return a table of the raw ensembles' CRPS by each estimator, as ratios to raw N as a normal distribution.
+
+    Claims are made against this reference.
+    """
+    columns, lines = scores.at_lead(lead), []
     ways = ("crps", "crps_normal", "crps_fair", "crps_members")
     base = scores.score("crps", f"raw_{scores.full}")
     for size in dict.fromkeys((scores.reduced, scores.full)):
@@ -145,28 +191,17 @@ def _raw_table(scores: Scores) -> str:
     if not any(cell for line in lines for cell in line[1:]):
         return ""
     heads = ["", "N(m, (1+1/M) s²)", "N(m, s²)", "fair, members", "ordinary, members"]
-    text = f"CRPS of the raw ensembles, each way, over that of raw {scores.full} as N(m, (1+1/M) s²)"
+    text = f"CRPS of the raw ensembles by each estimator, divided by that of raw {scores.full} as N(m, (1+1/M) s²)"
     return table(heads, lines, caption=text)
 
 
-def _all_scores(scores: Scores, lead: int) -> str:
-    """Return a folded table of every score of every field at a lead."""
+def _all_scores(scores: Scores, column: int) -> str:
+    """Return a table of the scores of all entrants in one field, with intervals and in its units."""
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
-    heads = ["entrant", "field", *(METRICS[name].long_name for name in shown)]
-    lines = []
-    for c in scores.at_lead(lead):
-        column = scores.columns[c]
-        for entrant in scores.entrants():
-            cells = [_cell(scores, name, entrant, int(c)) for name in shown]
-            if any(cells):
-                units = registered(column.variable).units
-                lines.append([escape(short_name(entrant)), escape(f"{column.title}, {units}"), *cells])
-    return f"<details><summary>All scores at {lead} h</summary>{table(heads, lines)}</details>"
-
-
-def _cell(scores: Scores, metric: str, entrant: str, column: int) -> str:
-    score = scores.score(metric, entrant)
-    if score is None or not np.isfinite(score.value[column]):
-        return ""
-    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(metric, entrant, [column]))
-    return number(ends, 4, general=True)
+    heads, lines = ["", *(METRICS[name].long_name for name in shown)], []
+    for entrant in scores.entrants():
+        found = [scores.interval_of(name, entrant, column) for name in shown]
+        if any(found):
+            cells = ["" if one is None else number(one, 4, general=True) for one in found]
+            lines.append([_title(scores, entrant), *cells])
+    return table(heads, lines) if lines else ""

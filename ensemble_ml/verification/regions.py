@@ -62,13 +62,10 @@ def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
 
 
 def season_of(times: np.ndarray) -> np.ndarray:
-    """Return the meteorological season of each time.
+    """Return the meteorological season of each time, (D,) positions in `SEASONS`.
 
     Args:
         times: (D,) datetime64.
-
-    Returns:
-        (D,) int positions in `SEASONS`.
     """
     month = times.astype("datetime64[M]").astype(int) % 12
     return ((month + 1) // 3) % 4

@@ -1,4 +1,4 @@
-"""Compose the HTML report, a single file that needs no network. Its script only folds cards away.
+"""Compose the HTML report, a single file that needs no network. Its script only chooses which cards are shown.
 
 Its first screen answers whether the forecast is better, and how sure that is. Details follow below.
 """
@@ -15,8 +15,10 @@ from ensemble_ml.verification import charts, rankings, sections
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.case import Case
 from ensemble_ml.verification.page import number, page, table
+from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import Tables
+from ensemble_ml.verification.svg import Atlas
 from ensemble_ml.wording import SHORT_TEXT, dates_text
 
 
@@ -36,15 +38,14 @@ def write_report(
     Returns:
         The text of an HTML page.
     """
-    pictures = tables.pictures
-    parts = [_top(content, scores)]
-    parts += [sections.strata(content, scores)]
-    parts += [charts.maps(content, scores, pictures, grid, land)]
-    parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(scores)]
-    parts += [charts.bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
+    pictures, first = tables.pictures, scores.columns[tables.pictures.headline[0]]
+    atlas = Atlas(grid, pictures.size, land, region_masks(grid, land, content["settings"]["regions"]))
+    parts = [_top(content, scores), sections.strata(content, scores)]
+    parts += [charts.curves(scores, first), charts.maps(scores, pictures, atlas), sections.by_members(scores)]
+    parts += [rankings.entrants(scores, first), charts.calibration(scores, tables.calibration, pictures)]
     parts += [sections.together(content, scores)]
-    parts += [sections.extreme(case, scores, grid, land), _background(content)]
-    return page("Forecast evaluation", "\n".join(parts))
+    parts += [sections.extreme(case, scores, atlas), _background(content)]
+    return page("Forecast evaluation", "\n".join([atlas.shared(), *parts]))
 
 
 def _top(content: dict[str, Any], scores: Scores) -> str:
@@ -67,8 +68,8 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     figure = charts.headline(scores)
     return (
         f'<h1>Is the forecast better, where, by how much, how sure?</h1><p class="sub">{escape(sub)}</p>'
-        f'<div class="answer">{lines}</div>{rankings.scorecard(scores)}{figure}{_claims(content)}'
-        + (f'<ul class="note">{notes}</ul>' if notes else "")
+        f'<div class="answer">{lines}</div><p id="bar" role="group" aria-label="What the page shows" hidden></p>'
+        f"{rankings.scorecard(scores)}{figure}{_claims(content)}" + (f'<ul class="note">{notes}</ul>' if notes else "")
     )
 
 

@@ -243,9 +243,6 @@ def read_group(
         date: Position of the init time in the source.
         group: One variable and lead.
         members: Numbers of the members to read; None reads all.
-
-    Returns:
-        (M, Z, Y, X) float64 in the units of the source.
     """
     return np.asarray(source.read(part, date, replace(group.selection, realization=members)).one(), np.float64)
 
@@ -291,15 +288,12 @@ def held_out_error(
 
 
 def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicted]:
-    """Read the prediction of each forecast for a group on one initialisation time.
+    """Read the prediction of each forecast for a group on one initialisation time, by label.
 
     Args:
         setting: The setting that all groups share.
         group: One variable and lead.
         date: Position of the init time in the source.
-
-    Returns:
-        Predictions by label.
     """
     start = setting.source.layout.init_time[date]
     return {

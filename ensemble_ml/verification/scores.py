@@ -102,6 +102,21 @@ class Scores:
         """
         return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
 
+    def interval_of(self, metric: str, entrant: str, column: int, weighting: str = "area") -> Interval | None:
+        """Return a metric of an entrant in one column with its interval, or None if it has no such score.
+
+        Args:
+            metric: Name in `METRICS`.
+            entrant: Forecast, raw ensemble or baseline.
+            column: Position on C.
+            weighting: Name of the weighting of the points.
+        """
+        score = self.score(metric, entrant, weighting)
+        if score is None or not np.isfinite(score.value[column]):
+            return None
+        blocks = self.blocks_of(metric, entrant, [column], weighting)
+        return self.interval(score.value[column], score.draws[:, column], blocks)
+
     def advantage(self, metric: str, entrant: str, other: str) -> str:
         """Describe the input that a forecast has and `other` lacks. Return "" if there is none.
 
@@ -244,7 +259,9 @@ class Scores:
         """Return 48 h, or the last lead if 48 h is not scored."""
         return HEADLINE_LEAD if HEADLINE_LEAD in self.leads else self.leads[-1]
 
-    def ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> Interval | None:
+    def ratio(
+        self, metric: str, entrant: str, other: str, columns: np.ndarray, weighting: str = "area"
+    ) -> Interval | None:
         """Return the geometric mean over columns of an entrant's score divided by that of another.
 
         Args:
@@ -252,11 +269,12 @@ class Scores:
             entrant: Forecast, raw ensemble or baseline; the numerator.
             other: Forecast, raw ensemble or baseline; the denominator.
             columns: Positions on C.
+            weighting: Name of the weighting of the points, such as a region's.
 
         Returns:
             The ratio with its interval; None if the two share no field with a score.
         """
-        first, second = self.score(metric, entrant), self.score(metric, other)
+        first, second = self.score(metric, entrant, weighting), self.score(metric, other, weighting)
         if first is None or second is None:
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -268,7 +286,7 @@ class Scores:
         shared = columns[np.isfinite(ratios[0, columns])]
         if not np.isfinite(mean[0]):
             return None
-        blocks = min(self.blocks_of(metric, one, shared) for one in (entrant, other))
+        blocks = min(self.blocks_of(metric, one, shared, weighting) for one in (entrant, other))
         return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:

@@ -1,8 +1,8 @@
 """Score every entrant, one variable and lead at a time, one initialisation time after the other.
 
 Memory is bounded by four things: the fields of one date of one variable and lead, the sums of the fit at each of its
-cells, the maps of a few headline fields, and the sums of each date. The last take some 25 kB a date and field, whatever
-the grid.
+cells, the coarse maps of all fields, and the sums of each date. The last take some 25 kB a date and field, whatever the
+grid.
 
 Axes: Z level, Y latitude, X longitude.
 """
@@ -87,6 +87,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         pictures.record(group.columns, position, values, verified, sample, said, mask)
         if index is not None:
             pictures.record_index(group.columns, position, index)
+    pictures.finish(group.columns, state)
 
 
 def model_climate(setting: Setting) -> ModelClimate | None:

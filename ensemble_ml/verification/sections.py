@@ -1,64 +1,64 @@
-"""Write the sections of the report beyond the scores: strata, calibration, ensemble size and the extreme case."""
+"""Write the sections of the report beyond the scores: strata, members together, ensemble size and the extreme case."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from ensemble_ml.fields import field as registered
-from ensemble_ml.grid import Grid
-from ensemble_ml.verification import figures
 from ensemble_ml.verification.bootstrap import Interval
-from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case
-from ensemble_ml.verification.page import image, number, table
-from ensemble_ml.verification.probability import flatness
+from ensemble_ml.verification.page import FORECAST, LEAD, choice, note, number, table
 from ensemble_ml.verification.scores import Scores
-from ensemble_ml.verification.summary import short_name
+from ensemble_ml.verification.summary import explained, short_name
+from ensemble_ml.verification.svg import Atlas, Curve, chart
 
 
 def strata(content: dict[str, Any], scores: Scores) -> str:
-    """Return a section on the gain in regions, seasons and unusual weather, at the headline lead.
+    """Return a section on the gain in regions, seasons and unusual weather.
 
     Args:
         content: The content of scores.json.
         scores: The scores.
     """
-    rows = [row for row in content["strata"] if row["lead_hours"] == scores.headline_lead]
-    parts = []
+    cards = {}
     for forecast in scores.forecasts:
-        mine = [row for row in rows if row["forecast"] == forecast]
-        heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in mine))
-        # scores.json holds no barred side, so it is worked out again for the marks of the table.
-        barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
-        lines, marks = [], []
-        for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in mine):
-            by_head = {
-                (row["metric"], row["reference"]): row for row in mine if (row["kind"], row["stratum"]) == (kind, name)
-            }
-            gains = [
-                _gain(row["ratio"], row["low"], row["high"], row["blocks"], barred)
-                if (row := by_head.get(head))
-                else None
-                for head, barred in barred_of.items()
-            ]
-            first = next(iter(by_head.values()))
-            dates = f"{first['dates']} ({first['blocks']})"
-            lines.append([escape(name), dates, *("" if gain is None else number(gain) for gain in gains)])
-            marks.append([None, None, *(_mark(gain) for gain in gains)])
-        if lines:
-            words = {"crps": "CRPS", "spread_rmse": "spread RMSE"}
-            titles = [f"{words[metric]} vs {short_name(reference)}" for metric, reference in heads]
-            who = f"{forecast}: " if len(scores.forecasts) > 1 else ""
-            caption = f"{who}gain in % at {scores.headline_lead} h, geometric mean over variables and levels"
-            parts.append(table(["stratum", "dates (blocks)", *titles], lines, caption=caption, classes=marks))
-    return f"<h2>Where and when: regions, seasons, extremes</h2>{''.join(parts)}" if parts else ""
+        for lead in scores.leads:
+            rows = [row for row in content["strata"] if (row["lead_hours"], row["forecast"]) == (lead, forecast)]
+            cards[forecast, f"{lead} h"] = _strata_table(scores, forecast, rows)
+    shown = choice([FORECAST, LEAD], cards, (scores.forecasts[0], f"{scores.headline_lead} h"))
+    return f"<h2>Where and when: regions, seasons, extremes</h2>{shown}" if shown else ""
+
+
+def _strata_table(scores: Scores, forecast: str, rows: list[dict[str, Any]]) -> str:
+    """Return a table of the gain of a forecast at one lead, with strata as rows; empty without rows."""
+    heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in rows))
+    # scores.json holds no barred side, so it is worked out again for the marks of the table.
+    barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
+    lines, marks = [], []
+    for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in rows):
+        by_head = {
+            (row["metric"], row["reference"]): row for row in rows if (row["kind"], row["stratum"]) == (kind, name)
+        }
+        gains = [
+            _gain(row["ratio"], row["low"], row["high"], row["blocks"], barred) if (row := by_head.get(head)) else None
+            for head, barred in barred_of.items()
+        ]
+        first = next(iter(by_head.values()))
+        dates = f"{first['dates']} ({first['blocks']})"
+        lines.append([escape(name), dates, *("" if gain is None else number(gain) for gain in gains)])
+        marks.append([None, None, *(_mark(gain) for gain in gains)])
+    words = {"crps": "CRPS", "spread_rmse": "spread RMSE"}
+    titles = [f"{words[metric]} vs {short_name(reference)}" for metric, reference in heads]
+    caption = f"gain in %, geometric mean over variables and levels. {explained(other for _, other in heads)}"
+    return table(["stratum", "dates (blocks)", *titles], lines, caption=caption, classes=marks) if lines else ""
 
 
 def together(content: dict[str, Any], scores: Scores) -> str:
-    """Return a section on the scores of members as vectors, at the headline lead.
+    """Return a section on the scores of members as vectors.
 
     Args:
         content: The content of scores.json.
@@ -67,9 +67,16 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     Returns:
         HTML; empty if no forecast holds members.
     """
-    found = [row for row in content["vectors"] if row["lead_hours"] == scores.headline_lead]
-    if not found:
-        return ""
+    cards = {}
+    for lead in scores.leads:
+        found = [row for row in content["vectors"] if row["lead_hours"] == lead]
+        cards[(f"{lead} h",)] = _vector_table(scores, found) if found else ""
+    shown = choice([LEAD], cards, (f"{scores.headline_lead} h",))
+    return f"<h2>Members together</h2>{shown}" if shown else ""
+
+
+def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
+    """Return a table of the gains of members as vectors at one lead."""
     words = {"crps_members": "CRPS of members", "energy": "energy score", "variogram": "variogram score"}
     words = {metric: title for metric, title in words.items() if any(row["metric"] == metric for row in found)}
     others = f"ecc_{scores.reduced}", f"raw_{scores.full}"
@@ -87,9 +94,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
         lines.append([escape(short_name(entrant)), *("" if gain is None else number(gain) for gain in gains)])
         marks.append([None, *(_mark(gain) for gain in gains)])
     heads = [f"{words[metric]} vs {short_name(other)}" for metric in words for other in others]
-    caption = (
-        f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate"
-    )
+    caption = f"gain in % over {found[0]['fields']} fields, each by the deviation of its climate"
     # Scores of vectors may be over fewer fields and points than all others, and the caption has to say so.
     for paired in [row["paired"] for row in found if row["metric"] == "variogram"][:1]:
         caption += f"; variogram over {len(paired)} of them"
@@ -97,7 +102,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
         caption += f"; {100 * found[0]['left_out_area']:.3g} % of the area lacks a value of some field and is left out"
     if without := found[0].get("left_out_fields"):
         caption += f"; {', '.join(without)} left out: without variance on the fit dates"
-    return f"<h2>Members together</h2>{table(['members', *heads], lines, caption=caption, classes=marks)}"
+    return table(["members", *heads], lines, caption=caption, classes=marks)
 
 
 def _gain(ratio: float, low: float, high: float, blocks: int, barred: int) -> Interval:
@@ -109,83 +114,6 @@ def _mark(gain: Interval | None) -> str | None:
     if gain is None or not gain.excludes(0):
         return None
     return "b" if gain.value > 0 else "w"
-
-
-def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -> str:
-    """Return a section on calibration: PIT and rank histograms, flatness, reliability with counts, sharpness.
-
-    Args:
-        scores: The scores, whose draws are used.
-        found: The histograms and reliability tables.
-        headline: Positions of the columns to draw.
-    """
-    parts = []
-    for kind, entrants in (("pit", list(scores.forecasts)), ("rank", [f"raw_{scores.reduced}", f"raw_{scores.full}"])):
-        panels = []
-        for column in headline:
-            for entrant in dict.fromkeys(entrants):
-                share = found.share(kind, entrant)
-                if share is None or not np.isfinite(share[column]).all():
-                    continue
-                draws = found.share(kind, entrant, scores.counts)
-                assert draws is not None
-                blocks = scores.blocks_among(found.known(kind, entrant, column))
-                ends = [scores.interval(value, draws[:, column, k], blocks) for k, value in enumerate(share[column])]
-                panels.append((f"{scores.columns[column].name}: {short_name(entrant)}", ends))
-        if panels:
-            words = (
-                "Probability integral transform of the truth" if kind == "pit" else "Rank of the truth among members"
-            )
-            text = f"{words}: flat if calibrated, U-shaped if too sure; thin lines are intervals, where there are any"
-            parts.append(image(figures.histograms(panels), text, width=980))
-    parts.append(_flatness(scores, found))
-    curves = {}
-    for column in headline:
-        entrants = [*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}"]
-        known = {short_name(e): found.reliability[column, e] for e in entrants if (column, e) in found.reliability}
-        if known:
-            field = scores.columns[column]
-            curves[f"{field.name}, {field.lead_hours} h"] = known
-    if curves:
-        text = (
-            "Reliability of the probability that the truth lies in the upper tenth of the cell's climate (below), and "
-            "how often each probability is forecast (above): sharp forecasts use the ends. The diagonal is right. The "
-            "climate is that of all fit dates: where these are of several seasons, to know the season counts as skill."
-        )
-        parts.append(image(figures.reliability(curves), text, width=900))
-        parts.append(_brier(curves))
-    return f"<h2>Calibration</h2>{''.join(parts)}" if any(parts) else ""
-
-
-def _flatness(scores: Scores, found: Calibration) -> str:
-    """Return a folded table of the flatness of the PIT in each field."""
-    lines = []
-    for entrant in scores.forecasts:
-        share = found.share("pit", entrant)
-        if share is None:
-            continue
-        for c in scores.at_lead(scores.headline_lead):
-            if np.isfinite(share[c]).all():
-                low, high = share[c].min(), share[c].max()
-                cells = [f"{low:.3f}", f"{high:.3f}", f"{flatness(share[c]):.3f}"]
-                lines.append([escape(entrant), scores.columns[c].name, *cells])
-    heads = ["forecast", "field", "smallest bin", "largest bin", "sum |share - 0.1|"]
-    listed = table(heads, lines)
-    return f"<details><summary>Flatness of the PIT, field by field</summary>{listed}</details>" if lines else ""
-
-
-def _brier(curves: dict[str, dict]) -> str:
-    """Return a folded table of the Brier score and its parts."""
-    lines = []
-    for title, entrants in curves.items():
-        for entrant, table_of in entrants.items():
-            if not table_of.weight.any():  # this field has no truth
-                continue
-            p = table_of.parts()
-            values = (p.score, p.reliability, p.resolution, p.uncertainty, p.within)
-            lines.append([escape(f"{title}: {entrant}"), *(f"{value:.4f}" for value in values)])
-    heads = ["", "Brier score", "= reliability", "- resolution", "+ uncertainty", "+ within bins"]
-    return f"<details><summary>Brier score and its parts</summary>{table(heads, lines)}</details>"
 
 
 def by_members(scores: Scores) -> str:
@@ -203,37 +131,37 @@ def by_members(scores: Scores) -> str:
     if len(set(sizes.values())) < 2:
         return ""
     columns, full = scores.at_lead(scores.headline_lead), f"raw_{scores.full}"
-    panels = {}
+    shown = ""
     for metric, reference, title in (
         ("crps", full, f"CRPS over that of raw {scores.full}"),
         ("spread_rmse", f"spread_regression_{scores.reduced}", f"spread RMSE over regression on {scores.reduced}"),
     ):
         points = [(sizes[label], scores.ratio(metric, label, reference, columns)) for label in sizes]
         known = sorted(((size, ratio) for size, ratio in points if ratio is not None), key=lambda item: item[0])
-        if known:
-            panels[title] = known
+        curve = Curve([size for size, _ in known], [ratio for _, ratio in known])
+        shown += chart({"forecasts": curve}, title, "members in", ticks=sorted({*sizes.values()}), level=1.0)
     text = f"Forecasts from different numbers of members at {scores.headline_lead} h; below one is better"
-    return f"<h2>By number of members</h2>{image(figures.by_members(panels), text)}" if panels else ""
+    return f'<h2>By number of members</h2>{note(text)}<div class="charts">{shown}</div>' if shown else ""
 
 
-def extreme(case: Case | None, scores: Scores, grid: Grid, land: np.ndarray | None) -> str:
-    """Return a section with the raw, the predicted and the true field of the most unusual test date, side by side.
+def extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
+    """Return a section with the raw, the predicted and the true field of the most unusual weather, side by side.
 
     Args:
         case: The extreme case, or None.
         scores: The scores.
-        grid: Grid of the maps.
-        land: (Y, X) land fraction for coasts, or None.
+        atlas: The coasts of the maps.
 
     Returns:
-        HTML; empty without a case, or on a grid of one row or column.
+        HTML; empty without a case, or where it is of one row or column.
     """
-    if case is None or min(grid.shape) < 2:
+    if case is None or min(case.grid.shape) < 2:
         return ""
-    units = registered(case.variable).units
-    lat, lon = case.place
+    units = registered(case.column.variable).units
+    (north, west, south, east), (lat, lon) = case.region, case.place
     lead = (
-        f"{case.name} from {case.date}, {case.lead_hours} h ahead: of all test dates the one on which the raw "
+        f"{case.column.title} from {case.date}, {case.column.lead_hours} h ahead, {south:g} to {north:g}°N and "
+        f"{west:g} to {east:g}°E: of all test dates and boxes of 30 by 60 degrees the one in which the raw "
         f"{scores.full} members are furthest from their climate (mean |EFI| {case.mean_index:.2f}). The cross marks "
         f"{abs(lat):g}°{'N' if lat >= 0 else 'S'} {lon:g}°E, where EFI is {case.index_at_place:+.2f}."
     )
@@ -247,7 +175,30 @@ def extreme(case: Case | None, scores: Scores, grid: Grid, land: np.ndarray | No
         lines.append([escape(short_name(name)), f"{mean:.5g}", f"{deviation:.3g}", error, sigmas])
     if case.truth_at_place is not None:
         lines.append(["truth", f"{case.truth_at_place:.5g}", "", "", ""])
-    heads = [f"there ({units})", "mean", "standard deviation", "truth - mean", "in standard deviations"]
-    text = "Mean, standard deviation and truth; the last row is the error in standard deviations (beyond 2 is rare)"
-    picture = image(figures.extreme_case(case, grid, land, units), text, width=1000)
-    return f'<h2 id="extreme">An extreme case</h2><p>{escape(lead)}</p>{picture}{table(heads, lines)}'
+    heads = [f"at the cross ({units})", "mean", "standard deviation", "truth - mean", "in standard deviations"]
+    pictures = f'<div class="charts">{"".join(_case_maps(case, atlas, units))}</div>'
+    return f'<h2 id="extreme">An extreme case</h2><p>{escape(lead)}</p>{pictures}{table(heads, lines)}'
+
+
+def _case_maps(case: Case, atlas: Atlas, units: str) -> list[str]:
+    """Return maps of means and the truth, of standard deviations, of errors in standard deviations, and of the EFI."""
+    here = replace(atlas, grid=case.grid, size=1)
+    fields = {short_name(name): mean for name, (mean, _) in case.laws.items()}
+    fields |= {} if case.truth is None else {"truth": case.truth}
+    # All maps of a kind share one colour scale, or they could not be compared by eye.
+    low, high = np.nanpercentile(np.stack(list(fields.values())), [1, 99])
+    top = float(np.nanpercentile(np.stack([deviation for _, deviation in case.laws.values()]), 99)) or 1.0
+    means = (float(low), float(high) if high > low else float(low) + 1.0)
+    parts = [
+        here.map(name if name == "truth" else f"mean, {name}", values, "viridis", means, units, case.place)
+        for name, values in fields.items()
+    ]
+    for name, (_, deviation) in case.laws.items():
+        title = f"standard deviation, {short_name(name)}"
+        parts.append(here.map(title, deviation, "magma", (0.0, top), units, case.place))
+    for name, (mean, deviation) in case.laws.items() if case.truth is not None else ():
+        error = (case.truth - mean) / np.where(deviation > 0, deviation, np.nan)
+        title = f"(truth - mean) / standard deviation, {short_name(name)}; beyond 2 is rare"
+        parts.append(here.map(title, error, "PuOr", (-4.0, 4.0), "", case.place))
+    parts.append(here.map("EFI of all raw members", case.index, "RdBu_r", (-1.0, 1.0), "", case.place))
+    return parts

@@ -51,16 +51,13 @@ def p_values(differences: np.ndarray) -> np.ndarray:
 
 
 def significant(p: np.ndarray) -> np.ndarray:
-    """Return which points are discoveries, at a rate `RATE` of false ones.
+    """Return which points are discoveries, at a rate `RATE` of false ones, bool of the same shape.
 
     The procedure is that of Benjamini & Hochberg (1995): sort the p-values and accept all up to the largest one that
     lies below its rank times `RATE` over the number of points.
 
     Args:
         p: p-values of any shape. NaN is never a discovery.
-
-    Returns:
-        bool of the same shape.
     """
     known = np.isfinite(p)
     ordered = np.sort(p[known])

@@ -138,16 +138,13 @@ def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic,
 def spread_statistics(
     predicted: np.ndarray, actual: np.ndarray, apart: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Return the errors of a predicted spread of the full ensemble.
+    """Return the errors of a predicted spread of the full ensemble, (...) by statistic.
 
     Args:
         predicted: (...) predicted spread of all members.
         actual: (...) spread of all members.
         apart: (...) error of the spread that the forecast implies for the held-out members, or None where it implies
             none.
-
-    Returns:
-        (...) values by statistic.
     """
     error = predicted - actual
     found = {Statistic.SPREAD_ERROR: error, Statistic.SPREAD_SQUARED_ERROR: error**2}

@@ -38,7 +38,8 @@ def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> 
         pairs = [("crps", best)] if best else []
         pairs += [("crps", f"raw_{n}"), ("crps", f"raw_{m}"), ("spread_rmse", f"spread_regression_{m}")]
         for forecast in scores.forecasts:
-            for metric, reference in dict.fromkeys(pairs):
+            of_first = [("crps", first) for first in scores.forecasts[:1] if first != forecast]
+            for metric, reference in dict.fromkeys([*of_first, *pairs]):
                 for kind, name, weighting, dates in parts:
                     ratio, there = stratum_ratio(scores, metric, forecast, reference, lead, weighting, dates)
                     if ratio is not None:

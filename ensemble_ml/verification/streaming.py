@@ -108,9 +108,6 @@ def score_members(
         weights: Weights that broadcast to `y`, such as cell areas (Y, X); None weights all points equally.
         rng: Generator that breaks ties of the truth with members (dry points); None takes seed 0.
 
-    Returns:
-        The sums over all points.
-
     Raises:
         UserError: Truth or weights do not fit the points of the members, weights are negative, or there is no member.
     """

@@ -5,7 +5,7 @@ A sentence says "better" only where the interval supports it, and names the reas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,8 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
     best = scores.best_baseline(lead)
     references = [(best, "the best statistical baseline fitted on the training dates", _SMALL_GAIN)] if best else []
     references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
+    # Of several forecasts, the first is what all others are compared with.
+    references += [(first, first, 0.0) for first in scores.forecasts[:1] if first != label]
     for reference, words, target in references:
         lower = gain(scores.ratio("crps", label, reference, columns))
         if lower is not None:
@@ -109,10 +111,19 @@ def headline(scores: Scores, test_dates: int) -> list[str]:
         test_dates: Number of test dates.
     """
     lines = []
+    # With several forecasts the first question is which of them is better, so these sentences come first.
+    first = scores.forecasts[0]
+    for label in scores.forecasts[1:]:
+        claim = next((claim for claim in _claims_of(scores, label) if claim.reference == first), None)
+        where = _where(scores, label, first)
+        lines += [
+            f"{label}, {scores.headline_lead} h: {text}" for text in (claim and _sentence(claim, scores), where) if text
+        ]
     for label in scores.forecasts:
         who = f"{label}, {scores.headline_lead} h" if len(scores.forecasts) > 1 else f"At {scores.headline_lead} h"
         # Claims on post-processing come first, because most readers look for them.
-        found = sorted(_claims_of(scores, label), key=lambda claim: claim.unit != "%")
+        found = [claim for claim in _claims_of(scores, label) if claim.reference not in scores.forecasts]
+        found = sorted(found, key=lambda claim: claim.unit != "%")
         lines += [f"{who}: {_sentence(claim, scores)}" for claim in found]
         where = _where(scores, label)
         lines += [f"{who}: {where}"] if where else []
@@ -132,14 +143,19 @@ def _sentence(claim: Claim, scores: Scores) -> str:
         direction, verdict = "higher", "worse"
     else:
         direction, verdict = "lower", "better"
-    best = "the best statistical baseline, " if of_crps and not claim.reference.startswith("raw") else ""
-    what, than = "CRPS" if of_crps else "spread RMSE", best + describe(claim.reference)
+    best = claim.reference == scores.best_baseline(scores.headline_lead)
+    # Corrections without a slope on the mean are weak, and a reader of this sentence alone should know.
+    no_emos = "" if scores.baselines else " (no EMOS among the baselines)"
+    what, than = (
+        "CRPS" if of_crps else "spread RMSE",
+        f"the best statistical baseline{no_emos}, " * (of_crps and best) + describe(claim.reference),
+    )
     text = f"{what} {percent.value:.1f} % {direction} than {than}"
     # More input explains a better score, but not a worse one.
     advantage = claim.advantage if verdict == "better" else ""
     metric, columns = "crps" if of_crps else "spread_rmse", scores.at_lead(scores.headline_lead)
     blocks = scores.least_known(metric, (claim.forecast, claim.reference), columns)
-    least = shortened([scores.columns[c].name for c in blocks if blocks[c] == percent.blocks], _NAMED)
+    least = shortened([scores.columns[c].title for c in blocks if blocks[c] == percent.blocks], _NAMED)
     if not np.isfinite(percent.low):
         why = f": {least} at {scores.headline_lead} h" if least else ""
         sure = f": not sure, {advantage}" if advantage else ""
@@ -180,7 +196,7 @@ def known_in_few(scores: Scores) -> list[str]:
         for few, text in (((1,), "no interval"), (range(2, FEWEST_BLOCKS), "nothing is sure")):
             there = [scores.columns[c] for c in blocks if blocks[c] in few]
             if there:
-                names = shortened([f"{column.name} {column.lead_hours} h" for column in there], _NAMED)
+                names = shortened([f"{column.title} at {column.lead_hours} h" for column in there], _NAMED)
                 counts = sorted({n for n in blocks.values() if n in few})
                 known = f"{counts[0]}{f' to {counts[-1]}' if counts[1:] else ''} of {scores.blocks} blocks"
                 which = "them" if there[1:] else "it"
@@ -188,16 +204,18 @@ def known_in_few(scores: Scores) -> list[str]:
     return found
 
 
-def _where(scores: Scores, label: str) -> str:
+def _where(scores: Scores, label: str, reference: str | None = None) -> str:
     """Return a sentence on the number of fields in which a forecast is better.
 
-    The reference is the best baseline, or the spread regression if the forecast has no CRPS.
+    The reference, if none is given, is the best baseline, or the spread regression if the forecast has no CRPS.
     """
     lead = scores.headline_lead
-    best = scores.best_baseline(lead) if scores.score("crps", label) is not None else None
-    metric, other = ("crps", best) if best else ("spread_rmse", f"spread_regression_{scores.reduced}")
+    best = (reference or scores.best_baseline(lead)) if scores.score("crps", label) is not None else None
+    metric, other = ("crps", best) if best else ("spread_rmse", reference or f"spread_regression_{scores.reduced}")
     pairs = scores.difference(metric, label, other)
-    found = {scores.columns[c].name: pairs[c] for c in scores.at_lead(lead) if pairs and np.isfinite(pairs[c][1].value)}
+    found = {
+        scores.columns[c].title: pairs[c] for c in scores.at_lead(lead) if pairs and np.isfinite(pairs[c][1].value)
+    }
     if not found:
         return ""
     better = sum(less.below(0) for less, _ in found.values())
@@ -271,6 +289,16 @@ def short_name(entrant: str) -> str:
     return entrant.replace("_", " ") if describe(entrant) != entrant else entrant
 
 
+def explained(entrants: Iterable[str | None]) -> str:
+    """Return what the short names of baselines stand for, as one sentence for a note; empty if none needs it.
+
+    Args:
+        entrants: Forecasts, raw ensembles or baselines; None is left out.
+    """
+    names = {short_name(one): describe(one) for one in dict.fromkeys(entrants) if one and describe(one) != one}
+    return "; ".join(f"{short}: {words}" for short, words in names.items()) + "." * bool(names)
+
+
 def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
     """Return the `scores` of scores.json, one entry for each entrant and column.
 
@@ -340,6 +368,9 @@ def comparison_rows(scores: Scores) -> list[dict]:
     for label in scores.forecasts:
         pairs: list[tuple[str, str, int | None]] = [("crps", f"raw_{n}", None)]
         pairs += [("spread_rmse", f"{kind}_{m}", None) for kind in ("spread_regression", "size_corrected")]
+        pairs += [
+            (metric, other, None) for metric in ("crps", "spread_rmse") for other in scores.forecasts if other != label
+        ]
         pairs += [("crps", best, lead) for lead in scores.leads if (best := scores.best_baseline(lead))]
         for metric, other, lead in pairs:
             for c, (less, percent) in enumerate(scores.difference(metric, label, other)):

@@ -227,11 +227,9 @@ def settle_families(state: AggregationState, columns: tuple, entrants: list[str]
             continue
         taken = state.choose(entrant, _BY_LAW)
         chosen[entrant] = {
-            f"{columns[c].name} {columns[c].lead_hours} h": _law(columns[c].variable, place)
+            f"{columns[c].name} {columns[c].lead_hours} h": (
+                registered(columns[c].variable).family if place else Family.NORMAL
+            ).value
             for c, place in taken.items()
         }
     return chosen
-
-
-def _law(variable: str, place: int) -> str:
-    return registered(variable).family.value if place else Family.NORMAL.value

@@ -54,7 +54,7 @@ def main(rows: int, columns: int, dates: int, count: int, folder: Path) -> None:
     levels = LEVELS[:count]
     small = make_source(dates=1, members=2, leads=LEADS, variables=VARIABLES, levels=levels, surface=SURFACE,
                         grid=make_grid((rows, columns)))  # fmt: skip
-    checkpoint = make_checkpoint(folder / "checkpoints", make_spec(small, surroundings=16, residuals=16))
+    checkpoint = make_checkpoint(folder / "checkpoints", make_spec(small, points=16))
     del small
     model, data = eml.load(checkpoint), ensemble(rows, columns, dates, levels)
     before = taken_memory() or 0

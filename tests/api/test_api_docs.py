@@ -22,7 +22,7 @@ def fresh(place, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["api.model", "api.opening", "api.preparing", "api.verifying", "plot"])
+@pytest.mark.parametrize("name", ["api.model", "api.opening", "api.preparing", "api.training", "api.verifying", "plot"])
 def test_examples_in_docstrings(fresh, name):
     found = doctest.testmod(importlib.import_module(f"ensemble_ml.{name}"))
     assert found.attempted and not found.failed
@@ -34,7 +34,7 @@ def test_the_page_runs(fresh):
     names: dict = {}
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
-    assert len(blocks) == 7 and names["plain"].sizes["forecast_reference_time"] == 2
+    assert len(blocks) == 8 and names["plain"].sizes["forecast_reference_time"] == 2
     assert {"spread.png", "fan.png", "reliability.png", "report.html"} <= {path.name for path in fresh.iterdir()}
 
 
@@ -42,7 +42,7 @@ def test_names_in_the_readme_are_there():
     readme = (ROOT / "README.md").read_text()
     section = readme[readme.index("In Python, with") :].split("##")[0]
     used = set(re.findall(r"eml\.(\w+)", section))
-    assert used == {"open", "prepare", "load", "calibrate", "verify", "plot"} and used < set(eml.__all__)
+    assert used == {"open", "prepare", "train", "load", "calibrate", "verify", "plot"} and used < set(eml.__all__)
 
 
 @pytest.mark.parametrize("name", [name for name in eml.__all__ if name not in ("__version__", "plot")])

@@ -38,6 +38,22 @@ def test_maps_without_a_land_mask_show_coasts_where_they_are():
         assert len(iberia) and axis.get_xlim()[1] - axis.get_xlim()[0] < 65 and axis.get_ylim() == (29.5, 60.5)
 
 
+def test_a_map_of_the_globe_has_greenwich_in_the_middle_and_says_which_threshold():
+    axes = {"latitude": np.arange(80, -81, -20.0), "longitude": np.arange(0, 360, 20.0)}
+    about = {"units": "1", "long_name": "probability that tp exceeds the threshold"}
+    field = xr.DataArray(np.zeros((9, 18)) + axes["longitude"] / 360, axes, list(axes), "tp_prob_above", about)
+    at = xr.DataArray(0.001, attrs={"units": "m"})
+    figure = eml.plot.map(field.assign_coords(threshold_tp=at, level=850))
+    axis, bar = figure.axes
+    assert axis.get_xlim() == (-190, 170) and bar.get_ylabel() == "probability"
+    assert axis.get_title(loc="left") == f"{about['long_name']}, threshold 0.001 m, level 850 hPa"
+    drawn = axis.collections[0].get_array().reshape(9, 18)
+    np.testing.assert_allclose(drawn[0], np.roll(axes["longitude"] / 360, 9))
+    figure.canvas.draw()
+    labels = [tick.get_text() for tick in axis.get_xticklabels()]
+    assert "150°W" in labels and "0°" in labels and "100°E" in labels
+
+
 @pytest.mark.parametrize(
     ("draw", "said"),
     [

@@ -12,6 +12,7 @@ import xarray as xr
 import ensemble_ml as eml
 from ensemble_ml.api.opening import resolve
 from ensemble_ml.errors import UserError
+from ensemble_ml.inference import lazy
 
 HEAVY = ("numpy", "xarray", "torch", "dask", "hydra", "matplotlib", "data_prep")
 
@@ -57,6 +58,19 @@ def test_a_forecast_equals_the_files_of_the_command(here, model, files):
     assert {k: forecast.attrs[k] for k in kept} == {k: files.attrs[k] for k in kept}
 
 
+def test_matrices_are_not_made_in_inference_mode(here, model, monkeypatch):
+    """torch takes another product of matrices for weights that are, which rounds differently for some shapes."""
+    seen, forward = [], lazy.forward
+
+    def looked_at(network, *given):
+        seen.append(network.pressure.out.weight)
+        return forward(network, *given)
+
+    monkeypatch.setattr(lazy, "forward", looked_at)
+    model.predict(eml.open("archive/ensemble"), members=2, dates="2003-01-09")["t_mean"].compute()
+    assert seen and not any(values.is_inference() for values in seen)
+
+
 @pytest.mark.parametrize("way", ["store", "a path", "changed", pytest.param("processes", marks=pytest.mark.slow)])
 def test_whatever_the_ensemble_comes_from(here, model, files, way):
     if way == "store":
@@ -91,12 +105,12 @@ def test_nothing_is_computed_before_it_is_asked_for(here, model):
 
 def test_options_of_the_command_and_its_refusals(here, model):
     ensemble = eml.open("archive/ensemble")
-    cut = model.predict(ensemble, members=2, dates=["2003"], region=[60, -20, 30, 40], thresholds={"tp": [0.001]})
+    cut = model.predict(ensemble, members=2, dates="2003", region=[60, -20, 30, 40], thresholds={"tp": [0.001]})
     assert cut.sizes["forecast_reference_time"] == 2 and float(cut.longitude[0]) < 0
     assert cut["tp_prob_above"].sizes["threshold_tp"] == 1
     for settings, said in (
         ({"members": 9}, "members_in=9"),
-        ({"output": "x"}, "output=x: is for files"),
+        ({"output": "x"}, "output=x: belongs to the command line"),
         ({"quantile": [0.5]}, "quantile: no such setting here"),
         ({"precision": "half"}, "precision=half: auto, "),
         ({"device": "warp"}, "device=warp: cannot be used"),

@@ -1,6 +1,7 @@
 """Stores from Python: the command's where nothing was changed, and the same fields from any Dataset."""
 
 import json
+import pickle
 from pathlib import Path
 
 import dask
@@ -117,7 +118,7 @@ def test_calibration_is_the_start_of_a_training(here, tmp_path):
     model = eml.calibrate(eml.open(store), train=["2001"], validation=["2002"], output=tmp_path / "run")
     command(
         "train", f"data.store={store}", "run=same", f"output={tmp_path}", "steps=0", "model.hidden=4",
-        "model.max_hidden=4", "model.depth=0", "model.surroundings=0", "model.residuals=0",
+        "model.max_hidden=4", "model.depth=0", "model.points=0",
         "tracking.tensorboard=false", "data.train=['2001']", "data.validation=['2002']", "data.members=[1,2]",
         "data.validation_members=2",
     )  # fmt: skip
@@ -136,3 +137,26 @@ def test_calibration_of_an_archive(here):
         eml.calibrate(eml.open("store.zarr"))
     with pytest.raises(UserError, match=r"truth: .* is a tensor store"):
         eml.calibrate(eml.open("store.zarr"), "archive/truth")
+
+
+def test_a_notice_comes_once_for_an_opened_archive(here, zarrs, tmp_path, caplog):
+    """Whatever its Dataset is handed to; opened anew, it is told anew."""
+    for name in ("ensemble", "truth"):
+        bare = xr.open_zarr(zarrs / f"{name}.zarr")
+        for array in bare.data_vars.values():
+            array.attrs.pop("units")
+        bare.to_netcdf(tmp_path / f"{name}.nc")
+    caplog.set_level("INFO")
+    ensemble, truth = eml.open(tmp_path / "ensemble.nc"), eml.open(tmp_path / "truth.nc")
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("data_prep")]
+    assert sum("files state no units of t K, t2m K" in text for text in told) == 2
+    path = eml.prepare(ensemble, truth, tmp_path / "s.zarr")
+    model = eml.calibrate(ensemble, truth, train=["2001-01-01/2001-01-02"], validation=["2001-01-03/2001-01-04"])
+    forecast = model.predict(ensemble, members=2)
+    eml.verify(forecast, ensemble, truth, bootstrap=100)
+    pickle.loads(pickle.dumps(ensemble["t2m"])).compute()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("data_prep")]
+    assert sum("files state no units" in text for text in told) == 2
+    assert eml.open(path)["t2m"].attrs["units"] == "K"
+    eml.open(tmp_path / "truth.nc")
+    assert sum("files state no units" in text for text in caplog.messages) == 3

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import xarray as xr
 from commanding import command
-from pictures import undrawn_figures
 
 import ensemble_ml as eml
 from ensemble_ml.errors import UserError
@@ -18,11 +17,10 @@ NAMES = ("settings", "forecasts", "ensemble", "notes")  # which hold paths
 def scores(place, tmp_path_factory):
     """Return the command's scores of the forecasts from two members."""
     folder = tmp_path_factory.mktemp("scores")
-    with undrawn_figures():
-        command(
-            "evaluate", f"forecast={place}/forecast", f"ensemble={place}/archive/ensemble",
-            f"truth={place}/archive/truth", "bootstrap=100", f"output={folder}",
-        )  # fmt: skip
+    command(
+        "evaluate", f"forecast={place}/forecast", f"ensemble={place}/archive/ensemble",
+        f"truth={place}/archive/truth", "bootstrap=100", f"output={folder}",
+    )  # fmt: skip
     return json.loads((folder / "scores.json").read_text())
 
 

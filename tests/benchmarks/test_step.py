@@ -33,10 +33,10 @@ def test_naive_gives_the_same_numbers(vertical, pole, rows):
     ours, batch = awake(spec), step.random_batch(spec, 2)
     naive = step.naive_form(ours)
     a, b = ours(batch), naive(batch)
-    for name in ("location_p", "scale_p", "spread_p"):
+    for name in ("location", "scale", "spread"):
         torch.testing.assert_close(getattr(b, name), getattr(a, name), rtol=1e-4, atol=1e-4)
-    a.spread_p.square().mean().backward()
-    b.spread_p.square().mean().backward()
+    a.spread.square().mean().backward()
+    b.spread.square().mean().backward()
     ours_grad, naive_grad = ours.pressure.stem.conv.weight.grad, naive.pressure.stem.conv.weight.grad
     torch.testing.assert_close(naive_grad.permute(0, 1, 3, 4, 2), ours_grad, rtol=1e-3, atol=1e-4)
     assert sum(p.numel() for p in naive.parameters()) == sum(p.numel() for p in ours.parameters())
@@ -47,7 +47,7 @@ def test_naive_in_bfloat16_is_in_bfloat16():
     exact, low = step.naive_form(ours := awake(spec)), step.naive_form(ours)
     Speed(Precision.bfloat16, False).apply(low)
     batch = step.random_batch(spec, 2)
-    a, b = exact(batch).spread_p, low(batch).spread_p
+    a, b = exact(batch).spread, low(batch).spread
     assert b.dtype is torch.float32 and not torch.equal(a, b)
     torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 

@@ -11,6 +11,7 @@ from parallel.simulated import on_ranks
 from stores import make_store
 from torch import nn
 
+from benchmarks.common.simulated import Room, SimulatedCommunicator
 from benchmarks.stragglers import benchmark as stragglers
 from benchmarks.stragglers.averaging import (
     DiLoCo,
@@ -25,7 +26,6 @@ from benchmarks.stragglers.averaging import (
 from benchmarks.stragglers.clock import Pace, averages, votes
 from ensemble_ml.config import BenchmarkConfig, StragglersConfig
 from ensemble_ml.distributed.hub import LocalLink
-from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
 
@@ -80,7 +80,7 @@ def test_groups_reach_every_rank():
             assert sorted(rank for group in phase for rank in group) == list(range(ranks))
             known = [set().union(*(known[i] for i in next(g for g in phase if rank in g))) for rank in range(ranks)]
         assert all(len(heard) == ranks for heard in known)
-    with pytest.raises(UserError, match="groups of 2: 6 ranks are no power of it"):
+    with pytest.raises(UserError, match="groups of 2: the number of ranks, 6, is not a power of 2"):
         groups_of(6, 2)
 
 

@@ -123,7 +123,7 @@ def test_values_are_those_of_eccodes_or_xarray_bit_for_bit(archive):
         else:
             if reader.path not in files:
                 files[reader.path] = opened(Path(reader.path))[0].load()  # of a tree, the Dataset of the root
-            theirs = by_xarray(files[reader.path], reader._place(record)[0].name, record, reader.grid)
+            theirs = by_xarray(files[reader.path], reader._places(np.array([record]))[0][0].name, record, reader.grid)
         assert mine.dtype == np.float32
         np.testing.assert_array_equal(mine, theirs, err_msg=str(record))
 

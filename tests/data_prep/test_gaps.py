@@ -198,7 +198,8 @@ class TestHypercubes:
         phrase = "member 2 at 2001-01-01T00 lacks t at 500 hPa, lead 0 h (4 fields)"
         assert store.provenance["gaps"]["first"][0] == phrase
         told = [record.getMessage() for record in caplog.records]
-        assert sum("5 of 24 fields are all NaN" in text and "member 2, 2001-01-01T00" in text for text in told) == 1
+        phrase = "5 of 24 fields, on 2 init times, are all NaN and count as absent; the first:"
+        assert sum(phrase in text and "member 2, 2001-01-01T00" in text for text in told) == 1
 
     def test_nothing_is_left_where_all_dates_have_some(self, config):
         config.gaps = Gaps.skip

@@ -160,7 +160,7 @@ def test_the_largest_gust_of_some_hours_is_not_that_of_the_moment(tmp_path, edit
     assert file.records["bounded"].all() and file.methods == {"fg10": "maximum"}
     of_moment = message("fg10", member=1, step=24, **(one | {"paramId": 228029}))
     path = write(tmp_path / "b.grib", [*made, of_moment])
-    with pytest.raises(UserError, match=r"fg10: at 24 h the archive has values of the moment, at 4 h .* an interval"):
+    with pytest.raises(UserError, match=r"fg10: at 24 h the archive has instantaneous values, at 4 h .* an interval"):
         open_archive(path)
 
 

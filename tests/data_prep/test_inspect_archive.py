@@ -50,7 +50,7 @@ def test_what_is_left_out_has_its_reason(archive):
     (unknown,) = (label for label in found["left_out"] if label.split(" (")[0] not in ("t", "tp"))
     assert found["left_out"] == {
         unknown: 2,
-        "t (of no member, beside members)": 1,
+        "t (without a member number)": 1,
         "t (of the control, where no member has it, or over other hours than the members')": 4,
         "tp (a sum at the start of the forecast, which is zero)": 6,
     }
@@ -76,7 +76,7 @@ def test_the_page_and_the_object(archive, capsys):
     for line in (
         f"{archive}: archive, 5 files, ", "What prepare takes: 50 fields", "2, 2001-01-01T00:00 to 2001-01-02T00:00",
         "control          kept apart (control=include makes it a member)", "intervals        tp 0-24 h", "Gaps: none",
-        "Left out: 13 fields", "  t (of no member, beside members) ", "Files that nothing is taken from: 2",
+        "Left out: 13 fields", "  t (without a member number) ", "Files that nothing is taken from: 2",
         f"Beside them, no files of the archive: 1\n  {archive / 'notes.txt'}",
     ):  # fmt: skip
         assert line in text, line

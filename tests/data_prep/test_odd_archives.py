@@ -57,7 +57,7 @@ def test_a_classic_archive_is_read_while_it_is_whole(tmp_path):
     dataset().to_netcdf(path, format="NETCDF3_64BIT")
     assert np.isfinite(open_archive(path).read(Part.FORECAST, 0).pressure).all()
     path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UserError, match=r"a.nc: is cut short: its header tells of \d+ bytes, there are \d+"):
+    with pytest.raises(UserError, match=r"a.nc: is cut short: its header announces \d+ bytes, but it has \d+"):
         open_archive(path)
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_read_may_be_part_of_the_archive(tmp_path, monkeypatch):
 def test_gusts_of_the_moment_and_of_hours_are_not_mixed(tmp_path):
     of_moment = message("fg10", noise(mean=5), step=24, paramId=228029)
     write(tmp_path / "a.grib", [message("fg10", noise(mean=20), step="21-24"), of_moment])
-    with pytest.raises(UserError, match="fg10: at 24 h the archive has values of the moment and values of an interval"):
+    with pytest.raises(UserError, match="fg10: at 24 h the archive has instantaneous values and values of an interval"):
         open_archive(tmp_path / "a.grib")
 
 
@@ -181,8 +181,11 @@ def test_means_are_not_put_together_as_maxima(tmp_path):
 
     forecast = write(tmp_path / "f.grib", [mean(280.0, "0-24", date=20010101, member=m) for m in (1, 2)])
     parts = [mean(270.0, "0-12", date=20010101, member=None), mean(290.0, "12-24", date=20010101, member=None)]
-    with pytest.raises(UserError, match=r"t2m over 0-24 h .* put together of 2 intervals"):
-        open_pair(forecast, write(tmp_path / "t.grib", parts)).present(Part.TRUTH, 0)
+    truth = open_pair(forecast, write(tmp_path / "t.grib", parts)).truth
+    assert not truth.present(0)[1].any()
+    with pytest.raises(UserError, match=r"t2m: over 0-24 h .* put together of 2 intervals.*; or prepare without a"):
+        truth.unmatched()
+    assert "t2m stays without truth: over 0-24 h" in truth.unverified()["t2m"]
 
 
 def test_a_height_that_is_a_dimension_says_as_much(tmp_path):
@@ -277,8 +280,8 @@ def test_a_deterministic_run_beside_its_ensemble_is_no_member(tmp_path, caplog, 
     with caplog.at_level(logging.WARNING):
         source = open_archive([tmp_path / "ef.grib", tmp_path / "oper.grib"])
     assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
-    (told,) = [record.getMessage() for record in caplog.records if "of no member" in record.getMessage()]
-    assert told.endswith(f"1 fields of no member, beside members, are left out: t "
+    (told,) = [record.getMessage() for record in caplog.records if "without a member number" in record.getMessage()]
+    assert told.endswith(f"1 fields without a member number are left out, because others have one: t "
                          f"({tmp_path / 'oper.grib'})")  # fmt: skip
     alone = open_archive(tmp_path / "oper.grib")
     assert alone.layout.realization == (0,) and not alone.has(Part.CONTROL)
@@ -290,7 +293,7 @@ def test_one_field_of_no_member_is_no_member_of_which_all_else_is_missing(tmp_pa
     with caplog.at_level(logging.WARNING):
         source = open_archive([tmp_path / "ens.grib", tmp_path / "sst.grib"])
     assert source.layout.realization == (1, 2, 3) and source.layout.names == ("t",)
-    assert "1 fields of no member, beside members, are left out: sst" in caplog.text
+    assert "1 fields without a member number are left out, because others have one: sst" in caplog.text
     assert find_gaps(source) == []
 
 

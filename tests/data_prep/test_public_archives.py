@@ -143,8 +143,8 @@ class TestMetOffice:
         assert_holds(
             found, variables=("t", "z"), surface=("t2m", "msl", "ws10", "fg10", "tp"), members=(0, 1, 2), leads=(3, 6),
             left_out=["wind_from_direction", "lwe_precipitation_rate",
-                      "t2m (over hours, beside values of the moment)",
-                      "fg10 (of the moment, beside the largest of hours)"],
+                      "t2m (over hours; the instantaneous is kept)",
+                      "fg10 (instantaneous; the largest of some hours is kept)"],
         )  # fmt: skip
         assert found["lead_bounds"] == {"fg10": [[2, 3], [5, 6]], "tp": [[2, 3], [5, 6]]}
 
@@ -192,7 +192,7 @@ class TestEuppbench:
         for array in data.variables.values():
             array.encoding = {}
         data.to_netcdf(tmp_path / "a.nc")
-        with pytest.raises(UserError, match="valid_time less step tells of several start dates of one forecast"):
+        with pytest.raises(UserError, match="valid_time less step gives several init times for one forecast"):
             open_archive(tmp_path / "a.nc")
 
 

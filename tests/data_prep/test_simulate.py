@@ -271,7 +271,7 @@ class TestWorkers:
         events = queue.Queue()
         events.put(("cycle", "train 2001-01-07", True))
         events.put(("failed", "FloatingPointError: the T21 model blew up", False))
-        with pytest.raises(UserError, match="blew up; what is finished stays"):
+        with pytest.raises(UserError, match="blew up; finished parts are kept"):
             _follow([SimpleNamespace(exitcode=None)], events, model_years(tiny_config(tmp_path)), tmp_path)
 
     def test_a_killed_worker_is_an_error(self, tmp_path):

@@ -5,11 +5,13 @@ import pytest
 import xarray as xr
 from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
 
+import ensemble_ml as eml
 from data_prep import open_pair, prepare
 from data_prep.file_index import FileIndex
+from ensemble_ml import cli
 from ensemble_ml.config import EvaluateConfig, PrepareConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part, Selection
+from ensemble_ml.store import Part, Selection, open_store
 from ensemble_ml.tasks import TASKS
 
 SHAPE = len(GLOBE[0]), len(GLOBE[1])
@@ -221,8 +223,30 @@ class TestSums:
         config = PrepareConfig(
             input=str(wet), truth=str(write(tmp_path / "t.grib", made)), output=str(tmp_path / "s.zarr")
         )
-        with pytest.raises(UserError, match="tp: its intervals do not fill 0-24 h, 24-48 h after the start"):
+        with pytest.raises(UserError, match="tp: its intervals do not fill 0-24 h, 24-48 h after the start") as raised:
             prepare(config)
+        assert str(raised.value).endswith("; or prepare without a truth, truth=null")
+
+    @pytest.mark.parametrize("python", [False, True])
+    def test_a_refusal_names_the_others_as_the_caller_gives_them(self, tmp_path, wet, python, capsys):
+        keys = {"dates": (20010101,), "steps": (24, 48), "members": (1, 2)}
+        forecast = [str(wet), str(ensemble(tmp_path / "f.grib", names=("t", "t2m"), **keys))]
+        sums = [rain(None, 20010101, "12-36", 1e-3, member=None)]
+        truth = [str(write(tmp_path / "t.grib", sums)), str(analyses(tmp_path / "u.grib", names=("t", "t2m")))]
+        output = tmp_path / "s.zarr"
+        if python:
+            opened = eml.open(forecast), eml.open(truth)
+            with pytest.raises(UserError, match="tp: its intervals do not fill") as raised:
+                eml.prepare(*opened, output)
+            assert str(raised.value).endswith("; or keep the others alone, variables=['t', 't2m']")
+            store = open_store(eml.prepare(*opened, output, variables=["t", "t2m"]))
+        else:
+            words = ["prepare", f"input=[{','.join(forecast)}]", f"truth=[{','.join(truth)}]", f"output={output}"]
+            assert cli.main(words) == cli.STATUS_USER
+            assert capsys.readouterr().err.strip().endswith("; or keep the others alone, 'variables=[t,t2m]'")
+            assert cli.main([*words, "variables=[t,t2m]"]) == 0
+            store = open_store(output)
+        assert store.layout.names == ("t", "t2m") and store.has(Part.TRUTH)
 
     def test_maxima_over_parts_make_the_maximum(self, tmp_path):
         gusts = write(

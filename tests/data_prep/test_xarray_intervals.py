@@ -284,11 +284,11 @@ def test_an_extreme_is_not_the_moment_of_another_file_under_the_same_name(tmp_pa
         both = open_archive(tmp_path)
         assert both.lead_bounds == ({short: [[23, 24]]} if gust else {})
         assert any(
-            label.startswith(f"{short} (of the moment" if gust else f"{short} (over hours")
+            label.startswith(f"{short} (instantaneous" if gust else f"{short} (over hours")
             for label in both.catalogue.skipped
         )
         return
-    with pytest.raises(UserError, match=rf"{short}: at 24 h the archive has values of the moment.* keep one kind"):
+    with pytest.raises(UserError, match=rf"{short}: at 24 h the archive has instantaneous values.* keep one kind"):
         open_archive(tmp_path)
 
 

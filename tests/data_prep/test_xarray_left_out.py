@@ -98,7 +98,7 @@ def with_ensemble_moments(**attributes):
     [
         ({"cell_methods": "number: standard_deviation"}, "made (standard_deviation over members)"),
         ({"cell_methods": "area: mean realization: mean"}, "made (mean over members)"),
-        ({}, "made (of no member, beside t, which has them)"),
+        ({}, "made (without members; t has them)"),
     ],
 )
 def test_what_was_made_of_members_is_no_member(tmp_path, attributes, reason):

@@ -139,7 +139,7 @@ def test_a_missing_value_beyond_all_weather(tmp_path, name, units, missing, text
     data[name].values[0, 0, 0, ..., 2, 3] = missing
     data[name].attrs["units"] = units
     data.to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match=rf"1 of 84 values .*{text} \(a missing value that no attribute tells of"):
+    with pytest.raises(UserError, match=rf"1 of 84 values .*{text} \(a missing value that no attribute declares"):
         open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0)
 
 

@@ -114,16 +114,14 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, shape in climate_shapes(spec).items():
-        kind = name.rsplit("_", 1)[0]
+        kind = "points" if name.startswith("points_") else name
         bounds = {"bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1), "shrink": (1, 3)}
         bounds |= {"anchor": (-0.5, 0.5), "correction": (-0.01, 0.01)}
-        bounds |= {"surroundings": (-0.02, 0.02), "residuals": (-0.02, 0.02)}
+        bounds |= {"points": (-0.02, 0.02)}
         low, high = bounds.get(kind, (0.5, 2))
         arrays[name] = rng.uniform(low, high, shape).astype(np.float32)
-        names = spec.variables if name.endswith("_p") else spec.surface
-        for position, variable in enumerate(
-            names if kind in ("mean", "std", "spread", "bias", "level_spread", "anchor") else ()
-        ):
+        in_units = kind in ("mean", "std", "spread", "bias", "level_spread", "anchor")
+        for position, (variable, _) in enumerate(spec.names if in_units else ()):
             at = (position,) if kind in ("mean", "std") else (slice(None), position)
             arrays[name][at] *= SCALES[variable]
             arrays[name][at] += CENTRES[variable] if kind in ("mean", "anchor") else 0

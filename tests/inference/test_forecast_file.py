@@ -261,7 +261,7 @@ def test_what_another_process_has_made_meanwhile_is_left(tmp_path):
         yield Output("t", Kind.MEAN, values)
         path.write_text("of another")
 
-    with pytest.raises(UserError, match="another process has made it meanwhile, and it is left"):
+    with pytest.raises(UserError, match="another process has made it meanwhile, so it stays"):
         write_forecast(path, header(places), outputs(), replace=False)
     assert path.read_text() == "of another" and list(tmp_path.iterdir()) == [path]
     path.unlink()

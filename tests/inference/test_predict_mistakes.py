@@ -181,7 +181,7 @@ def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
 
     def broken(*given):
         found = real(*given)
-        found.scale_p[0, 1, 0, 0, 3, 3] = torch.nan
+        found.scale[0, 1, 0, 3, 3] = torch.nan
         return found
 
     monkeypatch.setattr(module, "forward", broken)

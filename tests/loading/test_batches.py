@@ -16,6 +16,7 @@ from ensemble_ml.loading.order import member_subset
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import mean_and_spread
 from ensemble_ml.models import ModelSpec
+from ensemble_ml.models.inputs import valid_shares
 from ensemble_ml.store import Fields, Part
 
 DATES = 7
@@ -49,12 +50,35 @@ def same(a, b):
     return equal and a.init_time == b.init_time
 
 
+def pressure(values, store):
+    """Return the variables on pressure levels of fields (..., F, Y, X) as the store has them, (..., V, Z, Y, X)."""
+    counts = len(store.layout.variables), len(store.layout.levels)
+    return values[..., : counts[0] * counts[1], :, :].unflatten(-3, counts)
+
+
+def surface(values, store):
+    """Return the surface variables of fields (..., F, Y, X), (..., S, Y, X)."""
+    return values[..., -len(store.layout.surface) :, :, :]
+
+
 def test_mean_and_spread_keep_their_digits():
     values = 5e4 + np.random.default_rng(0).normal(size=(5, 4, 300)).astype(np.float32)
     mean, spread = mean_and_spread(values)
     np.testing.assert_array_equal(mean, values.astype(np.float64).mean(0).astype(np.float32))
     np.testing.assert_allclose(spread, values.astype(np.float64).std(0, ddof=1), rtol=1e-6)
     assert not mean_and_spread(values[:1])[1].any()
+
+
+def test_shares_of_members_with_a_value_stand_in_the_order_of_the_fields(store):
+    layout, rng = store.layout, np.random.default_rng(0)
+    masked = layout.surface[-1], layout.variables[-1]
+    fields = store.read(Part.FORECAST, 2)
+    for values in (fields.pressure, fields.surface):
+        values[rng.random(values.shape) < 0.3] = np.nan
+    for names in (masked, masked[:1], masked[1:]):
+        spec = replace(spec_of(store), masked=names)
+        expected = np.isfinite(fields.joined()[:, :, spec.masked_positions]).mean(0)
+        np.testing.assert_allclose(valid_shares(spec, fields.pressure, fields.surface), expected, rtol=1e-6)
 
 
 def test_contents_come_from_the_store(store):
@@ -67,12 +91,17 @@ def test_contents_come_from_the_store(store):
         assert batch.inputs.count[row] == len(members)
         assert batch.inputs.day_of_year[row] == 1 + 2 * date
         mean, deviation = mean_and_spread(fields.pressure[members])
-        np.testing.assert_array_equal(batch.inputs.mean_p[row], mean)
-        np.testing.assert_array_equal(batch.inputs.spread_p[row], deviation)
-        np.testing.assert_array_equal(batch.inputs.mean_s[row], mean_and_spread(fields.surface[members])[0])
-        np.testing.assert_array_equal(batch.inputs.member_s[row], fields.surface[members[0]])
-        np.testing.assert_array_equal(batch.truth_p[row], truth.pressure[0, 1:])
-        np.testing.assert_array_equal(batch.target_spread_s[row], spread.surface[0, 1:])
+        np.testing.assert_array_equal(pressure(batch.inputs.mean[row], store), mean)
+        np.testing.assert_array_equal(pressure(batch.inputs.spread[row], store), deviation)
+        np.testing.assert_array_equal(pressure(batch.inputs.member[row], store), fields.pressure[members[0]])
+        np.testing.assert_array_equal(pressure(batch.truth[row], store), truth.pressure[0, 1:])
+        np.testing.assert_array_equal(pressure(batch.target_spread[row], store), spread.pressure[0, 1:])
+        mean, deviation = mean_and_spread(fields.surface[members])
+        np.testing.assert_array_equal(surface(batch.inputs.mean[row], store), mean)
+        np.testing.assert_array_equal(surface(batch.inputs.spread[row], store), deviation)
+        np.testing.assert_array_equal(surface(batch.inputs.member[row], store), fields.surface[members[0]])
+        np.testing.assert_array_equal(surface(batch.truth[row], store), truth.surface[0, 1:])
+        np.testing.assert_array_equal(surface(batch.target_spread[row], store), spread.surface[0, 1:])
 
 
 def test_batches_do_not_depend_on_the_start(store):
@@ -88,9 +117,9 @@ def test_short_last_batch_of_an_epoch(store):
 
 def test_all_members_do_not_train_the_spread(store):
     batch = batches_of(reader_of(store), sizes=[6]).batch(0)
-    assert torch.isnan(batch.target_spread_p).all() and not torch.isnan(batch.truth_p).any()
+    assert torch.isnan(batch.target_spread).all() and not torch.isnan(batch.truth).any()
     alone = batches_of(reader_of(store, postprocess=False), sizes=[5, 6])
-    assert alone.sizes == [5] and alone.batch(0).truth_p is None
+    assert alone.sizes == [5] and alone.batch(0).truth is None
     with pytest.raises(UserError, match=r"data.members=\[6\].*at most 5"):
         batches_of(reader_of(store, postprocess=False), sizes=[6])
 
@@ -99,7 +128,7 @@ def test_fixed_batches_take_the_first_members(store):
     batches = list(fixed_batches(reader_of(store), [4, 0, 2], [0, 1, 2], batch_size=2))
     assert [b.init_time for b in batches] == [["2001-01-09T00:00", "2001-01-01T00:00"], ["2001-01-05T00:00"]]
     expected = mean_and_spread(store.read(Part.FORECAST, 2).pressure[:3])[0]
-    np.testing.assert_array_equal(batches[1].inputs.mean_p[0], expected)
+    np.testing.assert_array_equal(pressure(batches[1].inputs.mean[0], store), expected)
 
 
 def test_batches_of_several_sizes_are_read_once(store, monkeypatch):
@@ -156,7 +185,7 @@ def test_missing_targets_stay_missing(store):
             return replace(fields, surface=fields.surface * np.nan) if part is Part.TRUTH else fields
 
     batch = batches_of(Reader(NoTruth(store, 0), spec_of(store))).batch(0)
-    assert torch.isnan(batch.truth_s).all() and not torch.isnan(batch.truth_p).any()
+    assert torch.isnan(surface(batch.truth, store)).all() and not torch.isnan(pressure(batch.truth, store)).any()
 
 
 def threads():

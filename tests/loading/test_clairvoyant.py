@@ -319,10 +319,10 @@ def test_ragged_samples_are_refused():
     ("sample", "message"),
     [
         ("text", "sample 0: 0 is str; arrays or numbers are needed"),
-        ({"x": np.ma.masked_array([1.0, 2.0], [0, 1])}, "sample 0: x has masked values, which would be lost"),
-        (torch.ones(2, dtype=torch.bfloat16), "sample 0: 0 makes no array .*BFloat16"),
-        ({"t": np.datetime64("2001-01-01")}, r"sample 0: t is datetime64\[D\], which torch has not"),
-        (np.ones(2, np.longdouble), "sample 0: 0 is float128, which torch has not"),
+        ({"x": np.ma.masked_array([1.0, 2.0], [0, 1])}, "sample 0: x has masked values, and the mask would be lost"),
+        (torch.ones(2, dtype=torch.bfloat16), "sample 0: 0 cannot become an array .*BFloat16"),
+        ({"t": np.datetime64("2001-01-01")}, r"sample 0: t is datetime64\[D\], which torch does not have"),
+        (np.ones(2, np.longdouble), "sample 0: 0 is float128, which torch does not have"),
     ],
 )
 def test_samples_that_make_no_arrays(sample, message):

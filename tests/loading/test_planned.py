@@ -167,7 +167,7 @@ def dates_of(batches):
     """Dates of every training step."""
     steps = {}
     for step, validation, batch in batches:
-        if not validation and not np.isnan(batch["truth_p"].numpy()).all():
+        if not validation and not np.isnan(batch["truth"].numpy()).all():
             steps.setdefault(step, []).extend(batch["time"])
     return {step: sorted(times) for step, times in steps.items()}
 
@@ -288,7 +288,7 @@ def test_memory_of_another_process_under_the_same_path_is_not_taken(tmp_path):
     known = _identity(descriptor)
     taken = _opened(str(one), known)
     assert os.read(taken, 9) == b"one"
-    with pytest.raises(OSError, match="is another file here"):
+    with pytest.raises(OSError, match="leads to another file in this process"):
         _opened(str(other), known)
     for file in (descriptor, taken):
         os.close(file)

@@ -25,7 +25,7 @@ def make_spec(
     region=None,
     **config,
 ) -> ModelSpec:
-    settings = {"hidden": 8, "max_hidden": 16, "depth": 2, "surroundings": 8, "residuals": 8} | config
+    settings = {"hidden": 8, "max_hidden": 16, "depth": 2, "points": 8} | config
     latitude = np.linspace(90, -90, rows) if pole_row else 90 - (np.arange(rows) + 0.5) * 180 / rows
     longitude = np.arange(columns) * 360 / columns
     if region is not None:
@@ -39,10 +39,10 @@ def make_climate(spec: ModelSpec, seed=1) -> Climate:
     rng = np.random.default_rng(seed)
     values = {}
     for name, shape in climate_shapes(spec).items():
-        kind = name.rsplit("_", 1)[0]
+        kind = "points" if name.startswith("points_") else name
         ranges = {"mean": (2, 6), "bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1)}
         ranges |= {"anchor": (2, 6), "correction": (-0.01, 0.01), "dry_share": (0.2, 1), "dry_mean": (0, 0.5)}
-        ranges |= {"surroundings": (-0.05, 0.05), "residuals": (-0.05, 0.05)}
+        ranges |= {"points": (-0.05, 0.05)}
         low, high = ranges.get(kind, (0.5, 2))
         values[name] = rng.uniform(low, high, shape).astype(np.float32)
     return Climate(**values)
@@ -50,10 +50,8 @@ def make_climate(spec: ModelSpec, seed=1) -> Climate:
 
 def make_input(spec: ModelSpec, batch=2, members=3, seed=2, one_member=False) -> EnsembleInput:
     generator = torch.Generator().manual_seed(seed)
-    leads, (_, *pressure), (_, *surface) = len(spec.leads_in), spec.pressure_shape, spec.surface_shape
-    members_p = 4 + torch.randn(batch, members, leads, *pressure, generator=generator)
-    members_s = 4 + torch.randn(batch, members, leads, *surface, generator=generator)
-    return ensemble_input(members_p, members_s, torch.arange(1.0, batch + 1) * 40, one_member=one_member)
+    given = 4 + torch.randn(batch, members, len(spec.leads_in), *spec.shape[1:], generator=generator)
+    return ensemble_input(given, torch.arange(1.0, batch + 1) * 40, one_member=one_member)
 
 
 def awake(model, size=0.1):

@@ -34,7 +34,7 @@ def test_channels_that_nobody_reads_can_be_cut_exactly(vertical):
     x = make_input(spec).to(torch.float64)
     for key, values in tensors(model(x)).items():
         torch.testing.assert_close(tensors(small(x))[key], values, rtol=1e-12, atol=1e-12)
-    assert small_spec.config.widths == [4, 8, 8] and small_spec.config.surroundings == 4
+    assert small_spec.config.widths == [4, 8, 8] and small_spec.config.points == 4
 
 
 @pytest.mark.parametrize("vertical", list(Vertical))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero, wetter
-from ensemble_ml.training.checkpoint import load_weights
 
 MEANS = torch.tensor([-5.0, -0.3, 0.0, 1e-4, 0.2, 1.0, 3.0, 40.0], dtype=torch.float64)
 OFTEN, MUCH = 0.35, 0.06  # of points that are said to be dry; in scales
@@ -75,31 +73,26 @@ def test_slopes_are_finite_and_the_dry_can_become_wet(least):
     assert slopes[0][0] > 0.4
 
 
-def test_the_untrained_model_has_them_and_older_weights_predict_as_they_did():
+def test_the_untrained_model_has_them_and_without_them_the_dry_stays_dry():
     spec = make_spec(linear=False)
     spec = dataclasses.replace(spec, config=ModelConfig(hidden=8, depth=1, linear=False, families={"q": "csgamma"}))
-    assert Family.CENSORED_SHIFTED_GAMMA in spec.families[0]
+    at = spec.of("q")
+    assert set(spec.families[at]) == {Family.CENSORED_SHIFTED_GAMMA}
     x, climate = make_input(spec), make_climate(spec)
-    at = spec.families[0].index(Family.CENSORED_SHIFTED_GAMMA)
-    climate.bias_p[:, at] = -1e3  # so that all of it is dry
-    climate.dry_share_p, climate.dry_share_s = None, None
-    climate.dry_mean_p, climate.dry_mean_s = None, None
+    climate.bias[:, at] = -1e3  # so that all of it is dry
+    climate.dry_share = climate.dry_mean = None
     before = EnsembleModel(spec, climate)
-    old = {k: v for k, v in before.state_dict().items() if ".dry_" not in k}
     share, least = fitted(Family.CENSORED_SHIFTED_GAMMA, number(OFTEN), number(MUCH))
-    climate.dry_share_p = np.full_like(climate.shrink_p, float(share))
-    climate.dry_mean_p = np.full_like(climate.shrink_p, float(least))
-    now = EnsembleModel(spec, climate)
-    found, dry = now(x), before(x)
-    chance = [1 - distributions.cdf(Family.CENSORED_SHIFTED_GAMMA, p.location_p[:, :, at], p.scale_p[:, :, at],
-                                    torch.zeros_like(p.scale_p[:, :, at])) for p in (found, dry)]  # fmt: skip
+    climate.dry_share, climate.dry_mean = np.ones_like(climate.shrink), np.zeros_like(climate.shrink)
+    climate.dry_share[:, : spec.upper], climate.dry_mean[:, : spec.upper] = float(share), float(least)
+    found, dry = EnsembleModel(spec, climate)(x), before(x)
+    chance = [1 - distributions.cdf(Family.CENSORED_SHIFTED_GAMMA, p.location[:, :, at], p.scale[:, :, at],
+                                    torch.zeros_like(p.scale[:, :, at])) for p in (found, dry)]  # fmt: skip
     torch.testing.assert_close(chance[0], torch.full_like(chance[0], OFTEN), rtol=1e-2, atol=0)
     assert (chance[1] < 1e-3).all()
-    torch.testing.assert_close(found.scale_p[:, :, at], share.float() * dry.scale_p[:, :, at])
-    rest = [place for place in range(len(spec.variables)) if place != at]
-    assert torch.equal(found.location_p[:, :, rest], dry.location_p[:, :, rest])
-    load_weights(now, SimpleNamespace(state_dict=old, path="old"))
-    assert torch.equal(now(x).location_p, dry.location_p) and torch.equal(now(x).scale_p, dry.scale_p)
+    torch.testing.assert_close(found.scale[:, :, at], share.float() * dry.scale[:, :, at])
+    rest = [place for place in range(spec.fields) if not at.start <= place < at.stop]
+    assert torch.equal(found.location[:, :, rest], dry.location[:, :, rest])
 
 
 def test_there_are_gradients_by_the_inputs_of_a_set_with_such_a_law():
@@ -107,17 +100,17 @@ def test_there_are_gradients_by_the_inputs_of_a_set_with_such_a_law():
     spec = make_spec(surface=("u10", "tp"))
     model, x = EnsembleModel(spec, make_climate(spec)).double(), make_input(spec)
     x = x.to(dtype=torch.float64)
-    x.mean_s.requires_grad_()
-    x.mean_p.requires_grad_()
+    rain = spec.of("tp").start
+    x.mean.requires_grad_()
     found = model(x)
-    (found.location_s[0, 0, 1, 3, 5] + found.scale_s[0, 0, 1, 3, 5]).backward()
-    slope, step = x.mean_s.grad[0, 1, 1, 3, 5].item(), 1e-6
-    assert torch.isfinite(x.mean_p.grad).all() and slope != 0
+    (found.location[0, 0, rain, 3, 5] + found.scale[0, 0, rain, 3, 5]).backward()
+    slope, step = x.mean.grad[0, 1, rain, 3, 5].item(), 1e-6
+    assert torch.isfinite(x.mean.grad).all() and slope != 0
     ends = []
     for side in (-1, 1):
         with torch.no_grad():
-            x.mean_s[0, 1, 1, 3, 5] += side * step
+            x.mean[0, 1, rain, 3, 5] += side * step
             moved = model(x)
-            x.mean_s[0, 1, 1, 3, 5] -= side * step
-        ends.append(float(moved.location_s[0, 0, 1, 3, 5] + moved.scale_s[0, 0, 1, 3, 5]))
+            x.mean[0, 1, rain, 3, 5] -= side * step
+        ends.append(float(moved.location[0, 0, rain, 3, 5] + moved.scale[0, 0, rain, 3, 5]))
     assert slope == pytest.approx((ends[1] - ends[0]) / (2 * step), rel=1e-2)

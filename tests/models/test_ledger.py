@@ -8,6 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from benchmarks.common.memory import peak_bytes
 from ensemble_ml.models.ledger import Kind, Ledger, saved_bytes
 
 
@@ -67,3 +68,29 @@ def test_what_a_pass_keeps():
     # A product keeps both of its factors: the weight is alive anyway, the input counts once.
     assert saved_bytes(lambda: (x * weight) * x, [weight]) == 2 * x.nbytes
     assert saved_bytes(lambda: x + weight) == 0
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "contiguous"])
+@pytest.mark.parametrize(
+    ("channels", "cells", "dtype"),
+    [(16, (33, 64, 5), torch.float32), (64, (9, 16, 5), torch.float32), (8, (9, 16, 5), torch.float64)],
+    ids=["oneDNN", "unfolded", "float64"],
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_memory_inside_a_convolution(channels, cells, dtype, last, backward):
+    """Against torch's allocator; a kernel that is not in the order of the fields is copied, too."""
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    work = [(0, 0, 1), (1, 1, 1), False, (0, 0, 0), 1]
+
+    def call():
+        x = torch.ones(1, channels, *cells, dtype=dtype).contiguous(memory_format=torch.channels_last_3d)
+        kernel = torch.ones(channels, channels, 3, 3, 3, dtype=dtype).contiguous(memory_format=order)
+        y = torch.ops.aten.convolution(x, kernel, None, (1, 1, 1), *work)
+        if backward:
+            torch.ops.aten.convolution_backward(y, x, kernel, None, (1, 1, 1), *work, (True, True, False))
+
+    call()  # what torch makes once
+    with FakeTensorMode(), Ledger() as ledger:
+        call()
+    # oneDNN takes a few kB of room of its own.
+    assert ledger.peak == pytest.approx(peak_bytes(call), rel=0.01, abs=10_000)

@@ -25,44 +25,41 @@ def test_untrained_model_is_the_statistical_correction():
     x = make_input(spec)
     found = EnsembleModel(spec, climate)(x)
     lead = spec.lead_positions
-    for suffix, names in (("p", spec.variables), ("s", spec.surface)):
-        mean, spread = getattr(x, f"mean_{suffix}")[:, lead], getattr(x, f"spread_{suffix}")[:, lead]
-        arrays = (getattr(climate, f"{n}_{suffix}") for n in ("spread", "bias", "inflation"))
-        clim, bias, inflation = (torch.from_numpy(array) for array in arrays)
-        shrink = torch.from_numpy(getattr(climate, f"shrink_{suffix}"))[..., None, None]
-        s0 = torch.sqrt((2 * spread**2 + shrink * clim**2) / (2 + shrink))
-        k, gain, level = (
-            torch.from_numpy(getattr(climate, f"spread_{n}_{suffix}"))[..., None, None]
-            for n in ("shrink", "gain", "level")
-        )
-        s1 = (2 * gain * spread / (np.sqrt(np.pi) / 2) + k * level * clim) / (2 + k)  # c4(3) = sqrt(pi) / 2
-        torch.testing.assert_close(getattr(found, f"spread_{suffix}"), s1)
-        location, scale = getattr(found, f"location_{suffix}"), getattr(found, f"scale_{suffix}")
-        dry = [torch.from_numpy(getattr(climate, f"dry_{n}_{suffix}"))[..., None, None] for n in ("share", "mean")]
-        for index, name in enumerate(names):
-            if spec.families[suffix == "s"][index] is Family.NORMAL:
-                torch.testing.assert_close(location[:, :, index], (mean + bias)[:, :, index])
-                torch.testing.assert_close(scale[:, :, index], (s0 * inflation.exp())[:, :, index])
-            else:  # the mean of the distribution is the corrected mean
-                wanted, wide = (mean + bias)[:, :, index], (s0 * inflation.exp())[:, :, index]
-                if name == "tp":
-                    wanted, wide = wetter(wanted, wide, *(values[:, index] for values in dry))
-                torch.testing.assert_close(scale[:, :, index], wide)
-                predicted = moments(spec.families[suffix == "s"][index], location[:, :, index], wide)[0]
-                reachable = wanted > 0.3 * wide
-                torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
-                assert name in ("q", "tp")
+    mean, spread = x.mean[:, lead], x.spread[:, lead]
+    clim, bias, inflation = (torch.from_numpy(getattr(climate, n)) for n in ("spread", "bias", "inflation"))
+    shrink = torch.from_numpy(climate.shrink)[..., None, None]
+    s0 = torch.sqrt((2 * spread**2 + shrink * clim**2) / (2 + shrink))
+    k, gain, level = (
+        torch.from_numpy(getattr(climate, f"spread_{n}"))[..., None, None] for n in ("shrink", "gain", "level")
+    )
+    s1 = (2 * gain * spread / (np.sqrt(np.pi) / 2) + k * level * clim) / (2 + k)  # c4(3) = sqrt(pi) / 2
+    torch.testing.assert_close(found.spread, s1)
+    dry = [torch.from_numpy(getattr(climate, f"dry_{n}"))[..., None, None] for n in ("share", "mean")]
+    for name in (*spec.variables, *spec.surface):
+        at = spec.of(name)
+        location, scale = found.location[:, :, at], found.scale[:, :, at]
+        wanted, wide = (mean + bias)[:, :, at], (s0 * inflation.exp())[:, :, at]
+        if spec.family(name) is Family.NORMAL:
+            torch.testing.assert_close(location, wanted)
+            torch.testing.assert_close(scale, wide)
+        else:  # the mean of the distribution is the corrected mean
+            if name == "tp":
+                wanted, wide = wetter(wanted, wide, *(values[:, at] for values in dry))
+            torch.testing.assert_close(scale, wide)
+            predicted = moments(spec.family(name), location, wide)[0]
+            reachable = wanted > 0.3 * wide
+            torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
+            assert name in ("q", "tp")
 
 
 def test_one_member_gives_finite_climatological_spread():
     spec = make_spec(vertical=Vertical.shared, linear=False)
     x = make_input(spec, members=1)
-    assert (x.spread_p == 0).all()
+    assert (x.spread == 0).all()
     model = EnsembleModel(spec, make_climate(spec))
     found = model(x)
-    heads = model.pressure.heads
-    expected = heads.spread_level[..., None, None] * heads.climatology
-    torch.testing.assert_close(found.spread_p, expected.expand_as(found.spread_p))
+    expected = model.heads.spread_level[..., None, None] * model.heads.climatology
+    torch.testing.assert_close(found.spread, expected.expand_as(found.spread))
     assert all(torch.isfinite(v).all() for v in tensors(make_model(spec)(x)).values())
 
 
@@ -76,10 +73,10 @@ def test_unbiased_spread_is_right_on_average(members):
 
 
 def test_order_of_members_changes_nothing():
-    spec, members = make_spec(), 4
-    p, s = torch.randn(1, members, 2, *spec.pressure_shape[1:]), torch.randn(1, members, 2, *spec.surface_shape[1:])
+    spec = make_spec()
+    members = torch.randn(1, 4, 2, *spec.shape[1:])
     model, day, order = make_model(spec), torch.tensor([10.0]), torch.tensor([2, 0, 3, 1])
-    a, b = model(ensemble_input(p, s, day)), model(ensemble_input(p[:, order], s[:, order], day))
+    a, b = model(ensemble_input(members, day)), model(ensemble_input(members[:, order], day))
     for key, value in tensors(a).items():
         torch.testing.assert_close(getattr(b, key), value, rtol=1e-4, atol=1e-4)
 
@@ -87,7 +84,7 @@ def test_order_of_members_changes_nothing():
 def test_samples_of_a_batch_do_not_see_each_other():
     spec = make_spec()
     model, x = make_model(spec), make_input(spec, batch=3)
-    x.count[1], x.spread_p[1], x.spread_s[1] = 1.0, 0.0, 0.0
+    x.count[1], x.spread[1] = 1.0, 0.0
     together = tensors(model(x))
     for sample in range(3):
         one = dataclasses.replace(x, **{k: v[sample : sample + 1] for k, v in vars(x).items() if v is not None})
@@ -143,18 +140,17 @@ def test_every_form_of_input(form):
     settings = dict(FORMS[form])
     spec = make_spec(settings.pop("rows", 9), settings.pop("columns", 16), **settings)
     found = make_model(spec)(make_input(spec, one_member=spec.config.one_member))
-    shapes = {"p": (2, *spec.pressure_shape), "s": (2, *spec.surface_shape)}
-    expected = {f"{n}_{s}" for n in ("location", "scale") for s in "ps" if spec.config.postprocess}
-    expected |= {f"spread_{s}" for s in "ps" if spec.config.spread}
-    gone = ("_p" if not spec.variables else "") + ("_s" if not spec.surface else "")
-    assert set(tensors(found)) == {k for k in expected if k[-2:] not in gone or not gone}
-    for key, value in tensors(found).items():
-        assert tuple(value.shape) == shapes[key[-1]] and torch.isfinite(value).all()
+    fields = len(spec.variables) * len(spec.levels) + len(spec.surface)
+    shape = (2, len(spec.leads_out), fields, len(spec.latitude), len(spec.longitude))
+    expected = {"location", "scale"} if spec.config.postprocess else set()
+    assert set(tensors(found)) == expected | ({"spread"} if spec.config.spread else set())
+    for value in tensors(found).values():
+        assert tuple(value.shape) == shape and torch.isfinite(value).all()
 
 
 def test_361_rows():
     spec = make_spec(361, 16, variables=("t",), surface=(), levels=(500,), depth=3, hidden=4, max_hidden=4)
-    assert make_model(spec)(make_input(spec, batch=1)).spread_p.shape == (1, 1, 1, 1, 361, 16)
+    assert make_model(spec)(make_input(spec, batch=1)).spread.shape == (1, 1, 1, 361, 16)
 
 
 def test_state_dict_is_self_contained():
@@ -169,9 +165,11 @@ def test_state_dict_is_self_contained():
 def test_static_fields_from_the_climate_reach_the_network():
     spec = make_spec(static=("orog",))
     model, x = make_model(spec), make_input(spec)
-    before = model(x).spread_p
+    before = model(x).spread
     model.features.position[4] += 1
-    assert not torch.equal(model(x).spread_p, before)
+    after = model(x).spread
+    for kind in (slice(None, spec.upper), slice(spec.upper, None)):  # on levels, at the surface
+        assert not torch.equal(after[:, :, kind], before[:, :, kind])
 
 
 def test_nothing_overflows():
@@ -187,12 +185,12 @@ def test_tiny_variables_reach_the_network_at_full_size():
     """A variable in units a hundred million times as large gives the same channels: no constant is added to a scale."""
     spec = make_spec(variables=("t", "q"), surface=())
     climate, x = make_climate(spec), make_input(spec)
-    factor = np.array([1, 1e-8], np.float32)
+    factor = np.repeat(np.array([1, 1e-8], np.float32), len(spec.levels))
     scaled = copy.deepcopy(climate)
-    for name, trailing in (("mean", 1), ("std", 1), ("spread", 3), ("bias", 3), ("level_spread", 1)):
-        getattr(scaled, f"{name}_p")[:] *= factor.reshape(2, *[1] * trailing)
-    by = torch.from_numpy(factor)[:, None, None, None]
-    small = dataclasses.replace(x, mean_p=x.mean_p * by, spread_p=x.spread_p * by)
+    for name, trailing in (("mean", 0), ("std", 0), ("spread", 2), ("bias", 2), ("level_spread", 0)):
+        getattr(scaled, name)[:] *= factor.reshape(-1, *[1] * trailing)
+    by = torch.from_numpy(factor)[:, None, None]
+    small = dataclasses.replace(x, mean=x.mean * by, spread=x.spread * by)
     seen = []
     for given, statistics in ((x, climate), (small, scaled)):
         model = EnsembleModel(spec, statistics)
@@ -206,7 +204,7 @@ def test_param_groups_cover_everything_once():
     model = EnsembleModel(spec, make_climate(spec))
     groups = {g["name"]: g for g in model.param_groups()}
     assert sorted(id(p) for g in groups.values() for p in g["params"]) == sorted(id(p) for p in model.parameters())
-    assert len(groups["local"]["params"]) == 6 and groups["plain"]["weight_decay"] == 0
+    assert len(groups["local"]["params"]) == 3 and groups["plain"]["weight_decay"] == 0
     assert all((p == 0).all() for p in groups["local"]["params"])  # decay pulls them to climatology
 
 
@@ -225,12 +223,12 @@ def test_mistakes_are_named():
         make_spec(variables=(), surface=())
     spec = make_spec()
     climate = make_climate(spec)
-    climate.spread_p = climate.spread_p[:, :, :1]
-    with pytest.raises(UserError, match="climate spread_p: shape"):
+    climate.spread = climate.spread[:, :1]
+    with pytest.raises(UserError, match="climate spread: shape"):
         EnsembleModel(spec, climate)
     climate = make_climate(spec)
-    climate.bias_s[0, 0, 0, 0] = np.nan
-    with pytest.raises(UserError, match="climate bias_s: holds NaN"):
+    climate.bias[0, -1, 0, 0] = np.nan
+    with pytest.raises(UserError, match="climate bias: holds NaN"):
         EnsembleModel(spec, climate)
     with pytest.raises(UserError, match="input: shape"):
         make_model(spec)(make_input(make_spec(leads_in=(24,))))
@@ -242,10 +240,10 @@ def test_mistakes_are_named():
 def test_climate_fills_what_was_not_fitted():
     spec = make_spec(leads_in=(0, 24), leads_out=(24,))
     climate = make_climate(spec)
-    climate.level_spread_p = climate.level_spread_s = None
-    climate.std_p[0] = 0
+    climate.level_spread = None
+    climate.std[0] = 0
     full = climate.checked(spec)
-    assert full.level_spread_p.shape == (2, 4, 2) and (full.level_spread_p > 0).all() and (full.std_p > 0).all()
+    assert full.level_spread.shape == (2, spec.fields) and (full.level_spread > 0).all() and (full.std > 0).all()
 
 
 def test_what_was_learned_under_one_law_stays_so_whatever_the_registry_says_later(monkeypatch):
@@ -265,10 +263,10 @@ def test_a_family_named_in_the_configuration_wins_over_the_registry():
     assert changed.family("q") is Family.LOGNORMAL and spec.family("q") is Family.TRUNCATED_NORMAL
     assert ModelSpec.from_json(changed.to_json()).families == changed.families
     x, found = make_input(changed), EnsembleModel(changed, make_climate(changed))(make_input(changed))
-    at = spec.variables.index("q")
-    predicted = moments(Family.LOGNORMAL, found.location_p[:, :, at], found.scale_p[:, :, at])[0]
-    wanted = (x.mean_p[:, spec.lead_positions] + torch.from_numpy(make_climate(spec).bias_p))[:, :, at]
-    reachable = wanted > 0.3 * found.scale_p[:, :, at]
+    at = spec.of("q")
+    predicted = moments(Family.LOGNORMAL, found.location[:, :, at], found.scale[:, :, at])[0]
+    wanted = (x.mean[:, spec.lead_positions] + torch.from_numpy(make_climate(spec).bias))[:, :, at]
+    reachable = wanted > 0.3 * found.scale[:, :, at]
     torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match=r"families\.q=normally: normal, truncated_normal"):
         dataclasses.replace(spec.config, families={"q": "normally"})

@@ -70,7 +70,7 @@ def test_cross_turns_the_wind_in_physical_units(pole_row):
     features = Features(spec, climate).double()
     grid = spec.grid
     padder = Padder(geometries(grid, Pole.cross, 0)[0], *features.pole_rule(surface=False)).double()
-    mean, std = (torch.from_numpy(a).double() for a in (climate.mean_p, climate.std_p))
+    mean, std = (torch.from_numpy(a[: spec.upper]).double().unflatten(0, (3, 2)) for a in (climate.mean, climate.std))
     inner = wind(np.deg2rad(grid.latitude)[:, None], np.deg2rad(grid.longitude)[None])
     channels = padder.sign.shape[0]
     x = torch.zeros(1, channels, 12, 16, 2, dtype=F64)

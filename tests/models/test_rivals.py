@@ -9,22 +9,20 @@ from small_models import awake, make_climate, make_spec, tensors
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble_input
 from ensemble_ml.models.place import seasonal_terms
+from ensemble_ml.models.points import inputs_of
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.emos_model import SIZES, rows_for
-from ensemble_ml.models.surroundings import inputs_of
 
 RIVALS = [name for name in MODELS if name != "unet3d"]
 
 
 def members_of(spec, batch=2, count=4, seed=3):
     generator = torch.Generator().manual_seed(seed)
-    leads = len(spec.leads_in)
-    shapes = (spec.pressure_shape[1:], spec.surface_shape[1:])
-    return [4 + torch.randn(batch, count, leads, *shape, generator=generator) for shape in shapes]
+    return 4 + torch.randn(batch, count, len(spec.leads_in), *spec.shape[1:], generator=generator)
 
 
 def reduce(spec, members, day=(40.0, 200.0)):
-    return ensemble_input(*members, torch.tensor(day[: len(members[0])]), all_members=spec.takes_members)
+    return ensemble_input(members, torch.tensor(day[: len(members)]), all_members=spec.takes_members)
 
 
 def make(name, **settings):
@@ -44,10 +42,11 @@ def test_order_of_members_does_not_matter(name):
     members = members_of(model.spec)
     order = torch.tensor([2, 0, 3, 1])
     one = tensors(model(reduce(model.spec, members)))
-    close(one, tensors(model(reduce(model.spec, [v[:, order] for v in members]))), rtol=1e-4, atol=1e-4)
-    other = [v.clone() for v in members]
-    other[0][:, 0] += 1
-    assert not torch.allclose(tensors(model(reduce(model.spec, other)))["location_p"], one["location_p"])
+    close(one, tensors(model(reduce(model.spec, members[:, order]))), rtol=1e-4, atol=1e-4)
+    other, upper = members.clone(), model.spec.upper
+    other[:, 0, :, :upper] += 1
+    changed = tensors(model(reduce(model.spec, other)))["location"]
+    assert not torch.allclose(changed[:, :, :upper], one["location"][:, :, :upper])
 
 
 def test_the_meridian_where_the_grid_begins_is_no_edge_for_the_u_net():
@@ -68,7 +67,7 @@ def test_a_batch_of_several_sizes_is_each_alone(name):
     model = awake(make(name))
     alone, parts = [], []
     for size in (1, 2, 5):
-        parts.append([v[:1] for v in members_of(model.spec, count=size, seed=size)])
+        parts.append(members_of(model.spec, count=size, seed=size)[:1])
         alone.append(tensors(model(reduce(model.spec, parts[-1]))))
     inputs = [reduce(model.spec, part) for part in parts]
     whole = {}
@@ -76,21 +75,21 @@ def test_a_batch_of_several_sizes_is_each_alone(name):
         if first is None:
             continue
         values = [getattr(one, key) for one in inputs]
-        if key.startswith("members_"):
+        if key == "members":
             values = [torch.cat([v, v.new_zeros(1, 5 - v.shape[1], *v.shape[2:])], 1) for v in values]
         whole[key] = torch.cat(values)
     together = tensors(model(type(inputs[0])(**whole)))
     for at, one in enumerate(alone):
         close({k: v[at : at + 1] for k, v in together.items()}, one, rtol=1e-4, atol=1e-4)
         assert all(torch.isfinite(v).all() for v in one.values())
-        assert (one["scale_p"] > 0).all() and (one["scale_s"] > 0).all()
+        assert (one["scale"] > 0).all()
 
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_gradients_reach_every_parameter(name):
     model = awake(make(name, spread=True)).train()
     found = tensors(model(reduce(model.spec, members_of(model.spec))))
-    assert {k.split("_")[0] for k in found} == {"location", "scale", "spread"}
+    assert set(found) == {"location", "scale", "spread"}
     if name == "emos":
         return
     sum((v * torch.randn_like(v)).sum() for v in found.values()).backward()
@@ -100,7 +99,7 @@ def test_gradients_reach_every_parameter(name):
 
 @pytest.mark.parametrize("name", ["drn", "ens10_unet", "poet"])
 def test_departures_are_the_statistical_starts(name):
-    """The same numbers as the inputs of our linear correction and of the networks of points, in its own hemisphere."""
+    """The same numbers as the inputs of our linear correction and of the point network, in its own hemisphere."""
     plain, model = make(name), awake(make(name, departures=True))
     x = reduce(model.spec, members_of(model.spec))
     reduced = model.reduced(x)
@@ -108,16 +107,14 @@ def test_departures_are_the_statistical_starts(name):
     known = plain.planes(x, plain.reduced(x))
     assert planes.shape[1] == model.channels and torch.equal(planes[:, : plain.channels], known)
     added = planes[:, plain.channels :].chunk(4, 1)
-    ours = make("unet3d", surroundings=16, residuals=16)
+    ours = make("unet3d", points=16)
     leads = model.spec.lead_positions
-    given = [
-        part.heads.departures(getattr(x, f"mean_{k}")[:, leads], getattr(x, f"spread_{k}")[:, leads], x.count)
-        for k, part in (("p", ours.pressure), ("s", ours.surface))
-    ]
-    padded = ours.linear.padded(torch.cat([d.flatten(2, -3) for d in given], 2).flatten(1, 2))
+    given = ours.heads.departures(x.mean[:, leads], x.spread[:, leads], x.count)
+    padded = ours.linear.padded(given.flatten(1, 3))
     north = slice(0, len(model.spec.latitude) // 2)
-    frame = ours.surroundings.frame(slice(None))
-    inputs = inputs_of(padded, torch.ones(padded.shape[1] // 2, 1, 1), ours.features.common(x), frame)
+    frame = ours.points.frame(slice(None))
+    common = ours.features.common(x.count, x.day_of_year)
+    inputs = inputs_of(padded, torch.ones(padded.shape[1] // 2, 1, 1), common, frame)
     for mine, theirs in zip(added, inputs.split(padded.shape[1], 1), strict=False):
         torch.testing.assert_close(mine[:, :, north], theirs[:, :, north])
     assert all(torch.isfinite(v).all() for v in tensors(model(x)).values())
@@ -130,21 +127,22 @@ def test_ens10_speaks_in_the_ensembles_own_spread():
     x = reduce(model.spec, members_of(model.spec))
     leads = model.spec.lead_positions
     found = model(x)
-    torch.testing.assert_close(found.location_p, x.mean_p[:, leads])
-    torch.testing.assert_close(found.scale_p, x.spread_p[:, leads])
+    torch.testing.assert_close(found.location, x.mean[:, leads])
+    torch.testing.assert_close(found.scale, x.spread[:, leads])
     single = model(reduce(model.spec, members_of(model.spec, count=1)))
-    torch.testing.assert_close(single.scale_s[0], model.surface.heads.climatology)
+    torch.testing.assert_close(single.scale[0], model.heads.climatology)
 
 
 def test_poet_untrained_is_the_blended_ensemble():
     model = make("poet")
     x = reduce(model.spec, members_of(model.spec))
     found = model(x)
-    heads, leads = model.pressure.heads, model.spec.lead_positions
-    torch.testing.assert_close(found.location_p, x.mean_p[:, leads])
-    torch.testing.assert_close(found.scale_p, heads.base_spread(x.spread_p[:, leads], x.count), rtol=1e-3, atol=1e-4)
+    leads = model.spec.lead_positions
+    torch.testing.assert_close(found.location, x.mean[:, leads])
+    blended = model.heads.base_spread(x.spread[:, leads], x.count)
+    torch.testing.assert_close(found.scale, blended, rtol=1e-3, atol=1e-4)
     with pytest.raises(UserError, match="holds no members"):
-        model(ensemble_input(*members_of(model.spec), torch.tensor([1.0, 2.0])))
+        model(ensemble_input(members_of(model.spec), torch.tensor([1.0, 2.0])))
 
 
 def test_poet_turns_the_wind_of_members_across_the_poles():
@@ -152,13 +150,16 @@ def test_poet_turns_the_wind_of_members_across_the_poles():
     settings = {"variables": ("t", "u", "v"), "surface": ("u10", "tp"), "leads_in": (0, 24)}
     model = make("poet", rows=10, pole_row=False, **settings)
     spec = model.spec
-    pressure, surface = (torch.zeros(1, 2, 2, *shape[1:]) for shape in (spec.pressure_shape, spec.surface_shape))
+    members = torch.zeros(1, 2, 2, *spec.shape[1:])
     lon = torch.deg2rad(torch.tensor(spec.longitude))
-    pressure[:, 0, :, 1], pressure[:, 0, :, 2] = -torch.sin(lon), -torch.cos(lon)
-    surface[:, 0, :, 0] = -torch.sin(lon)
-    pressure[:, 0, :, 0], surface[:, 0, :, 1] = torch.cos(2 * lon), torch.cos(2 * lon)  # the same at opposite points
-    departures = model._departures(reduce(spec, [pressure, surface], (40.0,)), torch.ones(1, 2, dtype=torch.bool))
-    padded = model.member_stem.pad(departures.flatten(0, 1)[..., None])[..., 1:-1, 0]
+    for name in ("u", "v", "u10"):
+        members[:, 0, :, spec.of(name)] = -torch.cos(lon) if name == "v" else -torch.sin(lon)
+    for name in ("t", "tp"):
+        members[:, 0, :, spec.of(name)] = torch.cos(2 * lon)  # the same at opposite points
+    read = []
+    model.member_stem.register_forward_pre_hook(lambda module, given: read.append(given[0]))
+    model(reduce(spec, members, (40.0,)))
+    padded = model.member_stem.pad(read[0])[..., 1:-1, 0]
     assert padded[0, :, 1].abs().amax(-1).min() > 0.1
     for beyond, last in ((0, 1), (-1, -2)):
         torch.testing.assert_close(padded[:, :, beyond], padded[:, :, last])
@@ -171,14 +172,15 @@ def test_emos_applies_what_was_put():
     for row in range(len(SIZES)):
         model.put(row, 0, 3, emos)  # the second variable at the second level
         model.put(row, 0, 2, emos, reference)  # and its anomalies at the first
+    assert [model.spec.names[at] for at in (2, 3)] == [("u", 500), ("u", 850)]
     x = reduce(model.spec, members_of(model.spec))
-    mean, spread = x.mean_p[:, -1, 1, 1].flatten(1), x.spread_p[:, -1, 1, 1].flatten(1)
+    first, mean, spread = (v.flatten(1) for v in (x.mean[:, -1, 2], x.mean[:, -1, 3], x.spread[:, -1, 3]))
     location, scale = emos(mean, spread**2, seasonal_terms(x.day_of_year)[:, None])
     found = model(x)
-    torch.testing.assert_close(found.location_p[:, 0, 1, 1].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found.scale_p[:, 0, 1, 1].flatten(1).double(), scale, rtol=1e-5, atol=1e-5)
-    location, _ = emos(x.mean_p[:, -1, 1, 0].flatten(1), spread**2, seasonal_terms(x.day_of_year)[:, None], reference)
-    torch.testing.assert_close(found.location_p[:, 0, 1, 0].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.location[:, 0, 3].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.scale[:, 0, 3].flatten(1).double(), scale, rtol=1e-5, atol=1e-5)
+    location, _ = emos(first, spread**2, seasonal_terms(x.day_of_year)[:, None], reference)
+    torch.testing.assert_close(found.location[:, 0, 2].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
     assert [SIZES[model.row(m)] for m in (1, 2, 4, 7, 8, 50)] == [1, 2, 5, 5, 10, 10]
 
 
@@ -205,5 +207,6 @@ def test_fields_of_one_kind_are_enough(name, missing):
     empty = {"variables": (), "levels": ()} if missing == "variables" else {"surface": ()}
     model = make(name, **empty)
     found = tensors(model(reduce(model.spec, members_of(model.spec))))
-    assert set(found) == ({"location_s", "scale_s", "spread_s"} if missing == "variables" else
-                          {"location_p", "scale_p", "spread_p"})  # fmt: skip
+    assert set(found) == {"location", "scale", "spread"}
+    assert all(value.shape[1:] == model.spec.shape for value in found.values())
+    assert model.spec.fields == (3 if missing == "variables" else 8)

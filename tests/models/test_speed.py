@@ -95,7 +95,7 @@ def test_float64():
     spec = make_spec()
     model = make_model(spec)
     Speed(Precision.float64).apply(model)
-    assert model(make_input(spec).to(torch.float64)).scale_p.dtype == torch.float64
+    assert model(make_input(spec).to(torch.float64)).scale.dtype == torch.float64
 
 
 def test_json_round_trip():

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator, on_mesh, on_ranks
+from benchmarks.common.simulated import Room, SimulatedCommunicator, on_mesh, on_ranks
 
 __all__ = ["Room", "SimulatedCommunicator", "on_mesh", "on_ranks", "run_threads"]
 

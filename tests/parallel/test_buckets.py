@@ -25,7 +25,7 @@ def test_late_ones_come_last_and_each_once():
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    spec = make_spec(surroundings=0)
+    spec = make_spec(points=0)
     found = EnsembleModel(spec, make_climate(spec))
     awake(found)
     return found

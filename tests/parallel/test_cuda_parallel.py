@@ -67,7 +67,7 @@ def store(tmp_path_factory):
 
 def trained(store, output, ranks, *settings):
     """Six steps in float64 as one of `ranks`, all on one GPU; the weights, and the log's lines of steps."""
-    small = ["hidden=8", "max_hidden=8", "surroundings=16", "residuals=16", "depth=1", "precision=float64"]
+    small = ["hidden=8", "max_hidden=8", "points=16", "depth=1", "precision=float64"]
     given = [
         "run=a", f"output={output}", "steps=6", "validate_every=3", "batch_size=4", "threads=1", "optim.warmup=2",
         f"data.store={store}", "data.train=[2001-01-01/2001-01-16]", "data.validation=[2001-01-17/2001-01-31]",

@@ -44,7 +44,7 @@ def test_a_sample_too_large_for_one_rank_trains_on_two(tmp_path):
         config = config_of(store, tmp_path / name, steps=2, batch_size=1, precision=Precision.float32, average=0.0)
         config.data.validation, config.model.hidden, config.model.max_hidden = [], 16, 16
         # What is fitted before the first step takes no part in it, and most of the time.
-        config.model.linear, config.model.surroundings, config.model.residuals = False, 0, 0
+        config.model.linear, config.model.points = False, 0
         config.parallel = ParallelConfig(lat=ranks)
         return start_ranks(config, ranks, limit)
 

@@ -33,7 +33,7 @@ def trained(tmp_path_factory):
     data = DataConfig(store=store, train=["2001-01-01/2001-01-09"], members=[2, 4])
     config = TrainConfig(
         run="a", output=str(folder), steps=3, batch_size=2, threads=1, data=data,
-        model=ModelConfig(hidden=8, max_hidden=8, surroundings=16, residuals=16, depth=2, precision=Precision.float64),
+        model=ModelConfig(hidden=8, max_hidden=8, points=16, depth=2, precision=Precision.float64),
         tracking=TrackingConfig(tensorboard=False),
     )  # fmt: skip
     return store, str(train(config) / "checkpoints" / "last")
@@ -155,7 +155,7 @@ def test_masks_are_those_of_one_process(tmp_path):
     made = dict(dates=8, members=5, shape=(17, 16), surface=("sst",), masked=("sst",), variables=("t",))
     store = make_store(tmp_path / "a.zarr", **made).path
     data = DataConfig(store=store, train=["2001-01-01/2001-01-09"], members=[2, 4])
-    model = ModelConfig(hidden=8, max_hidden=8, surroundings=16, residuals=16, depth=2, precision=Precision.float64)
+    model = ModelConfig(hidden=8, max_hidden=8, points=16, depth=2, precision=Precision.float64)
     config = TrainConfig(
         run="a", output=str(tmp_path), steps=1, batch_size=2, threads=1, data=data, model=model,
         tracking=TrackingConfig(tensorboard=False),

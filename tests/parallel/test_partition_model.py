@@ -18,7 +18,7 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model, shard_of
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import EnsembleInput, EnsembleModel, Speed, surroundings
+from ensemble_ml.models import EnsembleInput, EnsembleModel, Speed, points
 from ensemble_ml.optim import build
 
 
@@ -69,14 +69,14 @@ def whole(grid, settings):
 
 @contextmanager
 def strips_of(mesh, name):
-    """Let networks of points see two rows of two dates at a time where a case asks for it, on all ranks at once."""
-    points = surroundings._POINTS
+    """Let the point network see two rows of two dates at a time where a case asks for it, on all ranks at once."""
+    usual = points._POINTS
     mesh.world.barrier()
-    surroundings._POINTS = 64 if "strips" in name else points
+    points._POINTS = 64 if "strips" in name else usual
     mesh.world.barrier()
     yield
     mesh.world.barrier()
-    surroundings._POINTS = points
+    points._POINTS = usual
     mesh.world.barrier()
 
 

@@ -12,12 +12,12 @@ from parallel.ranks import run_ranks
 from parallel.simulated import on_ranks
 from torch import nn
 
+from benchmarks.common.simulated import join_simulated
 from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.exchange import Reduction
 from ensemble_ml.distributed.hub import Hub, opened
 from ensemble_ml.distributed.quorum import Quorum, QuorumVote, quorum_of
-from ensemble_ml.distributed.simulated import join_simulated
 from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion

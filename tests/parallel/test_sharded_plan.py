@@ -3,8 +3,8 @@
 import pytest
 from models.small_models import make_spec
 from parallel.ranks import run_ranks
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common.memory import peak_bytes
 from ensemble_ml.config import DataConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Topology, solo
 from ensemble_ml.distributed.choice import consecutive_groups, process_group
@@ -28,14 +28,7 @@ def peak(session, spec, shards):
         shard_weights(mine.model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
     mine.step()  # FSDP2 makes its lists in the first one
     mine.model.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        mine.step()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return peak_bytes(mine.step)
 
 
 @pytest.mark.parametrize(("recompute", "shards"), [(True, 1), (True, 2)])
@@ -99,7 +92,7 @@ def test_fifteen_billion_weights_fit_into_eight_gpus():
     spec = make_spec(361, 720, levels=levels, recompute=True, linear=False, **size)
     found = trace(config_of(8), spec, Topology(lat=8), 1, Speed(Precision.bfloat16), gloo=False)
     assert plan.number_text(found.weights) == "15.3 B"
-    assert 70e9 < found.activations + found.resident + found.state < 80e9
+    assert 64e9 < found.activations + found.resident + found.state < 72e9
     assert found.whole < 62e9
 
 

@@ -46,7 +46,7 @@ def contest(store, output, trainers=4, **changes):
         parallel=ParallelConfig(trainer=trainers, **parallel), tournament=TournamentConfig(**given), **settings,
     )  # fmt: skip
     config.model.depth = 1
-    config.model.surroundings = config.model.residuals = 0
+    config.model.points = 0
     return config
 
 
@@ -317,7 +317,7 @@ def test_another_number_of_trainers_is_refused(store, output):
         ({"tournament": {"vary": "optim.lr"}}, r"tournament.vary=optim.lr: give a list of values by setting"),
         ({"patience": 3}, r"patience=3: parallel.trainer=4 models take the same number of steps"),
         ({"max_minutes": 3.0}, r"max_minutes=3.0: parallel.trainer=4 models take the same number of steps"),
-        ({"parallel": {"lat": "auto"}}, r"parallel.trainer=4: the planner plans one model"),
+        ({"parallel": {"lat": "auto"}}, r"parallel.trainer=4: the planner works for one model only"),
     ],
 )
 def test_bad_settings(store, output, changes, message):

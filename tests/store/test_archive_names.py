@@ -49,7 +49,7 @@ def test_variables_and_levels_choose_files_of_the_reforecast():
     assert stems(variables=["t"], levels=[500, 850]) == ["tmp_pres", "tmp_pres_abv700mb"]
     assert stems(variables=["z"], levels=[500]) == ["hgt_pres_abv700mb"]
     assert len(stems()) == 15
-    with pytest.raises(UserError, match=r"its files are known of t, z, u, v, q, t2m, .*; give others by their URLs"):
+    with pytest.raises(UserError, match=r"file names are known for t, z, u, v, q, t2m, .*; give URLs for others"):
         stems(variables=["sst"])
 
 

@@ -52,7 +52,7 @@ def one_line(error):
         (Selection(variables=("q",)), r"has no variable q; it holds t, z"),
         (Selection(surface=("tp",)), r"has no surface variable tp; it holds t2m"),
         (Selection(levels=(1000,)), r"has no level \(hPa\) 1000; it holds 500, 850"),
-        (Selection(rows=(3, 9)), r"has no rows 3 to 9; there are 7"),
+        (Selection(rows=(3, 9)), r"has no rows 3 to 9; it has rows 0 to 7"),
         (Selection(rows=(3, 3)), r"has no rows 3 to 3"),
     ],
 )

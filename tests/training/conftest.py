@@ -49,8 +49,7 @@ def config_of(store, tmp_path):
         model = {
             "hidden": 8,
             "max_hidden": 8,
-            "surroundings": 16,
-            "residuals": 16,
+            "points": 16,
             "depth": 1,
             "precision": Precision.float32,
         } | groups["model"]
@@ -72,5 +71,5 @@ def point_dates(store):
     """Dates of one level, one surface variable and one lead, seen by three members."""
     grid, lead = store.layout.grid, store.layout.lead_hours[-1]
     kind = (store.layout.variables[:1], store.layout.levels[:1], store.layout.surface[:1])
-    config = ModelConfig(hidden=8, depth=1, surroundings=32, residuals=32)
+    config = ModelConfig(hidden=8, depth=1, points=32)
     return Dates(Reader(store, ModelSpec(config, *kind, (lead,), (lead,), grid.latitude, grid.longitude)), 3)

@@ -1,38 +1,57 @@
-"""What the fits of small networks start from: dates of one level, one surface variable, one lead, and a correction."""
+"""What the fits begin with: a start of which nothing is fitted yet."""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ensemble_ml.models.linear import LinearCorrection, correction_shape
-from ensemble_ml.models.place import position_planes
-from ensemble_ml.models.surroundings import make_network, surroundings_shapes
-from ensemble_ml.training.linear_fit import Linear, mean_state
-from ensemble_ml.training.point_fit import Correction
+from ensemble_ml.models import Climate
+from ensemble_ml.models.heads import typical_spread
+from ensemble_ml.models.start import Start
+from ensemble_ml.training.linear_fit import mean_state
 
 TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
 SIZES = [1, 2, 3, 5]
 
 
-def linear_of(dates, weight=None):
-    """A linear correction of these weights; one that adds nothing yet where there are none."""
-    shape = correction_shape(dates.spec)
-    module = LinearCorrection(dates.spec, np.zeros(shape) if weight is None else weight)
-    anchor = mean_state(dates, TRAIN)
-    return Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
+def start_of(dates, weight=None):
+    """A start whose linear correction has these weights, and none where there are none; the point network has none."""
+    spec = dates.spec
+    known = replace(Climate.default(spec), anchor=mean_state(dates, TRAIN).numpy())
+    if weight is not None:
+        known.correction = weight
+    start = Start(spec, known)
+    know(start, climatology=0.7, shrink=2.0, spread_shrink=2.0)
+    return start
+
+
+def know(start, **terms):
+    """Set terms of the heads: numbers or tensors by name."""
+    for name, values in terms.items():
+        getattr(start.heads, name).copy_(torch.as_tensor(values))
+    start.heads.typical.copy_(typical_spread(start.heads.climatology))
+
+
+def typical_of(start):
+    """Typical spreads, (T, F, 1, 1)."""
+    return start.heads.typical[..., None, None]
+
+
+def added(start, sample, members):
+    """What the linear correction adds to mean and spread, two tensors (T, F, Y, X) in physical units."""
+    mean, spread, count, _ = sample.batch(members)
+    return tuple(start.linear_part(start.anomalies(mean, spread, count), count)[0] * typical_of(start))
+
+
+def said(start, sample, members):
+    """Outputs of the point network, (3, T, F, Y, X)."""
+    return start.corrections(*sample.batch(members))[1][0]
 
 
 def alike(dates):
     """The same weights in all bands."""
-    shape = correction_shape(dates.spec)
+    shape = Climate.default(dates.spec).correction.shape
     return np.broadcast_to(np.random.default_rng(3).normal(0, 0.2, shape[1:]), shape)
-
-
-def nothing(dates):
-    """A correction that adds nothing yet."""
-    spec, linear = dates.spec, linear_of(dates)
-    weights = {name: np.zeros(shape) for name, shape in surroundings_shapes(spec).items()}
-    networks = (make_network(spec, weights, name) for name in ("surroundings", "residuals"))
-    return Correction(linear, *networks, position_planes(spec, np.zeros((0, *spec.grid.shape), np.float32)))
 
 
 def missing_often(errors, kind):

@@ -15,7 +15,7 @@ from ensemble_ml.models import EnsembleModel, ModelSpec
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
 from ensemble_ml.training import climate_data, spread_fit
-from ensemble_ml.training.climate_data import Dates, join, kept_apart, most_dates, neighbours, spaced, split
+from ensemble_ml.training.climate_data import Dates, kept_apart, most_dates, neighbours, spaced
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.truth_fit import Truth
 from ensemble_ml.training.validation import validate
@@ -23,6 +23,7 @@ from ensemble_ml.training.validation import validate
 pytestmark = pytest.mark.usefixtures("whole_fits")
 
 TRAIN, TEST = np.arange(30), np.arange(30, 40)
+UPPER = 4  # fields on pressure levels
 
 
 def spec_of(store, **config):
@@ -74,7 +75,7 @@ def test_members_of_a_date_are_read_once(wrong, monkeypatch, leads, kept):
         found = dates.of(2).sample(date, mine) if chosen else dates.sample(date)
         fields = real(date, mine)
         places = reader.spec.lead_positions
-        every = join(Fields(fields.pressure[:, places], fields.surface[:, places])).numpy()
+        every = Fields(fields.pressure[:, places], fields.surface[:, places]).joined()
         for values, expected in zip((found.mean, found.spread), reader.reduce(every), strict=True):
             np.testing.assert_array_equal(values.numpy(), expected)
     once = [(3, 1), (3, 4), (3, 2), (3, 7), (3, 0), (3, 3), (4, 7), (4, 9), (3, 1), (3, 4)]
@@ -82,42 +83,45 @@ def test_members_of_a_date_are_read_once(wrong, monkeypatch, leads, kept):
 
 
 def test_spread_is_the_root_mean_variance(wrong, fit):
-    spreads = np.stack([wrong.read(Part.SPREAD, int(d)).pressure[0, 1:] for d in TRAIN])
-    np.testing.assert_allclose(fit.climate.spread_p, np.sqrt((spreads.astype(float) ** 2).mean(0)), rtol=1e-4)
-    assert fit.climate.level_spread_p.shape == (3, 2, 2)
-    expected = np.sqrt((fit.climate.spread_p.astype(float) ** 2).mean((-2, -1)))
-    np.testing.assert_allclose(fit.climate.level_spread_p[1:], expected, rtol=0.02)
+    spreads = np.stack([wrong.read(Part.SPREAD, int(d)).joined()[0, 1:, :UPPER] for d in TRAIN])
+    found = fit.climate.spread[:, :UPPER]
+    np.testing.assert_allclose(found, np.sqrt((spreads.astype(float) ** 2).mean(0)), rtol=1e-4)
+    assert fit.climate.level_spread.shape == (3, 6)
+    expected = np.sqrt((found.astype(float) ** 2).mean((-2, -1)))
+    np.testing.assert_allclose(fit.climate.level_spread[1:, :UPPER], expected, rtol=0.02)
 
 
 def test_bias_and_inflation_are_found(fit):
-    in_spreads = fit.climate.bias_p / fit.climate.spread_p
+    in_spreads = (fit.climate.bias / fit.climate.spread)[:, :UPPER]
     assert in_spreads.mean() == pytest.approx(-0.5 / 0.7, abs=0.1)
     # Residuals have the variance sigma^2 (1 + 0.49 / 5); s0 is 0.7 sigma.
-    assert fit.climate.inflation_p.mean() == pytest.approx(np.log(np.sqrt(1 + 0.49 / 5) / 0.7), abs=0.06)
+    assert fit.climate.inflation[:, :UPPER].mean() == pytest.approx(np.log(np.sqrt(1 + 0.49 / 5) / 0.7), abs=0.06)
 
 
 @pytest.mark.slow
 def test_a_calibrated_ensemble_is_left_alone(right):
     climate = fit_climate(reader_of(right), TRAIN, TEST, 5).climate
-    assert np.abs(climate.bias_p / climate.spread_p).mean() < 0.08
+    assert np.abs(climate.bias / climate.spread)[:, :UPPER].mean() < 0.08
     # An s0 that knew sigma would need log(1.2) / 2. Ours knows it in part: a mixture of too wide and too narrow scores
     # best a little narrower. What counts is that no other width scores better on dates that were not seen.
-    assert 0 < climate.inflation_p.mean() < 0.5 * np.log(1.2) + 0.05
-    assert climate.inflation_p.std() < 0.1
+    assert 0 < climate.inflation[:, :UPPER].mean() < 0.5 * np.log(1.2) + 0.05
+    assert climate.inflation[:, :UPPER].std() < 0.1
     reader = reader_of(right)
     model, even = EnsembleModel(reader.spec, climate), torch.ones(1, 1)
     crps = {factor: unseen_crps(reader, model, even, factor) for factor in (0.85, 1.0, 1.15)}
-    scores = {factor: float((found / torch.from_numpy(climate.error_p)).mean()) for factor, found in crps.items()}
+    scores = {
+        factor: float((found / torch.from_numpy(climate.error[:, :UPPER])).mean()) for factor, found in crps.items()
+    }
     assert scores[1.0] < min(scores[0.85], scores[1.15])
 
 
 def unseen_crps(reader, model, area, factor=1.0):
-    """CRPS of the pressure levels on `TEST`, (T, V, Z), with all scales times `factor`."""
+    """CRPS of the fields on pressure levels on `TEST`, (T, UPPER), with all scales times `factor`."""
     scores = []
     with torch.no_grad():
         for batch in fixed_batches(reader, TEST, range(5)):
             made = model(batch.inputs)
-            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p * factor, batch.truth_p)
+            crps = distributions.crps(Family.NORMAL, made.location, made.scale * factor, batch.truth)[:, :, :UPPER]
             scores.append((crps * area).mean((-2, -1))[0])
     return torch.stack(scores).mean(0)
 
@@ -127,7 +131,7 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
     reader = reader_of(wrong)
     model = EnsembleModel(reader.spec, fit.climate)
     area = torch.from_numpy(reader.spec.grid.area_weights()).float()
-    np.testing.assert_allclose(unseen_crps(reader, model, area), fit.climate.error_p, rtol=0.12)
+    np.testing.assert_allclose(unseen_crps(reader, model, area), fit.climate.error[:, :UPPER], rtol=0.12)
     found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area).scores
     assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
 
@@ -135,25 +139,25 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
 @pytest.mark.slow
 def test_error_is_the_crps_of_the_untrained_model_on_dates_to_choose_by(wrong, monkeypatch):
     """With all corrections: what the fit applies is what the model applies, v and w and the factor among them."""
-    reader = reader_of(wrong, linear=True, surroundings=8, residuals=8)
-    real = Truth.learn_residuals
+    reader = reader_of(wrong, linear=True, points=8)
+    real = Truth.learn_points
 
     def biased(self, *given):
         """v half a sigma too large, w too wide: the factor has to undo the one, and moves the other."""
         found = real(self, *given)
-        v, w = self.spread.corrected.residuals.second[:, -1].chunk(2)
+        v, w = self.spread.start.points.second[:, -1].chunk(3)[1:]
         v += 0.5
         w += 0.4
         return found
 
-    monkeypatch.setattr(Truth, "learn_residuals", biased)
+    monkeypatch.setattr(Truth, "learn_points", biased)
     climate = fit_climate(reader, TRAIN, TEST, 5).climate
-    assert climate.residuals_second.any()
+    assert climate.points_second.any()
     model = EnsembleModel(reader.spec, climate)
     area = torch.from_numpy(reader.spec.grid.area_weights()).float()
-    normal = [at for at, name in enumerate(reader.spec.variables) if reader.spec.family(name) is Family.NORMAL]
+    normal = [at for at, law in enumerate(reader.spec.families[:UPPER]) if law is Family.NORMAL]
     found = unseen_crps(reader, model, area)[:, normal]
-    np.testing.assert_allclose(found, climate.error_p[:, normal], rtol=1e-3)
+    np.testing.assert_allclose(found, climate.error[:, normal], rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -169,9 +173,9 @@ def test_a_field_that_no_validation_date_has_takes_its_width_from_training_dates
 
     monkeypatch.setattr(Dates, "target", without)
     climate = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
-    for name in ("inflation_p", "error_p"):
-        some, every = (np.asarray(getattr(c, name)) for c in (climate, whole))
-        np.testing.assert_allclose(some[:, 0, 0], every[:, 0, 0], rtol=0.3, atol=0.2)
+    for name in ("inflation", "error"):
+        some, every = (np.asarray(getattr(c, name))[:, :UPPER] for c in (climate, whole))
+        np.testing.assert_allclose(some[:, 0], every[:, 0], rtol=0.3, atol=0.2)
         np.testing.assert_array_equal(some[:, 1:], every[:, 1:])
 
 
@@ -187,23 +191,26 @@ def test_shrink_of_the_spread_comes_from_validation_dates(wrong, monkeypatch):
     monkeypatch.setattr(spread_fit, "_SHRINK_DEFAULT", 7.0)  # not one of the list that is tried
     found = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
     without = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
-    assert (without.spread_shrink_p == 7).all() and (without.spread_shrink_s == 7).all()
-    assert (found.spread_shrink_p < 5).all()  # the synthetic spread varies with the flow: members say more than climate
-    np.testing.assert_array_equal(found.shrink_p, without.shrink_p)  # that of sigma is fitted to the truth
+    assert (without.spread_shrink == 7).all()
+    # The synthetic spread varies with the flow: members say more than climate.
+    assert (found.spread_shrink[:, :UPPER] < 5).all()
+    # That of sigma is fitted to the truth.
+    np.testing.assert_array_equal(found.shrink[:, :UPPER], without.shrink[:, :UPPER])
 
 
 def test_spread_of_few_members_is_right_on_average(wrong):
     """g and l bring s / c4(5) and s_clim to the mean of the full spread, whatever the weight between them."""
     climate = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
-    np.testing.assert_allclose(climate.spread_gain_p, 0.973, rtol=0.04)  # c4(10): the synthetic members are normal
-    assert (climate.spread_level_p <= 1.0001).all() and (climate.spread_level_p > 0.7).all()  # a mean is below its rms
+    gain, level = climate.spread_gain[:, :UPPER], climate.spread_level[:, :UPPER]
+    np.testing.assert_allclose(gain, 0.973, rtol=0.04)  # c4(10): the synthetic members are normal
+    assert (level <= 1.0001).all() and (level > 0.7).all()  # a mean is below its rms
 
 
 def test_standardisation_comes_from_the_training_dates(wrong, fit):
     values = np.stack([wrong.read(Part.FORECAST, int(d)).pressure for d in TRAIN]).astype(float)
     over = (0, 1, 2, 5, 6)
-    np.testing.assert_allclose(fit.climate.mean_p, values.mean(over), rtol=1e-6)
-    np.testing.assert_allclose(fit.climate.std_p, values.std(over), rtol=1e-5)
+    np.testing.assert_allclose(fit.climate.mean[:UPPER], values.mean(over).ravel(), rtol=1e-6)
+    np.testing.assert_allclose(fit.climate.std[:UPPER], values.std(over).ravel(), rtol=1e-5)
     np.testing.assert_allclose(fit.input_range[:4, 0], values.min(over).ravel(), rtol=1e-6)
 
 
@@ -247,7 +254,8 @@ class Plain:
 def test_truth_missing_on_some_dates(wrong, fit):
     spec = spec_of(wrong)
     gappy = fit_climate(Reader(Plain(wrong, lambda date: date % 3 == 0), spec), TRAIN, TEST, 5).climate
-    np.testing.assert_allclose(gappy.bias_p, fit.climate.bias_p, atol=0.25 * float(fit.climate.spread_p.max()))
+    few, bias, spread = (values[:, :UPPER] for values in (gappy.bias, fit.climate.bias, fit.climate.spread))
+    np.testing.assert_allclose(few, bias, atol=0.25 * float(spread.max()))
     assert all(np.isfinite(v).all() for v in vars(gappy).values())
     gappy.checked(spec)
     with pytest.raises(UserError, match=r"t2m at \+24 h has no complete truth on any training date; leave it out"):
@@ -256,14 +264,14 @@ def test_truth_missing_on_some_dates(wrong, fit):
 
 def test_spread_alone_needs_no_truth(wrong):
     climate = fit_climate(reader_of(wrong, postprocess=False), TRAIN, TEST, 5).climate
-    assert not climate.bias_p.any() and not climate.inflation_p.any() and (climate.error_p == 1).all()
+    assert not climate.bias.any() and not climate.inflation.any() and (climate.error == 1).all()
 
 
 @pytest.mark.slow
 def test_all_members_are_no_input_that_tells_their_spread(wrong):
     """Seen as input, it would say that no spread has to be drawn to climate's, whatever the number of members."""
     whole, nine = (fit_climate(reader_of(wrong), TRAIN, TEST, members).climate for members in (10, 9))
-    for name in ("spread_shrink_p", "spread_gain_p", "spread_level_p"):
+    for name in ("spread_shrink", "spread_gain", "spread_level"):
         np.testing.assert_array_equal(getattr(whole, name), getattr(nine, name))
 
 
@@ -274,12 +282,15 @@ def test_any_number_of_members_and_few_dates(wrong, members):
     assert np.isfinite(found.spread_error).all() and (found.spread_error > 0).all()
 
 
-def test_join_and_split_are_inverse(wrong):
+def test_fields_stand_on_one_axis_by_variable(wrong):
     spec = spec_of(wrong)
     fields = wrong.read(Part.FORECAST, 0)
-    pressure, surface = split(spec, join(fields).numpy(), 2)
-    np.testing.assert_array_equal(pressure, fields.pressure)
-    np.testing.assert_array_equal(surface, fields.surface)
+    joined = fields.joined()
+    assert joined.shape[2] == spec.fields == 6 and spec.upper == UPPER
+    for v, name in enumerate(spec.variables):
+        np.testing.assert_array_equal(joined[:, :, spec.of(name)], fields.pressure[:, :, v])
+    for s, name in enumerate(spec.surface):
+        np.testing.assert_array_equal(joined[:, :, spec.of(name)][:, :, 0], fields.surface[:, :, s])
 
 
 def test_helpers():
@@ -300,7 +311,7 @@ def test_moments_of_part_of_a_year_are_those_of_all_members_at_once(store, monke
     monkeypatch.setattr("ensemble_ml.training.climate_data.most_dates", lambda _: 3)  # the first, third and fifth
     found = Dates(Reader(store, spec), 3).input_moments(np.arange(5))
     chosen = Selection(lead_hours=(24, 48))
-    values = [join(store.read(Part.FORECAST, date, chosen)).double() for date in (0, 2, 4)]
+    values = [torch.from_numpy(store.read(Part.FORECAST, date, chosen).joined()).double() for date in (0, 2, 4)]
     together = torch.stack(values).movedim(-3, 0).flatten(1)
     np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
     np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)
@@ -314,7 +325,9 @@ def test_moments_of_many_dates_take_members_in_turn(store, monkeypatch):
     monkeypatch.setattr("ensemble_ml.training.climate_data._SINGLE_MEMBERS", 8)
     found = Dates(Reader(store, spec), 3).input_moments(np.arange(4))  # of six members two on each of four dates
     chosen = [Selection((n, n + 1), lead_hours=(24, 48)) for n in (1, 3, 5, 1)]
-    values = [join(store.read(Part.FORECAST, date, one)).double() for date, one in enumerate(chosen)]
+    values = [
+        torch.from_numpy(store.read(Part.FORECAST, date, one).joined()).double() for date, one in enumerate(chosen)
+    ]
     together = torch.stack(values).movedim(-3, 0).flatten(1)
     np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
     np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)

@@ -85,8 +85,9 @@ def test_spreads_of_the_members_that_are_given_are_no_target(tmp_path):
     wanted, found = (
         fit_climate(reader, dates, TEST, 3, [2, 3]) for reader, dates in ((readers[0], others), (readers[1], TRAIN))
     )
-    for name in ("spread_gain_p", "spread_gain_s", "spread_shrink_p"):
-        np.testing.assert_allclose(getattr(found.climate, name), getattr(wanted.climate, name), rtol=0.03)
+    for name, fields in (("spread_gain", slice(None)), ("spread_shrink", slice(0, 1))):
+        ours, theirs = (getattr(one.climate, name)[:, fields] for one in (found, wanted))
+        np.testing.assert_allclose(ours, theirs, rtol=0.03)
     np.testing.assert_allclose(found.spread_error[3], wanted.spread_error[3], rtol=0.1)
 
 
@@ -95,7 +96,7 @@ def test_members_that_never_differ_leave_sigma_to_the_climate(tmp_path):
     made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m", "sst"))
     store = make_store(tmp_path / "alike.zarr", **made, bias=0.6, dispersion=0.6, alike=("sst",))
     found = fit_climate(reader_of(store), TRAIN, TEST, 3, [2, 3, 5]).climate
-    assert (found.shrink_s[:, 1] == 64).all() and (found.shrink_s[:, 0] < 64).all()
+    assert (found.shrink[:, 2] == 64).all() and (found.shrink[:, 1] < 64).all()
 
 
 def test_inflation_has_no_bound_of_its_own_where_members_never_differ(tmp_path, monkeypatch):
@@ -135,9 +136,9 @@ def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_p
     """msl is the same for members and truth on all of them: how wide it should be is for training dates to say."""
     still = copy(whole, tmp_path / "still.zarr", constant=TEST)
     wanted, found = (fit_climate(reader_of(store), TRAIN, TEST, 4, [4]).climate for store in (whole, still))
-    apart = found.inflation_s[:, 1] - wanted.inflation_s[:, 1]
+    apart = found.inflation[:, 2] - wanted.inflation[:, 2]
     assert np.abs(apart).mean() < 0.25
-    np.testing.assert_allclose(found.inflation_s[:, 0], wanted.inflation_s[:, 0], atol=1e-3)
+    np.testing.assert_allclose(found.inflation[:, 1], wanted.inflation[:, 1], atol=1e-3)
 
 
 @pytest.mark.slow
@@ -147,27 +148,28 @@ def test_corrections_are_kept_where_dates_to_choose_by_lack_a_target(tmp_path, c
     gone = [(Part.FORECAST, date, member, name) for date in TEST for member in (3, 4, 5) for name in ("t", "t2m")]
     store = make_store(tmp_path / "few.zarr", **made, bias=0.6, dispersion=0.6, absent=gone)
     reader = reader_of(store)
-    config = replace(reader.spec.config, linear=True, surroundings=8, residuals=8)
+    config = replace(reader.spec.config, linear=True, points=8)
     with caplog.at_level("INFO"):
         found = fit_climate(Reader(store, replace(reader.spec, config=config)), TRAIN, TEST, 3, [2, 3]).climate
-    assert (found.spread_shrink_p == 2).all() and (found.spread_shrink_s == 2).all()
+    assert (found.spread_shrink == 2).all()
     means, spreads = np.split(np.abs(found.correction).max((0, 1, 3, 4, 5)), 2)
     assert (means > 0).any() and (spreads > 0).any()
     assert "100.0 %" not in caplog.text
 
 
 @pytest.mark.slow
-def test_networks_without_any_target_add_nothing(tmp_path, caplog):
+def test_a_network_learns_nothing_of_a_spread_without_any_target(tmp_path, caplog):
     """Three of four members are whole on all dates, and training shows no fewer: of spreads nothing can be learned."""
     made = dict(dates=20, members=4, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
     gone = [(Part.FORECAST, date, 3, name) for date in range(20) for name in ("t", "t2m")]
     store = make_store(tmp_path / "three.zarr", **made, bias=0.6, dispersion=0.6, absent=gone)
     reader = reader_of(store)
-    config = replace(reader.spec.config, linear=True, surroundings=8, residuals=8)
+    config = replace(reader.spec.config, linear=True, points=8)
     with caplog.at_level("INFO"):
         found = fit_climate(Reader(store, replace(reader.spec, config=config)), TRAIN, TEST, 3, [3]).climate
-    assert "spread MLP: what it is fitted to is known on no training date, so nothing is added" in caplog.text
-    assert not found.surroundings_second.any() and np.isfinite(found.residuals_second).all()
+    assert "point network: fitted to" in caplog.text
+    spreads, *errors = np.split(found.points_second, 3)
+    assert not spreads.any() and all(np.isfinite(some).all() and some.any() for some in errors)
 
 
 def only(dates):
@@ -181,13 +183,13 @@ def test_a_date_without_a_field_counts_for_nothing(whole, tmp_path):
     fewer = fit_climate(reader_of(whole), only(TRAIN), only(TEST), 5, sizes=[1, 5])
     every = fit_climate(reader_of(whole), TRAIN, TEST, 5, sizes=[1, 5])
     for name in ("spread_shrink", "spread_gain", "spread_level", "shrink"):
-        ours, subset, full = (getattr(fit.climate, f"{name}_s") for fit in (found, fewer, every))
+        ours, subset, full = (getattr(fit.climate, name)[:, 1:] for fit in (found, fewer, every))
         np.testing.assert_allclose(ours[:, 1], subset[:, 1], rtol=2e-3, err_msg=name)
         np.testing.assert_allclose(ours[:, 0], full[:, 0], rtol=2e-3, err_msg=name)
     # packing anew moves a value by half a step; a date counted as zero would move these by a third
-    np.testing.assert_allclose(found.climate.spread_s[:, 1], fewer.climate.spread_s[:, 1], rtol=2e-3)
+    np.testing.assert_allclose(found.climate.spread[:, 2], fewer.climate.spread[:, 2], rtol=2e-3)
     np.testing.assert_allclose(found.spread_error[5, :, 2], fewer.spread_error[5, :, 2], rtol=5e-3)
-    np.testing.assert_allclose(found.climate.std_s[1], fewer.climate.std_s[1], rtol=1e-3)
+    np.testing.assert_allclose(found.climate.std[2], fewer.climate.std[2], rtol=1e-3)
     assert all(np.isfinite(values).all() for values in vars(found.climate).values())
 
 
@@ -203,10 +205,10 @@ def test_points_without_a_value_count_for_nothing(whole, tmp_path):
     clim = np.sqrt(variance)
     expected = level / (len(TRAIN) * np.nansum(clim * area, (-2, -1)) / area.sum())
     # few dates: s_clim is smoothed by a cell, so it is no exact oracle here
-    np.testing.assert_allclose(climate.spread_level_s[:, 1], expected, rtol=0.01)
+    np.testing.assert_allclose(climate.spread_level[:, 2], expected, rtol=0.01)
     few = sum(_expected_spread(masked, int(d), area) for d in TRAIN)
-    np.testing.assert_allclose(climate.spread_gain_s[:, 1], level / few, rtol=1e-4)
-    assert climate.mean_s[1] == pytest.approx(_mean_of_values(masked), rel=1e-6)
+    np.testing.assert_allclose(climate.spread_gain[:, 2], level / few, rtol=1e-4)
+    assert climate.mean[2] == pytest.approx(_mean_of_values(masked), rel=1e-6)
 
 
 def _expected_spread(store, date, area):
@@ -266,13 +268,15 @@ def test_too_few_whole_members_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("constant", [range(20), range(16, 20)])
-def test_fields_that_do_not_vary_do_not_rule_the_loss(whole, tmp_path, constant):
-    """On all dates, or on those that say how large the loss is, as rain in a dry season."""
+def test_fields_that_do_not_vary_do_not_rule_the_loss(whole, tmp_path, constant, caplog):
+    """On all dates, or on those that say how large the loss is, as rain in a dry season. The former is told of."""
     dull = copy(whole, tmp_path / "dull.zarr", constant=constant)
     climate = fit_climate(reader_of(dull), TRAIN, TEST, 5).climate
-    typical = (climate.spread_s[:, 1] * whole.layout.grid.area_weights()).mean((-2, -1))
-    assert (climate.error_s[:, 1] > 0.019 * typical).all() and (climate.error_s[:, 1] < typical).all()
-    assert (np.abs(climate.inflation_s[:, 1]) < 3).all()
+    told = "the same in all members, training dates and points; is the archive whole?" in caplog.text
+    assert told == (constant == range(20))
+    typical = (climate.spread[:, 2] * whole.layout.grid.area_weights()).mean((-2, -1))
+    assert (climate.error[:, 2] > 0.019 * typical).all() and (climate.error[:, 2] < typical).all()
+    assert (np.abs(climate.inflation[:, 2]) < 3).all()
 
 
 def test_the_anchor_of_points_without_a_mean_is_that_of_the_field(whole, tmp_path):

@@ -23,27 +23,27 @@ def counting(monkeypatch):
     monkeypatch.setattr(Clock, "passes", lambda self, model: float(sum(p.numel() for p in model.parameters())))
     monkeypatch.setattr(Clock, "_block", lambda self, level, stream, inner: 2.0 * 27 * stream * inner)
     monkeypatch.setattr(Clock, "_stem", lambda self, stream: 100.0 * stream)
-    monkeypatch.setattr(Clock, "_network", lambda self, name, units: 100.0 * units)
+    monkeypatch.setattr(Clock, "_network", lambda self, units: 100.0 * units)
 
 
 @pytest.fixture
 def teacher(config_of):
-    return train(
-        config_of(run="whole", steps=8, average=0.9, model__hidden=16, model__max_hidden=32, model__residuals=64)
-    )
+    return train(config_of(run="whole", steps=8, average=0.9, model__hidden=16, model__max_hidden=32, model__points=64))
 
 
 def settings(teacher, config_of, **changes):
     given = {"run": "fast", "output": str(teacher.parent), "speedup": 3.0, "steps": 4, "threads": 1} | changes
-    return CompactConfig(checkpoint=str(teacher), data=CompactData(config_of().data.store), **given)
+    return CompactConfig(
+        checkpoint=str(teacher / "checkpoints" / "last"), data=CompactData(config_of().data.store), **given
+    )
 
 
 def test_a_compacted_run_is_an_ordinary_smaller_one(teacher, config_of, counting, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     run = compact(settings(teacher, config_of, limit=0.0))
-    whole, small = weights(teacher, "best"), weights(run)
+    whole, small = weights(teacher), weights(run)
     config = small.spec.config
-    assert config.widths[0] in (8, 16) and sum(config.widths) < 48 and config.residuals <= 64
+    assert config.widths[0] in (8, 16) and sum(config.widths) < 48 and config.points <= 64
     facts = small.meta["compacted"]
     assert facts["from"] == whole.sha256 and facts["ms"][0] >= 3 * facts["ms"][1] and facts["widths"] == [16, 32]
     assert facts["crps_ratio"] == pytest.approx(whole.meta["scores"]["crps_ratio"], abs=1e-6)
@@ -75,7 +75,7 @@ def test_no_step_leaves_the_model_as_it_was_cut(teacher, config_of, counting, ca
 
 
 def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
-    with pytest.raises(UserError, match=r"speedup=1000: \d.* times is the most \(of .* ms the two networks of points"):
+    with pytest.raises(UserError, match=r"speedup=1000: \d.* times is the most \(of .* ms the point network takes"):
         compact(settings(teacher, config_of, speedup=1000.0))
     assert not (teacher.parent / "fast").exists()
     with pytest.raises(UserError, match="exists; go on with resume=true"):

@@ -32,7 +32,7 @@ def store(tmp_path_factory):
 
 def truth_of(store, law="csgamma", **config):
     leads, grid = tuple(store.layout.lead_hours[-2:]), store.layout.grid
-    config = ModelConfig(hidden=8, depth=1, surroundings=0, residuals=0, families={"tp": law}, **config)
+    config = ModelConfig(hidden=8, depth=1, points=0, families={"tp": law}, **config)
     spec = ModelSpec(config, (), (), ("t2m", "tp"), leads, leads, grid.latitude, grid.longitude)
     made = object.__new__(Truth)
     made.dates, made.scales = Dates(Reader(store, spec), 3), Scales(spec.grid)
@@ -110,5 +110,5 @@ def test_a_climate_holds_what_its_validation_dates_said(store, monkeypatch):
     monkeypatch.setattr(Truth, "learn_dry", watched)
     fit = fit_climate(reader, np.arange(9), np.arange(9, 12), 3, (3,))
     assert [chosen.tolist() for _, chosen in seen] == [[9, 10, 11]]  # without a network there is nothing to fit again
-    np.testing.assert_allclose(fit.climate.dry_share_s, [[1, 0.3]] * 2)
-    np.testing.assert_allclose(fit.climate.dry_mean_s, [[0, 0.25]] * 2)
+    np.testing.assert_allclose(fit.climate.dry_share, [[1, 0.3]] * 2)
+    np.testing.assert_allclose(fit.climate.dry_mean, [[0, 0.25]] * 2)

@@ -64,28 +64,27 @@ def test_another_trial_takes_the_same_fit(config_of, counted, caplog):
     assert len(counted) == 1
     assert "climate: as fitted before" in caplog.text
     one, other = (load_checkpoint(run / "checkpoints" / "last") for run in (first, second))
-    same = [k for k in one.state_dict if "surroundings" in k or "residuals" in k or k.endswith("inflation")]
-    assert len(same) >= 6 and all((one.state_dict[k] == other.state_dict[k]).all() for k in same)
+    same = [k for k in one.state_dict if "points" in k or k.endswith("inflation")]
+    assert len(same) == 3 and all((one.state_dict[k] == other.state_dict[k]).all() for k in same)
     assert one.meta["clock"]["fit_seconds"] == pytest.approx(other.meta["clock"]["fit_seconds"], abs=0.1)
     assert digest(one.meta | {"clock": {}}) == one.sha256
 
 
 @pytest.mark.slow
-def test_another_seed_has_small_networks_of_its_own(config_of, counted):
+def test_another_seed_has_a_point_network_of_its_own(config_of, counted):
     """Fitted to other points from other weights; what has no chance in it is the same."""
     found = []
     for seed in (0, 1, 0):
         run = train(config_of(run=f"run{len(found)}", seed=seed, steps=1, model__linear=True))
         found.append(load_checkpoint(run / "checkpoints" / "best").state_dict)
     assert len(counted) == 2
-    for network in ("surroundings", "residuals"):
-        first, second, again = (state[f"{network}.first"] for state in found)
-        assert (first != second).float().mean() > 0.9
-        assert (first == again).all()
+    first, second, again = (state["points.first"] for state in found)
+    assert (first != second).float().mean() > 0.9
+    assert (first == again).all()
     assert (found[0]["linear.weight"] == found[1]["linear.weight"]).all()
 
 
-def test_without_small_networks_seeds_share_a_fit(config_of, counted):
+def test_without_a_point_network_seeds_share_a_fit(config_of, counted):
     for seed in (0, 1):
         train(config_of(run=f"seed{seed}", seed=seed, steps=1))
     assert len(counted) == 1
@@ -105,7 +104,7 @@ def test_a_kept_fit_is_the_fit_itself(config_of, counted_and_fitted):
     "changes",
     [
         {"data__train": ["2001-01-01/2001-01-14"]}, {"data__validation": ["2001-02-01/2001-02-02"]},
-        {"data__members": [1, 2]}, {"data__validation_members": 2}, {"model__surroundings": 8},
+        {"data__members": [1, 2]}, {"data__validation_members": 2}, {"model__points": 8},
     ],
 )  # fmt: skip
 def test_other_settings_are_fitted_anew(config_of, counted, changes):
@@ -185,7 +184,7 @@ def test_the_oldest_are_cleared_away(config_of, counted, monkeypatch):
     monkeypatch.setattr(fit_cache, "_KEPT", 2)
     seen = []
     for units in (4, 8, 12):
-        train(config_of(run=f"u{units}", steps=1, model__surroundings=units))
+        train(config_of(run=f"u{units}", steps=1, model__points=units))
         seen.append(set(files(config_of())))
     assert seen[1] > seen[0] and len(seen[2]) == 2
     assert not seen[0] & seen[2]

@@ -20,9 +20,7 @@ def store(tmp_path_factory):
     return make_store(path, dates=30, members=6, shape=(9, 16), surface=("t2m", "tp"), bias=0.5)
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param({}, marks=pytest.mark.slow), {"residuals": 0}, {"surroundings": 0}, {"linear": False}]
-)
+@pytest.mark.parametrize("config", [pytest.param({}, marks=pytest.mark.slow), {"points": 0}, {"linear": False}])
 def test_samples_and_operations_are_counted(store, config, monkeypatch):
     reader = Reader(store, spec_of(store, **config))
     done = dict.fromkeys(("samples", "sums", "points"), 0.0)

@@ -72,7 +72,7 @@ def test_learns_and_predicts_as_a_processor_does(config_of, store, tmp_path, loa
     for batch in fixed_batches(reader, range(16, 20), range(3), batch_size=2):
         with torch.no_grad():
             here, there = on_cpu(batch.inputs), on_gpu(batch.inputs.to("cuda"))
-        for field in ("location_p", "scale_p", "spread_p", "location_s", "scale_s", "spread_s"):
+        for field in ("location", "scale", "spread"):
             wanted, found = getattr(here, field), getattr(there, field).cpu()
             torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-4 * float(wanted.std()), msg=field)
     with xr.open_dataset(next((tmp_path / "forecasts").glob("*.nc"))) as found:

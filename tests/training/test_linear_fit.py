@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import make_climate, make_input, make_spec
-from training.fitting import TRAIN, VALIDATION, alike, linear_of
+from training.fitting import TRAIN, VALIDATION, added, alike, know, start_of
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
 from ensemble_ml.models.linear import NODES, bands_of, nested_bands
-from ensemble_ml.training.climate_data import Dates
+from ensemble_ml.training import linear_sums
+from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.climate_fit import fit_climate
-from ensemble_ml.training.linear_fit import Linear, fit_linear, refuse_unfittable
-from ensemble_ml.training.linear_sums import sums_of
+from ensemble_ml.training.linear_fit import fit_linear, refuse_unfittable
+from ensemble_ml.training.linear_sums import relative_spread, sums_of
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.team import Team
 
@@ -31,23 +32,23 @@ def dates(store):
     return Dates(Reader(store, spec), 3)
 
 
-def left(errors, dates, linear, date, members):
+def left(errors, dates, start, date, members):
     """Share of the squared error that the correction leaves of mean and spread."""
     sample = Dates(dates.reader, members).sample(date)
     shares = []
-    for wanted, got in zip(errors(date, sample, members), linear(sample.mean, sample.spread, members), strict=True):
+    for wanted, got in zip(errors(date, sample, members), added(start, sample, members), strict=True):
         shares.append(float(((wanted - got) ** 2).sum() / (wanted**2).sum()))
     return shares
 
 
 @pytest.mark.slow
 def test_linear_errors_are_found_again_for_any_number_of_members(dates):
-    true = linear_of(dates, alike(dates))
+    true = start_of(dates, alike(dates))
 
     def errors(_date, sample, members):
-        return true(sample.mean, sample.spread, members)
+        return added(true, sample, members)
 
-    found = linear_of(dates)
+    found = start_of(dates)
     fit_linear(found, dates, TRAIN, VALIDATION, [1, 2, 3, 5], errors)
     for members in (2, 3, 6):  # 6 were not shown
         assert max(left(errors, dates, found, 18, members)) < 0.02
@@ -58,10 +59,10 @@ def test_a_number_of_members_whose_target_is_never_known_is_taken_to_be_like_the
     """As the spread of all is, on dates that have no more members than are shown."""
     weight = alike(dates).copy()
     weight[:, 1] = 0
-    true, found = linear_of(dates, weight), linear_of(dates)
+    true, found = start_of(dates, weight), start_of(dates)
 
     def errors(_date, sample, members):
-        shift, more = true(sample.mean, sample.spread, members)
+        shift, more = added(true, sample, members)
         return shift, more if members < 5 else torch.full_like(more, torch.nan)
 
     fit_linear(found, dates, TRAIN, VALIDATION, [3, 4, 5], errors)
@@ -69,34 +70,37 @@ def test_a_number_of_members_whose_target_is_never_known_is_taken_to_be_like_the
 
 
 def test_points_count_by_how_large_the_spread_is(dates):
-    linear = linear_of(dates)
-    near = torch.full_like(linear.shrink, 1e-6)
-    free = Linear(linear.module, linear.anchor, linear.climatology, near)
-    twice = 2 * linear.climatology
-    torch.testing.assert_close(free.relative(twice, 3), torch.full_like(twice[0, 0], 2.0))
-    torch.testing.assert_close(free.relative(twice, 1), torch.ones_like(twice[0, 0]))  # one member has no spread
-    torch.testing.assert_close(free.relative(torch.full_like(twice, torch.nan), 3), torch.ones_like(twice[0, 0]))
+    start = start_of(dates)
+    know(start, shrink=1e-6)
+    twice = 2 * start.heads.climatology
+
+    def relative(spread, members):
+        return relative_spread(start.heads, Sample(spread, spread, spread, 0.0), members)
+
+    torch.testing.assert_close(relative(twice, 3), torch.full_like(twice[0, 0], 2.0))
+    torch.testing.assert_close(relative(twice, 1), torch.ones_like(twice[0, 0]))  # one member has no spread
+    torch.testing.assert_close(relative(torch.full_like(twice, torch.nan), 3), torch.ones_like(twice[0, 0]))
 
 
 def test_errors_that_grow_with_the_spread_blur_less_than_their_squares_would(dates, monkeypatch):
-    true, relative = linear_of(dates, alike(dates)), Linear.relative
+    true = start_of(dates, alike(dates))
 
     def errors(date, sample, members):
         draw = torch.Generator().manual_seed(1000 * int(date) + members)
-        noise = relative(true, sample.spread, members) ** 3
-        return tuple(
-            v + noise * torch.randn(v.shape, generator=draw) for v in true(sample.mean, sample.spread, members)
-        )
+        noise = relative_spread(true.heads, sample, members) ** 3
+        return tuple(v + noise * torch.randn(v.shape, generator=draw) for v in added(true, sample, members))
 
     def known(_date, sample, members):
-        return true(sample.mean, sample.spread, members)
+        return added(true, sample, members)
 
     shares = []
     for weighted in (True, False):
-        found = linear_of(dates)
+        found = start_of(dates)
         with monkeypatch.context() as patch:
             if not weighted:
-                patch.setattr(Linear, "relative", lambda _, spread, __: torch.ones_like(spread[0, 0]))
+                patch.setattr(
+                    linear_sums, "relative_spread", lambda _, sample, __: torch.ones_like(sample.spread[0, 0])
+                )
             fit_linear(found, dates, TRAIN, VALIDATION, [3, 5], errors)
         shares.append(sum(left(known, dates, found, 18, 3)))
     assert shares[0] < 0.9 * shares[1]
@@ -105,14 +109,14 @@ def test_errors_that_grow_with_the_spread_blur_less_than_their_squares_would(dat
 def test_what_changes_with_latitude_is_found_but_for_what_bands_blur(dates):
     """Weights that change their sign from hemisphere to hemisphere: one for all finds none of them."""
     weight = alike(dates) * np.sin(np.deg2rad(NODES))[:, None, None, None, None, None]
-    true, found = linear_of(dates, weight), linear_of(dates)
+    true, found = start_of(dates, weight), start_of(dates)
 
     def errors(_date, sample, members):
-        return true(sample.mean, sample.spread, members)
+        return added(true, sample, members)
 
     fit_linear(found, dates, TRAIN, VALIDATION, [2, 3, 5], errors)
     assert max(left(errors, dates, found, 18, 3)) < 0.15
-    found.module.weight[:] = found.module.weight.mean(0)
+    found.linear.weight[:] = found.linear.weight.mean(0)
     assert min(left(errors, dates, found, 18, 3)) > 0.8
 
 
@@ -138,7 +142,7 @@ def test_noise_is_left_alone(dates):
         noise = torch.Generator().manual_seed(int(date))
         return tuple(torch.randn(sample.mean.shape, generator=noise) for _ in range(2))
 
-    found = linear_of(dates)
+    found = start_of(dates)
     fit_linear(found, dates, TRAIN, VALIDATION, [1, 3], errors)
     assert max(left(errors, dates, found, 18, 3)) < 1.02
 
@@ -147,39 +151,32 @@ def test_which_dates_chose_is_told(dates, caplog):
     caplog.set_level("INFO")
     for validation, told in ((VALIDATION, "on the validation dates"), (VALIDATION[:0], "on training dates held out")):
         caplog.clear()
-        fit_linear(linear_of(dates), dates, TRAIN, validation, [3], lambda _d, sample, _m: (sample.mean, sample.mean))
+        fit_linear(start_of(dates), dates, TRAIN, validation, [3], lambda _d, sample, _m: (sample.mean, sample.mean))
         assert f"linear correction: weighted RMSE {told} " in caplog.text
 
 
 def test_few_dates_give_no_correction(dates):
-    found = linear_of(dates)
+    found = start_of(dates)
     fit_linear(found, dates, TRAIN[:6], VALIDATION[:0], [3], lambda _d, sample, _m: (sample.mean, sample.mean))
-    assert not found.module.weight.any()
+    assert not found.linear.weight.any()
 
 
 def test_the_model_adds_what_a_sum_by_hand_gives():
     """At points inside, south of the equator in its mirror, and at the poles, where the rows beyond lie on the other
     side and wind changes its sign."""
     one = {"variables": ("v",), "surface": ("t2m",), "levels": (500,), "leads_in": (24,), "leads_out": (24,)}
-    spec = make_spec(**one, local_terms=False, surroundings=0)
+    spec = make_spec(**one, local_terms=False, points=0)
     climate = make_climate(spec).checked(spec)
     x = make_input(spec)
     with_, without = (EnsembleModel(spec, climate) for _ in range(2))
     without.linear.weight.zero_()
-    added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
-    typical = [float(np.sqrt(np.mean(s.astype(float) ** 2))) for s in (climate.spread_p, climate.spread_s)]
+    added = (with_(x).location - without(x).location)[0, 0, 0]
+    typical = np.sqrt(np.mean(climate.spread[0].astype(float) ** 2, (-2, -1))).tolist()
     kinds = []
-    for suffix, unit in zip("ps", typical, strict=True):
-        mean, spread, anchor, clim = (
-            np.asarray(v, float).reshape(9, 16)
-            for v in (
-                getattr(x, f"mean_{suffix}")[0],
-                getattr(x, f"spread_{suffix}")[0],
-                getattr(climate, f"anchor_{suffix}"),
-                getattr(climate, f"spread_{suffix}"),
-            )
-        )
-        k = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0])
+    for field, unit in enumerate(typical):
+        given = x.mean[0, 0, field], x.spread[0, 0, field], climate.anchor[0, field], climate.spread[0, field]
+        mean, spread, anchor, clim = (np.asarray(v, float) for v in given)
+        k = float(climate.spread_shrink[0, field])
         kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
     channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]
     bands = bands_of(spec.grid.latitude)
@@ -199,19 +196,19 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
 
 
 def test_a_target_that_is_missing_on_some_dates_keeps_its_slopes(dates):
-    true = linear_of(dates, alike(dates))
+    true = start_of(dates, alike(dates))
 
     def errors(date, sample, members):
-        mean, spread = true(sample.mean, sample.spread, members)
+        mean, spread = added(true, sample, members)
         if date < 8:
             mean = mean.clone()
             mean[:, 0] = torch.nan
         return mean, spread
 
-    found = linear_of(dates)
+    found = start_of(dates)
     fit_linear(found, dates, TRAIN, VALIDATION, [2, 3, 5], errors)
     sample = Dates(dates.reader, 3).sample(18)
-    wanted, got = true(sample.mean, sample.spread, 3)[0], found(sample.mean, sample.spread, 3)[0]
+    wanted, got = added(true, sample, 3)[0], added(found, sample, 3)[0]
     assert float(((wanted - got)[:, 0] ** 2).sum() / (wanted[:, 0] ** 2).sum()) < 0.1
 
 
@@ -230,7 +227,7 @@ class Masked:
 
     def __init__(self, masked):
         predictors, outputs = 9, 2  # one channel a predictor; the first two are the variables
-        self.linear = SimpleNamespace(module=SimpleNamespace(weight=torch.zeros(1, 1, outputs, predictors // 9, 3, 3)))
+        self.linear = SimpleNamespace(weight=torch.zeros(1, 1, outputs, predictors // 9, 3, 3))
         spec, reader = SimpleNamespace(masked=masked), SimpleNamespace(full_size=9)
         self.dates = SimpleNamespace(spec=spec, reader=reader, progress=Progress(), team=Team())
 

@@ -23,7 +23,8 @@ SPEC = ModelSpec(
 )  # fmt: skip
 AREA = torch.from_numpy(SPEC.grid.area_weights()).float()
 GENERATOR = torch.Generator().manual_seed(1)
-P, S = (3, 1, 2, 2, 9, 16), (3, 1, 1, 9, 16)
+P = 3, 1, 5, 9, 16
+UPPER, FLAT = slice(0, 4), slice(4, 5)  # t and q at two levels each; t2m
 
 
 def rand(*shape):
@@ -31,17 +32,13 @@ def rand(*shape):
 
 
 def case(count=(2.0, 4.0, 4.0)):
-    prediction = Prediction(rand(*P), rand(*P), rand(*P), rand(*S), rand(*S), rand(*S))
-    inputs = EnsembleInput(
-        rand(3, 2, 2, 2, 9, 16), rand(3, 2, 2, 2, 9, 16), rand(3, 2, 1, 9, 16), rand(3, 2, 1, 9, 16),
-        torch.tensor(count), torch.ones(3),
-    )  # fmt: skip
-    return prediction, Batch(inputs, ["a", "b", "c"], rand(*P), rand(*S), rand(*P), rand(*S))
+    prediction = Prediction(rand(*P), rand(*P), rand(*P))
+    inputs = EnsembleInput(rand(3, 2, 5, 9, 16), rand(3, 2, 5, 9, 16), torch.tensor(count), torch.ones(3))
+    return prediction, Batch(inputs, ["a", "b", "c"], rand(*P), rand(*P))
 
 
 def loss_of(**changes):
-    scales = rand(1, 2, 2), rand(1, 1), rand(7, 1, 2, 2), rand(7, 1, 1)
-    return Loss(SPEC, *scales, AREA, **changes)
+    return Loss(SPEC, rand(1, 5), rand(7, 1, 5), AREA, **changes)
 
 
 def test_against_an_independent_sum():
@@ -50,19 +47,13 @@ def test_against_an_independent_sum():
     crps, spread, weight = 0.0, 0.0, 0.0
     for b in range(3):
         members = int(batch.inputs.count[b])
-        for v in range(2):
-            for z in range(2):
-                mu, sigma, y = (
-                    x[b, 0, v, z].numpy() for x in (prediction.location_p, prediction.scale_p, batch.truth_p)
-                )
-                score = scoringrules.crps_normal(y, mu, sigma) if v == 0 else scoringrules.crps_tnormal(y, mu, sigma, 0)
-                crps += (score * AREA.numpy()).sum() / float(loss.error_p[0, v, z])
-                square = (prediction.spread_p - batch.target_spread_p)[b, 0, v, z] ** 2
-                spread += float((square * AREA).sum() / loss.spread_error_p[members, 0, v, z])
-        y, mu, sigma = (x[b, 0, 0].numpy() for x in (batch.truth_s, prediction.location_s, prediction.scale_s))
-        crps += (scoringrules.crps_normal(y, mu, sigma) * AREA.numpy()).sum() / float(loss.error_s[0, 0])
-        square = (prediction.spread_s - batch.target_spread_s)[b, 0, 0] ** 2
-        spread += float((square * AREA).sum() / loss.spread_error_s[members, 0, 0])
+        for f, (name, _) in enumerate(SPEC.names):
+            mu, sigma, y = (x[b, 0, f].numpy() for x in (prediction.location, prediction.scale, batch.truth))
+            truncated = name == "q"
+            score = scoringrules.crps_tnormal(y, mu, sigma, 0) if truncated else scoringrules.crps_normal(y, mu, sigma)
+            crps += (score * AREA.numpy()).sum() / float(loss.error[0, f])
+            square = (prediction.spread - batch.target_spread)[b, 0, f] ** 2
+            spread += float((square * AREA).sum() / loss.spread_error[members, 0, f])
         weight += 5 * float(AREA.sum())
     found = loss(prediction, batch)
     assert found["crps"].item() == pytest.approx(crps / weight, rel=1e-4)
@@ -74,16 +65,16 @@ def test_missing_targets_weigh_nothing_and_leave_gradients_finite():
     prediction, batch = case()
     loss = loss_of()
     whole = loss(prediction, batch)["crps"]
-    only = replace(batch, truth_p=batch.truth_p.clone(), target_spread_p=batch.target_spread_p.clone())
-    only.truth_p[:, :, 1, 1] = torch.nan
-    only.target_spread_p[0] = torch.nan
-    prediction.location_p.requires_grad_()
+    only = replace(batch, truth=batch.truth.clone(), target_spread=batch.target_spread.clone())
+    only.truth[:, :, 3] = torch.nan
+    only.target_spread[0] = torch.nan
+    prediction.location.requires_grad_()
     found = loss(prediction, only)
     assert torch.isfinite(found["loss"]) and found["crps"] != whole
     found["loss"].backward()
-    gradient = prediction.location_p.grad
-    assert torch.isfinite(gradient).all() and not gradient[:, :, 1, 1].any() and gradient[:, :, 0].abs().min() > 0
-    nothing = replace(batch, truth_p=batch.truth_p * torch.nan, truth_s=batch.truth_s * torch.nan)
+    gradient = prediction.location.grad
+    assert torch.isfinite(gradient).all() and not gradient[:, :, 3].any() and gradient[:, :, :2].abs().min() > 0
+    nothing = replace(batch, truth=batch.truth * torch.nan)
     assert loss(prediction, nothing)["crps"].item() == 0
 
 
@@ -105,14 +96,17 @@ def test_the_distance_to_a_teacher():
     """Squared differences in units of error^2 and spread_error, also where the truth is missing."""
     prediction, batch = case()
     own = loss_of(distill=0.25)
-    unlike = replace(prediction, location_p=prediction.location_p + 0.3, spread_s=prediction.spread_s - 0.2)
-    unseen = replace(batch, truth_p=batch.truth_p * torch.nan)
+    unlike = replace(prediction, location=prediction.location.clone(), spread=prediction.spread.clone())
+    unlike.location[:, :, UPPER] += 0.3
+    unlike.spread[:, :, FLAT] -= 0.2
+    unseen = replace(batch, truth=batch.truth.clone())
+    unseen.truth[:, :, UPPER] = torch.nan
     plain = own(prediction, unseen)
     own.teacher = lambda inputs: prediction if inputs is batch.inputs else None
     same, other = own(prediction, unseen), own(unlike, unseen)
     assert same["distill"] == 0 and same["loss"] == plain["loss"]
-    errors = own.spread_error_s[batch.inputs.count.long(), 0, 0]
-    wanted = 3 * (0.3 / own.error_p).square().sum() + (0.2**2 / errors).sum()
+    errors = own.spread_error[batch.inputs.count.long(), 0, 4]
+    wanted = 3 * (0.3 / own.error[:, UPPER]).square().sum() + (0.2**2 / errors).sum()
     assert other["distill"].item() == pytest.approx(wanted.item() / (3 * 5 * 3), rel=1e-4)
     terms = other["crps"] + other["spread"] + 0.25 * other["distill"]
     assert other["loss"].item() == pytest.approx(terms.item(), rel=1e-5)
@@ -120,9 +114,9 @@ def test_the_distance_to_a_teacher():
 
 def test_heads_that_are_off_have_no_term():
     prediction, batch = case()
-    no_spread = Prediction(prediction.location_p, prediction.scale_p, None, prediction.location_s, prediction.scale_s)
+    no_spread = Prediction(prediction.location, prediction.scale)
     assert set(loss_of()(no_spread, batch)) == {"loss", "crps"}
-    only_spread = Prediction(spread_p=prediction.spread_p, spread_s=prediction.spread_s)
+    only_spread = Prediction(spread=prediction.spread)
     assert set(loss_of()(only_spread, batch)) == {"loss", "spread"}
 
 
@@ -147,27 +141,19 @@ def test_scores_against_an_independent_sum():
     # Truth never below zero, so the truncated normal needs no special case here.
     found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
     ours, raw = [], []
-    mean, spread = (x[:, 1:] for x in (batch.inputs.mean_p, batch.inputs.spread_p))
-    for v, z in np.ndindex(2, 2):
-        at = (slice(None), 0, v, z)
-        mu, sigma, y = (x[at].numpy() for x in (prediction.location_p, prediction.scale_p, batch.truth_p))
-        score = scoringrules.crps_normal(y, mu, sigma) if v == 0 else scoringrules.crps_tnormal(y, mu, sigma, 0)
+    mean, spread = (x[:, 1:] for x in (batch.inputs.mean, batch.inputs.spread))
+    for f, (name, _) in enumerate(SPEC.names):
+        at = (slice(None), 0, f)
+        mu, sigma, y = (x[at].numpy() for x in (prediction.location, prediction.scale, batch.truth))
+        truncated = name == "q"
+        score = scoringrules.crps_tnormal(y, mu, sigma, 0) if truncated else scoringrules.crps_normal(y, mu, sigma)
         ours.append((score * AREA.numpy()).mean())
         wide = np.sqrt(1.25) * spread[at].numpy()
         raw.append((scoringrules.crps_normal(y, mean[at].numpy(), wide) * AREA.numpy()).mean())
-    mu, sigma, y = (x[:, 0, 0].numpy() for x in (prediction.location_s, prediction.scale_s, batch.truth_s))
-    ours.append((scoringrules.crps_normal(y, mu, sigma) * AREA.numpy()).mean())
-    m, s = batch.inputs.mean_s[:, 1, 0].numpy(), np.sqrt(1.25) * batch.inputs.spread_s[:, 1, 0].numpy()
-    raw.append((scoringrules.crps_normal(y, m, s) * AREA.numpy()).mean())
     assert found["crps_ratio"] == pytest.approx(np.exp(np.mean(np.log(ours) - np.log(raw))), rel=1e-4)
-    squares = [
-        (((p - t) ** 2) * AREA).mean((0, -2, -1)) / (((c4(10) / c4(4) * r - t) ** 2) * AREA).mean((0, -2, -1))
-        for p, t, r in (
-            (prediction.spread_p, batch.target_spread_p, spread),
-            (prediction.spread_s, batch.target_spread_s, batch.inputs.spread_s[:, 1:]),
-        )
-    ]
-    ratio = torch.cat([s.flatten() for s in squares]).log().mean().div(2).exp().item()
+    target = batch.target_spread
+    squares = [((p - target) ** 2 * AREA).mean((0, -2, -1)) for p in (prediction.spread, c4(10) / c4(4) * spread)]
+    ratio = (squares[0] / squares[1]).log().mean().div(2).exp().item()
     assert found["spread_ratio"] == pytest.approx(ratio, rel=1e-4)
     assert found["score"] == pytest.approx((found["crps_ratio"] * ratio) ** 0.5)
 
@@ -189,17 +175,14 @@ def test_scores_do_not_depend_on_the_batches():
 
 def test_one_member_is_compared_with_the_climate():
     prediction, batch = case(count=(1.0, 1.0, 1.0))
-    batch.inputs.spread_p.zero_()
-    batch.inputs.spread_s.zero_()
+    batch.inputs.spread.zero_()
     model = Fixed(prediction)
-    logs = []
-    for part, suffix in ((model.pressure, "p"), (model.surface, "s")):
-        part.heads.climatology.copy_(rand(*part.heads.climatology.shape))
-        target, ours = getattr(batch, f"target_spread_{suffix}"), getattr(prediction, f"spread_{suffix}")
-        squares = [((spread - target) ** 2 * AREA).mean((0, -2, -1)) for spread in (ours, part.heads.climatology)]
-        logs.append((squares[0] / squares[1]).log().flatten() / 2)
+    climatology, target = model.heads.climatology, batch.target_spread
+    climatology.copy_(rand(*climatology.shape))
+    squares = [((spread - target) ** 2 * AREA).mean((0, -2, -1)) for spread in (prediction.spread, climatology)]
+    ratio = (squares[0] / squares[1]).log().mean().div(2).exp().item()
     found = validate(model, [batch], full_size=10, area=AREA).scores
-    assert found["spread_ratio"] == pytest.approx(torch.cat(logs).mean().exp().item(), rel=1e-4)
+    assert found["spread_ratio"] == pytest.approx(ratio, rel=1e-4)
     assert np.isfinite(found["crps_ratio"])
 
 
@@ -208,36 +191,34 @@ def test_no_target_gives_no_score():
     bare = Batch(batch.inputs, batch.init_time)
     assert validate(Fixed(prediction), [bare], full_size=10, area=AREA).scores == {}
     assert validate(Fixed(prediction), [], full_size=10, area=AREA).scores == {}
-    all_in = replace(batch, truth_p=None, truth_s=None, target_spread_p=batch.target_spread_p * torch.nan,
-                     target_spread_s=batch.target_spread_s * torch.nan)  # fmt: skip
+    all_in = replace(batch, truth=None, target_spread=batch.target_spread * torch.nan)
     assert validate(Fixed(prediction), [all_in], full_size=10, area=AREA).scores == {}
 
 
 @pytest.mark.parametrize("ours", [1e-5, 1e-9, 1e-12])
 def test_a_field_in_which_there_is_nothing_to_predict_counts_for_nothing(ours):
     prediction, batch = case(count=(4.0, 4.0, 4.0))
-    for values in (batch.truth_s, batch.inputs.mean_s, batch.inputs.spread_s, batch.target_spread_s):
-        values.zero_()
-    for values in (prediction.location_s, prediction.scale_s, prediction.spread_s):
-        values.fill_(ours)
+    for values in (batch.truth, batch.inputs.mean, batch.inputs.spread, batch.target_spread):
+        values[:, :, FLAT] = 0
+    for values in (prediction.location, prediction.scale, prediction.spread):
+        values[:, :, FLAT] = ours
     found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
-    batch.truth_s.fill_(torch.nan)
-    batch.target_spread_s.fill_(torch.nan)
+    batch.truth[:, :, FLAT] = batch.target_spread[:, :, FLAT] = torch.nan
     assert found == validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
 
 
 def test_a_perfect_field_counts_for_a_lot_but_not_for_all():
     prediction, batch = case(count=(4.0, 4.0, 4.0))
-    prediction.spread_s.copy_(batch.target_spread_s)
+    prediction.spread[:, :, FLAT] = batch.target_spread[:, :, FLAT]
     found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
-    prediction.spread_s += 1e-6
+    prediction.spread[:, :, FLAT] += 1e-6
     again = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
     assert 0 < found["spread_ratio"] == pytest.approx(again["spread_ratio"])
 
 
 def test_a_broken_prediction_is_no_good_score():
     prediction, batch = case()
-    prediction.location_p[0, 0, 0, 0, 3, 3] = torch.nan
+    prediction.location[0, 0, 0, 3, 3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         validate(Fixed(prediction), [batch], full_size=10, area=AREA)
 
@@ -247,8 +228,8 @@ def test_dates_on_which_nothing_happens_leave_widths_alone():
     prediction, batch = case(count=(4.0, 4.0, 4.0))
     wanted = validate(Fixed(prediction), [batch] * 4, full_size=10, area=AREA).widths
     dry_prediction, dry = case(count=(4.0, 4.0, 4.0))
-    for values in (dry.truth_s, dry.inputs.mean_s, dry.inputs.spread_s):
-        values.zero_()
+    for values in (dry.truth, dry.inputs.mean, dry.inputs.spread):
+        values[:, :, FLAT] = 0
     model = Fixed(prediction)
 
     def batches():
@@ -263,31 +244,31 @@ def test_dates_on_which_nothing_happens_leave_widths_alone():
 def test_widths_make_the_mean_variance_that_of_the_errors():
     """Of every field; the same factors whatever the batches, and one where nothing is known."""
     prediction, batch = case(count=(4.0, 4.0, 4.0))
-    batch.truth_s[:] = torch.nan
+    batch.truth[:, :, FLAT] = torch.nan
     model = Fixed(prediction)
     widths = torch.tensor(validate(model, [batch, batch], full_size=10, area=AREA).widths)
     assert widths.shape == (1, 5) and widths[0, 4] == 1
     assert validate(model, [batch], full_size=10, area=AREA).widths == [[1.0] * 5]  # three dates say nothing
     model.prediction = prediction.widened(widths, SPEC.families)
-    mean, deviation = torch.empty_like(batch.truth_p), torch.empty_like(batch.truth_p)
-    for v, family in enumerate(SPEC.families[0]):
-        found = distributions.moments(family, model.prediction.location_p[:, :, v], model.prediction.scale_p[:, :, v])
-        mean[:, :, v], deviation[:, :, v] = found
-    normal = [v for v, family in enumerate(SPEC.families[0]) if family is Family.NORMAL]
-    assert normal and len(normal) < len(SPEC.families[0])
-    variance, error = ((x * AREA).mean((0, -2, -1)) for x in (deviation**2, (mean - batch.truth_p) ** 2))
+    mean, deviation = torch.empty_like(batch.truth), torch.empty_like(batch.truth)
+    for f, family in enumerate(SPEC.families):
+        found = distributions.moments(family, model.prediction.location[:, :, f], model.prediction.scale[:, :, f])
+        mean[:, :, f], deviation[:, :, f] = found
+    normal = [f for f, family in enumerate(SPEC.families[UPPER]) if family is Family.NORMAL]
+    assert normal and len(normal) < 4
+    variance, error = ((x * AREA).mean((0, -2, -1)) for x in (deviation**2, (mean - batch.truth) ** 2))
     torch.testing.assert_close(variance[:, normal], error[:, normal], rtol=1e-4, atol=0)
-    torch.testing.assert_close(model.prediction.location_p[:, :, normal], prediction.location_p[:, :, normal])
+    torch.testing.assert_close(model.prediction.location[:, :, normal], prediction.location[:, :, normal])
     again = torch.tensor(validate(model, [batch, batch], full_size=10, area=AREA).widths)
-    torch.testing.assert_close(again[:, : 2 * len(normal)], torch.ones(1, 2 * len(normal)), rtol=1e-4, atol=0)
+    torch.testing.assert_close(again[:, normal], torch.ones(1, len(normal)), rtol=1e-4, atol=0)
 
 
 def width_of(spec, given, truth, members):
     """Of the second of two surface fields, forecast as `given`; `members`: mean and spread (40, 1, 2, 9, 16)."""
     fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in members)
-    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
-    model = Fixed(Prediction(None, None, None, *given, None), spec)
-    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
+    inputs = EnsembleInput(*fields, torch.full((40,), 4.0), torch.ones(40))
+    model = Fixed(Prediction(*given), spec)
+    batch = Batch(inputs, [""] * 40, truth=truth)
     [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
     return width
 
@@ -312,7 +293,7 @@ def test_the_width_of_rain_is_the_one_with_the_least_crps(wrong):
 def test_laws_with_bounds_get_the_variance_of_their_errors(name, wrong):
     """Many points near a bound, where the deviation grows more slowly than the scale."""
     spec = replace(SPEC, variables=(), levels=(), surface=("t2m", name))
-    law = spec.families[1][1]
+    law = spec.families[1]
     generator = torch.Generator().manual_seed(5)
     shape = 40, 1, 2, 9, 16
     scale = torch.full(shape, 0.3)
@@ -339,7 +320,7 @@ def test_a_width_that_cannot_reach_the_errors_does_no_harm(law, given, true):
     """Of one mean, a law between bounds has a largest deviation; errors of a wrong mean may be beyond it."""
     name = "tcc" if law is Family.DOUBLY_CENSORED_NORMAL else "ws10"
     spec = replace(SPEC, variables=(), levels=(), surface=("t2m", name))
-    assert spec.families[1][1] is law
+    assert spec.families[1] is law
     generator, shape = torch.Generator().manual_seed(5), (40, 1, 2, 9, 16)
     places = [[torch.full(shape, value) for value in pair] for pair in (given, true)]
     truth = distributions.quantile(law, *places[1], torch.rand(shape, generator=generator))
@@ -351,8 +332,8 @@ def test_a_width_that_cannot_reach_the_errors_does_no_harm(law, given, true):
 
 def test_widths_are_bounded():
     prediction, batch = case()
-    prediction.scale_p *= 1e-4
-    prediction.scale_s *= 1e4
+    prediction.scale[:, :, UPPER] *= 1e-4
+    prediction.scale[:, :, FLAT] *= 1e4
     [found] = validate(Fixed(prediction), [batch, batch], full_size=10, area=AREA).widths
     assert found == pytest.approx([3, 3, 3, 3, 1 / 3])
 

@@ -104,41 +104,27 @@ def test_masked_points_weigh_nothing_in_the_loss(settings, stores):
     reader = reader_of(settings, stores, "masked")
     spec = reader.spec
     batch = next(fixed_batches(reader, [2, 4], [0, 1, 2], batch_size=2))
-    assert torch.isnan(batch.truth_s[:, :, 1, LAND]).all() and not torch.isnan(batch.truth_s[:, :, 1, ~LAND]).any()
+    assert torch.isnan(batch.truth[:, :, -1, LAND]).all() and not torch.isnan(batch.truth[:, :, -1, ~LAND]).any()
     model = EnsembleModel(spec, fit_climate(reader, range(16), [16, 17], 3).climate)
     area = torch.from_numpy(spec.grid.area_weights()).float()
-    leads, fields = len(spec.leads_out), (1, 2)
-    ones = [torch.ones(leads, fields[0], len(spec.levels)), torch.ones(leads, fields[1])]
-    squares = [torch.ones(7, *one.shape) for one in ones]
-    loss = Loss(spec, *ones, *squares, area)
+    ones = torch.ones(len(spec.leads_out), spec.fields)
+    loss = Loss(spec, ones, ones.expand(7, -1, -1), area)
     prediction = model(batch.inputs)
     found = loss(prediction, batch)
-    total = weight = 0.0
-    for suffix in ("p", "s"):
-        spread, target = (
-            getattr(prediction, f"spread_{suffix}").detach().double(),
-            getattr(batch, f"target_spread_{suffix}"),
-        )
-        known = np.isfinite(target.numpy())
-        w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
-        total += (w * (spread.numpy() - target.double().numpy())[known] ** 2).sum()
-        weight += w.sum()
-    assert found["spread"].item() == pytest.approx(total / weight, rel=1e-5)
+    spread, target = (v.detach().double().numpy() for v in (prediction.spread, batch.target_spread))
+    known = np.isfinite(target)
+    w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
+    assert found["spread"].item() == pytest.approx((w * (spread - target)[known] ** 2).sum() / w.sum(), rel=1e-5)
     found["loss"].backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    sea = prediction.location_s[:, :, 1].grad_fn is not None
-    assert sea and torch.isfinite(prediction.location_s).all()
-    total = weight = 0.0
-    for suffix in ("p", "s"):
-        names = f"location_{suffix}", f"scale_{suffix}"
-        mu, sigma = (getattr(prediction, name).detach().double().numpy() for name in names)
-        truth = getattr(batch, f"truth_{suffix}").double().numpy()
-        known = np.isfinite(truth)
-        w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
-        total += (w * scoringrules.crps_normal(truth[known], mu[known], sigma[known])).sum()
-        weight += w.sum()
-    assert found["crps"].item() == pytest.approx(total / weight, rel=1e-4)
-    changed = replace(prediction, location_s=torch.where(torch.isnan(batch.truth_s), 1e3, prediction.location_s))
+    sea = prediction.location[:, :, -1].grad_fn is not None
+    assert sea and torch.isfinite(prediction.location).all()
+    mu, sigma, truth = (v.detach().double().numpy() for v in (prediction.location, prediction.scale, batch.truth))
+    known = np.isfinite(truth)
+    w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
+    total = (w * scoringrules.crps_normal(truth[known], mu[known], sigma[known])).sum()
+    assert found["crps"].item() == pytest.approx(total / w.sum(), rel=1e-4)
+    changed = replace(prediction, location=torch.where(torch.isnan(batch.truth), 1e3, prediction.location))
     assert loss(changed, batch)["loss"].item() == found["loss"].item()  # what is said of land counts for nothing
 
 
@@ -153,21 +139,21 @@ def test_a_mask_in_the_input_hides_the_target_there(settings, stores):
     reader.source = type("Source", (), {**vars(reader.source), "read": staticmethod(truth_everywhere)})()
     reader.source.present = stores["masked"].present
     batch = next(fixed_batches(reader, [2], [0, 1]))
-    assert torch.isnan(batch.truth_s[0, :, 1, LAND]).all() and not torch.isnan(batch.truth_s[0, :, 0]).any()
+    assert torch.isnan(batch.truth[0, :, -1, LAND]).all() and not torch.isnan(batch.truth[0, :, :-1]).any()
 
 
 @pytest.mark.slow
 def test_the_climate_at_sea_is_that_of_the_whole_field(settings, stores):
     fits = {which: fit_climate(reader_of(settings, stores, which), range(16), [], 3) for which in ("whole", "masked")}
     sea, whole = fits["masked"].climate, fits["whole"].climate
-    np.testing.assert_array_equal(sea.spread_p, whole.spread_p)
-    np.testing.assert_allclose(sea.spread_s[:, 1][:, ~LAND], whole.spread_s[:, 1][:, ~LAND], rtol=2e-4)
+    np.testing.assert_array_equal(sea.spread[:, :-2], whole.spread[:, :-2])
+    np.testing.assert_allclose(sea.spread[:, -1][:, ~LAND], whole.spread[:, -1][:, ~LAND], rtol=2e-4)
     # Shrinkage looks at all cells, so what is drawn towards the mean differs a little at sea.
-    error = np.abs(sea.bias_s[:, 1] - whole.bias_s[:, 1])[:, ~LAND]
-    assert error.mean() < 0.25 * np.abs(whole.bias_s[:, 1]).mean()
-    assert np.abs(sea.inflation_s[:, 1] - whole.inflation_s[:, 1])[:, ~LAND].max() < 0.35
+    error = np.abs(sea.bias[:, -1] - whole.bias[:, -1])[:, ~LAND]
+    assert error.mean() < 0.25 * np.abs(whole.bias[:, -1]).mean()
+    assert np.abs(sea.inflation[:, -1] - whole.inflation[:, -1])[:, ~LAND].max() < 0.35
     assert all(np.isfinite(value).all() for value in vars(sea).values())
-    assert sea.error_s[0, 1] == pytest.approx(whole.error_s[0, 1], rel=0.15)
+    assert sea.error[0, -1] == pytest.approx(whole.error[0, -1], rel=0.15)
 
 
 @pytest.mark.slow
@@ -211,8 +197,8 @@ def test_batches_of_a_store_with_gaps(settings, stores, caplog):
         else:
             assert np.array_equal(drawn, theirs.draw(epoch, int(sample)).members)
     batch = next(fixed_batches(gaps, [3], range(3)))
-    members = stores["gaps"].read(Part.FORECAST, 3).pressure[[0, 2, 3]]
-    assert np.array_equal(batch.inputs.mean_p[0], mean_and_spread(members)[0])
+    members = stores["gaps"].read(Part.FORECAST, 3).joined()[[0, 2, 3]]
+    assert np.array_equal(batch.inputs.mean[0], mean_and_spread(members)[0])
 
 
 def test_a_target_that_is_absent_contributes_nothing(settings, stores):
@@ -220,11 +206,11 @@ def test_a_target_that_is_absent_contributes_nothing(settings, stores):
     reader = reader_of(settings, stores, "gaps", model__spread=False)
     spec = reader.spec
     batch = next(fixed_batches(reader, [4, 5], [0, 1, 2], batch_size=2))
-    assert torch.isnan(batch.truth_s[1, :, 1]).all() and torch.isfinite(batch.truth_s[0]).all()
+    assert torch.isnan(batch.truth[1, :, -1]).all() and torch.isfinite(batch.truth[0]).all()
     model = EnsembleModel(spec, fit_climate(reader, range(16), [], 3).climate)
     area = torch.from_numpy(spec.grid.area_weights()).float()
-    ones = [torch.ones(len(spec.leads_out), 1, len(spec.levels)), torch.ones(len(spec.leads_out), 2)]
-    loss = Loss(spec, *ones, *(torch.ones(7, *one.shape) for one in ones), area)
+    ones = torch.ones(len(spec.leads_out), spec.fields)
+    loss = Loss(spec, ones, ones.expand(7, -1, -1), area)
     both = loss(model(batch.inputs), batch)["crps"]
     sums = []
     for date in (4, 5):
@@ -309,5 +295,5 @@ def test_a_field_that_no_member_changes_is_learned_all_the_same(settings, tmp_pa
     checkpoint = load_checkpoint(run / "checkpoints" / "last")
     buffers = dict(load_model(checkpoint.path)[0].named_buffers())
     assert all(torch.isfinite(values).all() for values in buffers.values())
-    at = checkpoint.spec.surface.index("sst")
-    assert (buffers["surface.heads.climatology"][:, at] > 1e-3).all()
+    at = checkpoint.spec.of("sst")
+    assert (buffers["heads.climatology"][:, at] > 1e-3).all()

@@ -129,9 +129,9 @@ def test_a_start_that_is_good_enough_takes_no_step(config_of):
 
 
 def test_bad_settings():
-    with pytest.raises(UserError, match=r"says org and platform: give tracking\.org=\.\.\. tracking\.platform="):
+    with pytest.raises(UserError, match=r"must state org and platform: give tracking\.org=\.\.\. tracking\.platform="):
         TrackingConfig(mllog=True)
-    with pytest.raises(UserError, match="says platform"):
+    with pytest.raises(UserError, match="must state platform"):
         TrackingConfig(mllog=True, org="a centre")
     with pytest.raises(UserError, match=r"until=0\.9: needs data.validation"):
         TrainConfig(until=0.9, data=DataConfig(store="x", train=["2001"]))

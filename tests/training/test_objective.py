@@ -57,10 +57,9 @@ def test_each_sample_withholds_a_member_that_it_does_not_show(reader, unverified
         for place, draw in enumerate(draws):
             assert draw.withheld not in draw.members and draw.withheld in range(6)
             withheld.setdefault(draw.date, []).append(draw.withheld)
-            fields = unverified.read(Part.FORECAST, draw.date)
-            assert np.array_equal(batch.truth_p[place], at_leads_out(reader, fields.pressure)[draw.withheld])
-            assert np.array_equal(batch.truth_s[place], at_leads_out(reader, fields.surface)[draw.withheld])
-            assert np.array_equal(batch.inputs.mean_p[place], mean_and_spread(fields.pressure[draw.members])[0])
+            fields = unverified.read(Part.FORECAST, draw.date).joined()
+            assert np.array_equal(batch.truth[place], at_leads_out(reader, fields)[draw.withheld])
+            assert np.array_equal(batch.inputs.mean[place], mean_and_spread(fields[draw.members])[0])
     # Three epochs of 16 dates: a member that stayed the same would be the same in all of them.
     assert all(len(members) == 3 for members in withheld.values())
     assert sum(len(set(members)) > 1 for members in withheld.values()) > 12
@@ -78,14 +77,14 @@ def test_fits_and_validation_withhold_one_member_of_a_date_for_good(reader, unve
     assert len(set(of_dates)) > 3 and of_dates == [reader.withheld(date) for date in range(20)]
     for date in (0, 7, 19):
         assert reader.shown(date).tolist() == [m for m in range(6) if m != of_dates[date]]
-        whole = unverified.read(Part.FORECAST, date).pressure
+        whole = unverified.read(Part.FORECAST, date).joined()
         truth = at_leads_out(reader, whole)[of_dates[date]]
-        assert np.array_equal(reader.target(Part.TRUTH, date).pressure, truth)
+        assert np.array_equal(reader.target(Part.TRUTH, date).joined(), truth)
         [batch] = fixed_batches(reader, [date], range(5))
-        assert np.array_equal(batch.truth_p[0], truth)
-        assert np.array_equal(batch.inputs.mean_p[0], mean_and_spread(whole[reader.shown(date)])[0])
+        assert np.array_equal(batch.truth[0], truth)
+        assert np.array_equal(batch.inputs.mean[0], mean_and_spread(whole[reader.shown(date)])[0])
         # Five of six members are shown, so there is something to predict of the spread of all.
-        assert torch.isfinite(batch.target_spread_p).all()
+        assert torch.isfinite(batch.target_spread).all()
     other = reader_of(config_of, unverified, seed=1)
     assert of_dates != [other.withheld(date) for date in range(20)]
 
@@ -100,7 +99,7 @@ def test_the_loader_by_plan_reads_withheld_members_too(config_of, unverified, sp
         ours = run(loader, schedule)
     assert [one[:2] for one in ours] == [one[:2] for one in theirs]
     assert all(equal(one[2], other[2]) for one, other in zip(ours, theirs, strict=True))
-    assert all(("target_spread_p" in one[2]) is spread and "truth_p" in one[2] for one in ours)
+    assert all(("target_spread" in one[2]) is spread and "truth" in one[2] for one in ours)
 
 
 def test_fits_to_members_see_an_ensemble_that_needs_no_correction(config_of, unverified, store):
@@ -109,7 +108,7 @@ def test_fits_to_members_see_an_ensemble_that_needs_no_correction(config_of, unv
         fit_climate(r, range(16), range(16, 20), 3, [1, 2, 4, 5])
         for r in (reader_of(config_of, unverified), reader_of(config_of, store, objective=Objective.truth))
     ]
-    members, truth = ([np.abs(fit.climate.bias_p).mean(), fit.climate.inflation_p.mean()] for fit in fits)
+    members, truth = ([np.abs(fit.climate.bias[:, :-1]).mean(), fit.climate.inflation[:, :-1].mean()] for fit in fits)
     assert members[0] < 0.3 * truth[0]
     assert abs(members[1]) < 0.2 < 0.4 < truth[1]
 
@@ -153,7 +152,10 @@ def test_training_on_the_truth_takes_the_weights_and_fits_anew(config_of, unveri
     ("changes", "message"),
     [
         ({"data__members": [6]}, r"data.members=\[6\]: at most 5 of 6 members can be drawn here"),
-        ({"model__postprocess": False}, "objective=members: without a distribution"),
+        (
+            {"model__postprocess": False},
+            "objective=members: with model.postprocess=false the model predicts no distribution",
+        ),
         ({"model__name": "emos"}, "objective=members: model.name=emos is fitted to a truth"),
     ],
 )

@@ -67,7 +67,7 @@ def test_nothing_is_stepped_after_the_deadline(clock):
 
 def test_a_stage_says_which_it_is_and_how_much_is_left(clock):
     told = Progress()
-    told.begin(["bias", "inflation", "spread MLP"])
+    told.begin(["bias", "inflation", "point network"])
     for _ in told.over("inflation", [1, 2, 3, 4]):
         if clock.now > 1000:
             break
@@ -90,12 +90,12 @@ def test_on_a_terminal_a_stage_is_a_bar(monkeypatch):
 
 
 def test_only_a_bound_makes_a_fit_late(clock):
-    assert not Progress().is_late("surroundings")
+    assert not Progress().is_late()
     bounded = Progress(100.0)
-    clock.now += 57
-    assert not bounded.is_late("surroundings")
+    clock.now += 87
+    assert not bounded.is_late()
     clock.now += 2
-    assert bounded.is_late("surroundings")
+    assert bounded.is_late()
 
 
 def test_silence_ends_with_a_line(caplog):
@@ -119,8 +119,8 @@ def test_a_run_says_where_its_fits_are(config_of, own_fits, monkeypatch, caplog)
     monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.05,))
     train(config_of(steps=1, data__members=[3]))
     stages = {record.message.split(":")[0] for record in caplog.records if record.message.startswith("fit ")}
-    assert {"fit 9 of 18, spread MLP", "fit 15 of 18, error MLP"} <= stages
-    assert re.search(r"fit 15 of 18, error MLP: \d+% done, about \d+ s left", caplog.text)
+    assert "fit 12 of 16, point network" in stages
+    assert re.search(r"fit 12 of 16, point network: \d+% done, about \d+ s left", caplog.text)
     assert re.search(r"at work: [01] of 1 steps are done", caplog.text)
 
 
@@ -145,32 +145,31 @@ def slowed(monkeypatch, clock, seconds_a_step=0.3):
 
 @pytest.mark.slow
 def test_fits_are_cut_to_the_time_and_are_not_kept(config_of, own_fits, monkeypatch, clock, caplog):
-    """Two networks of 500 steps take 100 s by this clock; a run of half a minute gives them some of it, and keeps to
-    its time. What was cut is not taken by a run that has time."""
+    """A network of 500 steps takes 50 s by this clock; a run of half a minute gives it some of that, and keeps to its
+    time. What was cut is not taken by a run that has time."""
     caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
         slowed(patch, clock)
         cut = weights(train(config_of(run="cut", steps=500, max_minutes=0.5)))
     assert 0.8 * 30 <= clock.now - 1000 <= 1.1 * 30
-    assert cut.meta["fits_cut"] == ["surroundings", "residuals"] and 1 <= cut.meta["step"] == cut.meta["steps"] < 100
-    for network in ("spread", "error"):
-        steps, total = re.search(rf"{network} MLP: max_minutes left time for (\d+) of (\d+)", caplog.text).groups()
-        assert 40 <= int(steps) < int(total)
+    assert cut.meta["fits_cut"] and 1 <= cut.meta["step"] == cut.meta["steps"] < 100
+    steps, total = re.search(r"point network: max_minutes left time for (\d+) of (\d+)", caplog.text).groups()
+    assert 40 <= int(steps) < int(total)
     caplog.clear()
     whole = weights(train(config_of(run="whole", steps=1)))
     assert "as fitted before" not in caplog.text and "fits_cut" not in whole.meta
     kept = weights(train(config_of(run="kept", steps=1, max_minutes=9)))
     assert "as fitted before" in caplog.text and "fits_cut" not in kept.meta
-    assert not torch.equal(cut.state_dict["residuals.first"], whole.state_dict["residuals.first"])
-    assert torch.equal(kept.state_dict["residuals.first"], whole.state_dict["residuals.first"])
+    assert not torch.equal(cut.state_dict["points.first"], whole.state_dict["points.first"])
+    assert torch.equal(kept.state_dict["points.first"], whole.state_dict["points.first"])
 
 
 def test_fits_without_any_time_leave_one_step(config_of, own_fits, monkeypatch, clock, caplog):
     slowed(monkeypatch, clock)
     found = weights(train(config_of(steps=500, max_minutes=1e-3)))
     assert found.meta["step"] == found.meta["steps"] == 1
-    assert "error MLP: max_minutes left time for none of its steps" in caplog.text
-    assert not found.state_dict["residuals.second"].any() and not found.state_dict["surroundings.second"].any()
+    assert "point network: max_minutes left time for none of its steps" in caplog.text
+    assert not found.state_dict["points.second"].any()
     assert found.state_dict["linear.weight"].any()  # which takes no long time, and is whole
 
 

@@ -50,14 +50,14 @@ def batches(model, sizes):
     found = []
     for number, size in enumerate(sizes):
         inputs = random_batch(model.spec, size)
-        found.append(Batch(replace(inputs, mean_p=inputs.mean_p + number), [f"{number}"] * size))
+        found.append(Batch(replace(inputs, mean=inputs.mean + number), [f"{number}"] * size))
     return found
 
 
 def pass_of(model, calls):
     def run(batch):
         calls.append(batch.init_time[0])
-        loss = model(batch.inputs).spread_p.square().mean()
+        loss = model(batch.inputs).spread.square().mean()
         loss.backward()
         return {"loss": loss.detach()}
 

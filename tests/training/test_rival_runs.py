@@ -21,7 +21,6 @@ from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, build_model
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
-from ensemble_ml.training.climate_data import families
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.setup import build_spec
@@ -80,7 +79,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics(config_of
         before = [b.clone() for name, b in self.state.model.named_buffers() if "running" in name]
         poison = self.state.step == 2
         if poison:
-            batch.inputs.mean_p.fill_(torch.nan)
+            batch.inputs.mean[:, :, : self.state.model.spec.upper] = torch.nan
         done = real(self, batch, stop)
         after = [b for name, b in self.state.model.named_buffers() if "running" in name]
         seen.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == poison and len(before) > 0)
@@ -170,7 +169,7 @@ def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of
     """An edge of ice that comes and goes: the point has the global ones, as a point without any truth has."""
     source = open_store(store.path)
     reader = Reader(source, build_spec(config_of(), source))
-    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), reader.spec.families
     fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws, Progress())
     before = fit.all_points("local", None)[0, 0]
     fit.samples.truth[3:, 0, 0, 7], fit.samples.truth[:, 0, 0, 8] = torch.nan, torch.nan
@@ -189,7 +188,7 @@ def test_emos_of_two_fields_that_differ_in_their_climate_alone(config_of, store)
     """Every form scores the same, and says the same of the anomalies, where another climate is added to both sides."""
     source = open_store(store.path)
     reader = Reader(source, build_spec(config_of(**settings("emos", data__surface=["t2m"])), source))
-    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), reader.spec.families
     some = [at for at, law in enumerate(laws) if law is Family.NORMAL]
     climate = 50 * torch.randn(len(area), generator=torch.Generator().manual_seed(0))
     found, said = [], []
@@ -226,7 +225,7 @@ def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
     monkeypatch.setattr(emos_fit, "_MOST_SAMPLES", 100)  # six points of sixteen dates
     source = open_store(store.path)
     reader = Reader(source, build_spec(config_of(), source))
-    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), reader.spec.families
     fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws, Progress())
     before = fit._global(0, 0)
     for date in range(16):
@@ -237,7 +236,7 @@ def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["emos", *LEARNED])
-def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, undrawn, name):
+def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
     dates = {"data__train": ["2001-01-01/2001-01-20"], "data__validation": ["2001-01-21/2001-01-31"]}
     run = train(config_of(**settings(name, steps=4, validate_every=4, **dates)))
     source = open_store(store.path)
@@ -273,10 +272,12 @@ def test_scores_do_not_jump_between_ensemble_sizes(config_of, store):
         crps, reference = 0.0, 0.0
         for batch in fixed_batches(reader, range(16, 20), np.arange(members)):
             prediction, leads = model(batch.inputs), model.spec.lead_positions
-            ours = distributions.crps(Family.NORMAL, prediction.location_p, prediction.scale_p, batch.truth_p)
-            spread = batch.inputs.spread_p[:, leads] * (1 + 1 / members) ** 0.5
-            plain = distributions.crps(Family.NORMAL, batch.inputs.mean_p[:, leads], spread, batch.truth_p)
-            size = batch.truth_p.std((-2, -1), keepdim=True)
+            upper = slice(0, model.spec.upper)
+            location, scale, truth = (v[:, :, upper] for v in (prediction.location, prediction.scale, batch.truth))
+            mean, spread = (v[:, leads, upper] for v in (batch.inputs.mean, batch.inputs.spread))
+            ours = distributions.crps(Family.NORMAL, location, scale, truth)
+            plain = distributions.crps(Family.NORMAL, mean, spread * (1 + 1 / members) ** 0.5, truth)
+            size = truth.std((-2, -1), keepdim=True)
             crps += float((ours / size * area).mean().detach())
             reference += float((plain / size * area).mean())
         found[members], raw[members] = crps, reference

@@ -55,8 +55,10 @@ def test_trains_resumes_and_predicts(config, config_of, store, tmp_path, monkeyp
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     january = np.flatnonzero(store.layout.init_time < np.datetime64("2001-02-01"))
     maps = local_statistics(store, january)
-    np.testing.assert_array_equal(one["features.mean_p"], maps.mean_p.astype(np.float32))
-    np.testing.assert_array_equal(one["features.std_s"], maps.std_s.astype(np.float32))
+    upper = maps.mean_p.shape[0] * maps.mean_p.shape[1]
+    wanted = maps.mean_p.reshape(upper, *maps.mean_p.shape[2:]).astype(np.float32)
+    np.testing.assert_array_equal(one["features.mean"][:upper], wanted)
+    np.testing.assert_array_equal(one["features.std"][upper:], maps.std_s.astype(np.float32))
     made = PredictConfig(str(whole / "checkpoints" / "last"), store.path, output=str(tmp_path / "out"), members_in=3)
     made.dates = ["2001-02"]
     predict(made, store)
@@ -90,17 +92,13 @@ def test_channels_are_departures_in_units_of_the_place(store):
     climate = fit_climate(reader, np.arange(16), [], 3).climate
     model = EnsembleModel(spec, climate)
     [batch] = fixed_batches(reader, [3], range(6))
-    upper, flat, _ = model.features(batch.inputs, *_spreads(model, batch.inputs))
-    mean = batch.inputs.mean_p[0].numpy()  # T, V, Z, Y, X
-    expected = (mean - climate.mean_p) / climate.std_p
-    found = upper[0, : 3 * 2].permute(0, 3, 1, 2).unflatten(0, (3, 2))
+    spread0 = model.heads.base_spread(model._predicted(batch.inputs)[1], batch.inputs.count)
+    upper, flat, _ = model.features(batch.inputs, spread0, model.heads.climatology)
+    mean = batch.inputs.mean[0].numpy()  # T, F, Y, X
+    expected = ((mean - climate.mean) / climate.std)[:, : spec.upper]
+    found = upper[0, : 3 * 2].permute(0, 3, 1, 2).unflatten(0, (3, 2)).flatten(1, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert flat.shape[1] == model.features.channels(surface=True)
-
-
-def _spreads(model, x):
-    spread0 = [model._base_spread(x, part, suffix) for part, suffix in model._parts()]
-    return spread0, [model._climatology(part, like) for (part, _), like in zip(model._parts(), spread0, strict=True)]
 
 
 def test_wind_across_the_pole_changes_sign_alone(tmp_path):

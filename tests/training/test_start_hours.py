@@ -27,7 +27,9 @@ def test_a_run_of_several_hours_is_told_of_and_one_of_each_can_be_made(config_of
     meta = json.loads((run / "checkpoints" / "last" / "checkpoint.json").read_text())
     assert len(meta["training_dates"]) == 8 and len(meta["validation_dates"]) == 4
     assert {date[11:13] for part in ("training", "validation") for date in meta[f"{part}_dates"]} == {"12"}
-    with pytest.raises(UserError, match=r"data.hours=\[6\]: no init time .* starts then; there are 00, 12 UTC"):
+    with pytest.raises(
+        UserError, match=r"data.hours=\[6\]: no chosen init time is at these hours; they are at 00, 12 UTC"
+    ):
         train(config_of(run="none", data__hours=[6], **given))
     with pytest.raises(UserError, match=r"data.hours=\[24\]: hours from 0 to 23"):
         config_of(data__hours=[24])

@@ -38,7 +38,7 @@ class Noted:
 def spec_of(store, **config):
     lay = store.layout
     axes = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
-    given = {"hidden": 8, "max_hidden": 8, "depth": 0, "surroundings": 8, "residuals": 8} | config
+    given = {"hidden": 8, "max_hidden": 8, "depth": 0, "points": 8} | config
     spec = make_spec(**given)
     return type(spec)(spec.config, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *axes)
 
@@ -78,7 +78,7 @@ def test_ranks_fit_what_one_rank_fits(store, ranks, monkeypatch):
             np.testing.assert_array_equal(theirs[name], values, name)
     for name, values in alone.items():
         size = np.abs(values).max(initial=1e-6)
-        learned = "surroundings" in name or "residuals" in name  # hundreds of steps, each rounded
+        learned = "points" in name  # hundreds of steps, each rounded
         tolerance = 0.05 if learned else 1e-4
         np.testing.assert_allclose(found[0][0][name] / size, values / size, atol=tolerance, err_msg=name)
     seen = [dates for _, dates in found]
@@ -110,12 +110,12 @@ def out_of_time(session, path):
     source = open_store(path)
     progress = Progress(0.0 if session.world.rank else None)  # one rank's clock alone says that it is late
     fit = fitted(Reader(source, spec_of(source)), Team(session.mesh.world), progress)
-    return progress.cut, np.abs(fit.climate.surroundings_second).max()
+    return progress.cut, np.abs(fit.climate.points_second).max()
 
 
 def test_ranks_agree_when_time_is_over(store):
     for cut, weights in run_ranks(out_of_time, 2, store.path):
-        assert cut[:1] == ["surroundings"] and weights == 0
+        assert cut and weights == 0
 
 
 def kept_by(session, path, folder):
@@ -179,7 +179,7 @@ def test_what_a_team_does():
 
 
 def test_one_rank_draws_all_points_of_a_pool(store):
-    pool = point_fit.Pool(torch.zeros(5, 1), [], torch.zeros(5, 1), first=7, rows=20)
+    pool = point_fit.Pool(torch.zeros(5, 1), [], first=7, rows=20)
     assert pool.held(torch.tensor([3, 7, 11, 12])).tolist() == [0, 4]
     assert list(range(7, 12))[pool.spaced(5)] == [8]  # of rows 0, 4, 8, 12, 16
     assert Dates(Reader(store, spec_of(store)), 3).team.alone

@@ -137,8 +137,8 @@ def test_two_runs_are_equal(config_of, own_fits):
 
 
 def test_golden_run(config_of, golden_fits):
-    # without the surroundings, whose fit is in bfloat16 where the processor has it
-    run = train(config_of(steps=20, validate_every=20, checkpoint_every=20, model__surroundings=0))
+    # without the point network, whose fit is in bfloat16 where the processor has it
+    run = train(config_of(steps=20, validate_every=20, checkpoint_every=20, model__points=0))
     losses = [line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line]
     if os.environ.get("ENSEMBLE_ML_WRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps(losses, indent=0) + "\n")
@@ -284,7 +284,10 @@ def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
         ({"data__leads_out": [72]}, r"data.leads_out=\[72\]"),
         ({"data__members": [9]}, r"data.members=\[9\]"),
         ({"model__depth": 4}, r"model.depth=4"),
-        ({"model__families": {"sst": "lognormal"}}, r"model.families=\['sst'\]: no variable of this run, which has t"),
+        (
+            {"model__families": {"sst": "lognormal"}},
+            r"model.families=\['sst'\]: not among the variables of this run \(t",
+        ),
         ({"data__store": "/nowhere"}, "/nowhere"),
         ({"init_from": "/nowhere"}, "checkpoint /nowhere: no such folder"),
     ],

@@ -1,9 +1,10 @@
 """The ensemble and the forecasts that evaluations are tried on; a file may have its own."""
 
+import json
 import sys
 
 import pytest
-from fakes import FEW, known_forecast, known_store
+from fakes import FEW, known_forecast, known_store, settings
 
 from ensemble_ml.verification import evaluate
 
@@ -22,6 +23,15 @@ def forecast(store, tmp_path_factory):
 def few_forecasts(store, tmp_path_factory):
     """Make the same of a third of the dates, for what does not depend on how many there are."""
     return known_forecast(tmp_path_factory.mktemp("few") / "forecast", store, FEW)
+
+
+@pytest.fixture(scope="session")
+def result(store, forecast, tmp_path_factory):
+    """Return the content of scores.json and the report of one evaluation."""
+    output = tmp_path_factory.mktemp("scores")
+    found = evaluate(settings(forecast, store, output), store)
+    assert found == output
+    return json.loads((output / "scores.json").read_text()), (output / "report.html").read_text()
 
 
 @pytest.fixture

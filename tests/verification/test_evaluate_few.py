@@ -14,15 +14,17 @@ from ensemble_ml.inference import Kind
 from ensemble_ml.store import Part
 from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate
+from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.case import Case
 from ensemble_ml.verification.sections import extreme
+from ensemble_ml.verification.svg import Atlas
 
 
 def spread_only(name, members):
     return {Kind.SPREAD: members[:5].std(0, ddof=1)}
 
 
-def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog, undrawn):
+def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
     caplog.set_level("INFO")
     store = make_store(tmp_path / "s.zarr", dates=4, members=10, leads=(0,), surface=(), truth=False, static=False)
     folder = write_forecasts(tmp_path / "f", store, [3], spread_only, leads=(0,), train=[0, 1, 2])
@@ -55,7 +57,8 @@ def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain
     evaluate(settings(folder, store, tmp_path / "r", members_in=3), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     said = {row["variable"] for row in content["scores"] if row["entrant"] == "spread_regression_3"}
-    note = "spread_regression_3 is left out where fewer than 2 fit dates have a spread: t500 24 h, t850 24 h."
+    both = [f"{level} hPa temperature at 24 h" for level in (500, 850)]
+    note = f"spread regression 3 is left out where fewer than 2 fit dates have a spread: {', '.join(both)}."
     assert said == {"z"} and note in content["notes"]
 
 
@@ -70,7 +73,7 @@ def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path
     raw_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "raw_5" and "crps_fair" in row}
     note = (
         "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
-        " dates have a truth: t500 24 h, t850 24 h."
+        " dates have a truth: 500 hPa temperature at 24 h, 850 hPa temperature at 24 h."
     )
     assert (corrected_fields, raw_fields) == ({"z"}, {"z", "t"}) and note in content["notes"]
 
@@ -115,11 +118,10 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
     # which field leaves the mean without an interval, and that it is no matter of all dates
-    assert (
-        "CRPS of tp 24 h, tp 48 h is known in 1 of 4 blocks: no interval of means that hold them." in content["notes"]
-    )
+    rain = "total precipitation at 24 h, total precipitation at 48 h"
+    assert f"CRPS of {rain} is known in 1 of 4 blocks: no interval of means that hold them." in content["notes"]
     said = [line for line in content["headline"] if "CRPS" in line and " than " in line]
-    assert len(said) == 2 and all(line.endswith("(no interval: tp at 48 h).") for line in said)
+    assert len(said) == 2 and all(line.endswith("(no interval: total precipitation at 48 h).") for line in said)
     assert not any("The spread of" in note or "nothing is sure" in note for note in content["notes"])
 
 
@@ -149,7 +151,7 @@ def test_a_level_of_no_truth_to_fit_on_has_no_climatology_of_zero(tmp_path, plai
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     note = (
         "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
-        " dates have a truth: t500 24 h."
+        " dates have a truth: 500 hPa temperature at 24 h."
     )
     assert note in content["notes"]
     for entrant in ("local_5", "climatology"):
@@ -168,7 +170,7 @@ def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
 
 
 @pytest.mark.slow
-def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path, undrawn):
+def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path):
     one = {"variables": ("t",), "levels": (500,), "surface": (), "leads": (24,), "shape": (9, 16)}
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(), leads=(24,), train=TRAIN)
@@ -182,9 +184,13 @@ def test_an_error_has_no_size_in_deviations_that_are_none():
     grid, field = Grid(np.linspace(90, -90, 9), np.arange(16) * 22.5), np.zeros((9, 16))
     laws = {"raw_10": (field, field), "forecast": (field, field + 0.5)}
     place = {name: (float(mean[0, 0]), float(deviation[0, 0])) for name, (mean, deviation) in laws.items()}
-    case = Case(0, "tp", "tp", 24, "2001-01-01T00", 0.9, (90.0, 0.0), field - 1, field + 1, laws, place, 1.0, -1.0)
-    page = extreme(case, SimpleNamespace(full=10), grid, None)
+    case = Case(
+        Column(24, "tp", None), "2001-01-01T00", 0.9, (90.0, 0.0, 60.0, 60.0), grid, (90.0, 0.0), field - 1, field + 1,
+        laws, place, 1.0, -1.0,
+    )  # fmt: skip
+    page = extreme(case, SimpleNamespace(full=10), Atlas(grid, 1, None, {}))
     assert "+2.00" in page and "e+" not in page.partition("<table")[2]
+    assert "total precipitation from 2001-01-01T00, 24 h ahead, 60 to 90°N and 0 to 60°E" in page
 
 
 def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path, plain):
@@ -230,7 +236,7 @@ def test_baselines_are_those_of_the_hours_at_which_forecasts_start(tmp_path, pla
 
 
 @pytest.mark.slow
-def test_one_member_and_forecasts_of_the_mean_alone(tmp_path, undrawn):
+def test_one_member_and_forecasts_of_the_mean_alone(tmp_path):
     """Nothing has a width: there is no picture of an extreme case, and the report is written."""
     dates = [str(np.datetime64(year, "D") + 2 * k) for year in ("2001", "2002", "2003", "2004") for k in range(12)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=1, variables=("t",), levels=(850,), surface=())
@@ -243,7 +249,7 @@ def test_one_member_and_forecasts_of_the_mean_alone(tmp_path, undrawn):
 
 
 @pytest.mark.slow
-def test_maps_are_of_a_date_that_has_the_field(tmp_path, undrawn):
+def test_maps_are_of_a_date_that_has_the_field(tmp_path):
     """Of the last test date a member is missing, of t all truths: neither leaves an empty picture, or rows of nan."""
     gone = [(Part.FORECAST, FEW[-1], 2, name) for name in ("t", "z")]
     gone += [(Part.TRUTH, date, 0, "t") for date in FEW]
@@ -251,7 +257,7 @@ def test_maps_are_of_a_date_that_has_the_field(tmp_path, undrawn):
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(48,), train=TRAIN)
     evaluate(settings(folder, made, tmp_path / "r"), made)
     page = (tmp_path / "r" / "report.html").read_text()
-    assert f"Spread of 850 hPa temperature at 48 h, from {DATES[FEW[-2]]}" in page
+    assert f"spread from {DATES[FEW[-2]]}T00, all 6 members" in page
     assert "<td>nan</td>" not in page
 
 

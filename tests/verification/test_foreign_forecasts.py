@@ -252,6 +252,20 @@ def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path
 
 
 @pytest.mark.slow
+def test_a_start_without_a_training_step_is_told_of(store, forecast, tmp_path, plain):
+    """And so is that no baseline with a slope on the mean, as EMOS has, stands beside it."""
+    for step, told in (("0", True), ("7", False)):
+        other = rewritten(
+            forecast, tmp_path / f"f{step}", lambda data, step=step: data.assign_attrs(checkpoint_step=step)
+        )
+        content = content_of(str(other), store, tmp_path / f"r{step}")
+        assert any(note.startswith(f"f{step}: its checkpoint is of step 0") for note in content["notes"]) == told
+        assert any(
+            "the best statistical baseline (no EMOS among the baselines), " in line for line in content["headline"]
+        )
+
+
+@pytest.mark.slow
 def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
     """Whichever file comes first."""
     for first in (0, -1):

@@ -71,8 +71,8 @@ def test_strata_find_where_the_gain_is():
 
 def test_the_scorecard_finds_where_the_gain_is():
     scores, _, _ = make_scores()
-    cards = scorecard(scores).split("<details ")[1:]
-    of_region = {re.search(r"<summary>ours, CRPS vs raw 10, (.*?)</summary>", card)[1]: card for card in cards}
+    cards = scorecard(scores).split("<section ")[1:]
+    of_region = {re.search(r"<h4>CRPS vs raw 10, (.*?)</h4>", card)[1]: card for card in cards}
     extratropics = "northern extratropics", "southern extratropics"
     assert list(of_region) == ["all points", extratropics[0], "tropics", extratropics[1], escape(EXTREME)]
     cell = re.search(r'<td class=(\w+)><span title="(.*?)">(.*?)<small>(.*?) \| (.*?)</small>', of_region["tropics"])
@@ -84,6 +84,25 @@ def test_the_scorecard_finds_where_the_gain_is():
     scores._cache.clear(), scores._known.clear()
     vars(scores).pop("_block")
     assert "<td class=b0><span" in scorecard(scores)  # of two blocks nothing is sure, and the colour is pale
+
+
+def test_runs_stand_side_by_side_and_are_compared_with_the_first():
+    """The second has a third less than the first in the tropics; the first is not compared with itself."""
+    scores, _, _ = make_scores()
+    state = scores.state
+    for table in (state.total, state.weight, state.left_out, state.points):
+        table[Key("B<", Statistic.CRPS)] = table[Key("ours", Statistic.CRPS)].copy()
+    tropics = state.weightings.index("tropics")
+    state.total[Key("B<", Statistic.CRPS)][:, tropics] *= 2 / 3
+    scores.forecasts, scores.given = ("ours", "B<"), {"ours": 5, "B<": 5}
+    cards = {re.search(r"<h4>(.*?)</h4>", card)[1]: card for card in scorecard(scores).split("<section ")[1:]}
+    assert next(iter(cards)) == "CRPS vs ours, all points"
+    heads = re.findall(r'<th colspan="1" scope="colgroup">(.*?)</th>', cards["CRPS vs raw 10, tropics"])
+    assert heads == ["ours", "B&lt;"] and '<th title="B&lt;">48 h</th>' in cards["CRPS vs raw 10, tropics"]
+    found = re.findall(r'<td class=(\w+)><span title=".*?">(.*?)<small>', cards["CRPS vs raw 10, tropics"])
+    assert found == [("b", "+50.0"), ("b", "+66.7")]
+    assert re.findall(r"<td class=b><span title=.*?>(.*?)<small>", cards["CRPS vs ours, tropics"]) == ["+33.3"]
+    assert re.findall(r"<td><span title=.*?>(.*?)<small>", cards["CRPS vs B&lt;, southern extratropics"]) == ["+0.0"]
 
 
 def test_what_lies_in_one_block_has_no_interval():

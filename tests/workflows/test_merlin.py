@@ -30,7 +30,7 @@ threads: 1
 validate_every: 2
 checkpoint_every: 1
 data: {validation_members: 2, members: [1, 2, 3]}
-model: {hidden: 8, max_hidden: 16, surroundings: 0, residuals: 0, linear: false, precision: float32}
+model: {hidden: 8, max_hidden: 16, points: 0, linear: false, precision: float32}
 tracking: {tensorboard: false}
 """
 

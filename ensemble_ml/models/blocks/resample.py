@@ -20,13 +20,10 @@ from ensemble_ml.models.padding import empty_in_order_of
 
 
 def pool(x_BCYXZ: Tensor) -> Tensor:
-    """Return the mean over the cells of each 2 x 2 block.
+    """Return the mean over the cells of each 2 x 2 block, (B, C, ceil(Y/2), ceil(X/2), Z).
 
     Args:
         x_BCYXZ: (B, C, Y, X, Z).
-
-    Returns:
-        (B, C, ceil(Y/2), ceil(X/2), Z).
     """
     return _Pool.apply(x_BCYXZ)
 

@@ -175,8 +175,8 @@ class ResidualBlock(nn.Module):
         return self._sum(x_BCYXZ)
 
     def _sum(self, x_BCYXZ: Tensor) -> Tensor:
-        h = self.conv1(self.scale1(x_BCYXZ))
-        return x_BCYXZ + self.conv2(self.scale2(h))
+        # Nothing between has a name, so that without a backward pass each field goes as soon as the next one is there.
+        return x_BCYXZ + self.conv2(self.scale2(self.conv1(self.scale1(x_BCYXZ))))
 
 
 class UNet3d(nn.Module):

@@ -41,15 +41,7 @@ class Drn(Rival):
         nn.init.zeros_(self.out.bias)
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
-        """Apply the MLP to every point.
-
-        Args:
-            planes_BCYX: input planes, (B, C, Y, X).
-            x: the batch; not used.
-
-        Returns:
-            (B, O * T * F, Y, X).
-        """
+        """Apply the MLP to every point."""
         own = self.embedding.expand(len(planes_BCYX), -1, -1, -1)
         hidden = torch.cat([planes_BCYX, own], 1).permute(0, 2, 3, 1)
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
@@ -59,14 +51,5 @@ class Drn(Rival):
         return self.out(hidden.to(planes_BCYX.dtype)).permute(0, 3, 1, 2)
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the first two outputs into location and scale, in physical units.
-
-        Args:
-            fields: statistics of the members.
-            first: first output.
-            second: second output.
-
-        Returns:
-            Location and scale.
-        """
+        """Turn the first two outputs into location and scale, in physical units."""
         return fields.mean + fields.typical * first, fields.typical * torch.exp(bounded(second))

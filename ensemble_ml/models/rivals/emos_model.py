@@ -3,7 +3,7 @@
 They are fitted to all training dates at once (`training.emos_fit`), not step by step, and have no gradient. An ensemble
 of another size takes the coefficients of the nearest size, by its logarithm.
 
-Axes: K ensemble size, B date, T lead, F field, V pressure-level variable, Z level, Y latitude, X longitude.
+Axes: K ensemble size, B date, T lead, F field, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -84,25 +84,12 @@ class EmosModel(Rival):
         The scale has a small lower bound, relative to the typical spread of the field.
         """
         rows = [self.row(float(count)) for count in x.count]
-        season = seasonal_terms(x.day_of_year)
-        found: dict[str, Tensor | None] = {}
-        reduced = self.reduced(x)
-        for suffix, chosen in zip("ps", self.split(self.coefficients[rows], 3), strict=True):
-            fields = reduced.get(suffix)
-            if fields is None:
-                continue
-            a, slope, sine, cosine, c, d = chosen.unbind(1)
-            terms = (season[:, i].reshape(-1, *[1] * (a.ndim - 1)) for i in (0, 1))
-            shift = a + slope * fields.mean + sum(k * term for k, term in zip((sine, cosine), terms, strict=True))
-            # The scale has to stay above zero, because scores divide by it.
-            least = (1e-3 * fields.typical) ** 2
-            found |= {
-                f"location_{suffix}": fields.mean + shift,
-                f"scale_{suffix}": torch.sqrt(torch.maximum(c + d * fields.spread**2, least)),
-            }
-            if self.spec.config.spread:
-                found[f"spread_{suffix}"] = fields.s1
-        return Prediction(**found)
+        fields, season = self.reduced(x), seasonal_terms(x.day_of_year)[..., None, None, None, None]
+        a, slope, sine, cosine, c, d = self.coefficients[rows].unbind(1)
+        shift = a + slope * fields.mean + sine * season[:, 0] + cosine * season[:, 1]
+        # The scale has to stay above zero, because scores divide by it.
+        scale = torch.sqrt(torch.maximum(c + d * fields.spread**2, (1e-3 * fields.typical) ** 2))
+        return Prediction(fields.mean + shift, scale, fields.s1 if self.spec.config.spread else None)
 
 
 def rows_for(members: int, sizes: Collection[int]) -> list[int]:

@@ -82,15 +82,7 @@ class Ens10UNet(Rival):
         nn.init.zeros_(self.out.bias)
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
-        """Apply the U-Net.
-
-        Args:
-            planes_BCYX: input planes, (B, C, Y, X).
-            x: the batch; not used.
-
-        Returns:
-            (B, O * T * F, Y, X).
-        """
+        """Apply the U-Net."""
         with torch.autocast(planes_BCYX.device.type, torch.bfloat16, enabled=self.speed.low):
             hidden, skips = self.speed.arrange(planes_BCYX), []
             for index, stage in enumerate(self.down):
@@ -103,16 +95,7 @@ class Ens10UNet(Rival):
         return self.out(self.last_pad(hidden.to(planes_BCYX.dtype)[..., None])[..., 0])
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the first two outputs into location and scale, in physical units.
-
-        Args:
-            fields: statistics of the members.
-            first: o1.
-            second: o2.
-
-        Returns:
-            Location and scale.
-        """
+        """Turn the first two outputs into location and scale, in physical units."""
         # A spread of zero at all points means that there is one member. Then the climatological spread is taken.
         floor = torch.maximum(fields.spread, _SMALLEST * fields.typical)
         spread = torch.where(

@@ -23,6 +23,8 @@ Axes: B initialisation time, M member, T lead, F field, C channel, Y latitude, X
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -109,7 +111,7 @@ class _MemberUNet(UNet3d):
 
 
 class Poet(Rival):
-    """The network, with widths and depth as in our own. It takes all members (`EnsembleInput.members_*`).
+    """The network, with widths and depth as in our own. It takes all members (`EnsembleInput.members`).
 
     Args:
         spec: shapes, variables, grid and configuration.
@@ -129,16 +131,12 @@ class Poet(Rival):
         self.member_stem = Convolution(len(sign), widths[0], 1, Vertical.shared, pad, bias=False)
         self.unet = _MemberUNet(spec, widths)
         self.scale = Activation(widths[0])
-        self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields + self._spread_outputs)
+        # Each field has a shift, and the spread of the full ensemble where it is predicted.
+        self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields * (1 + self.spec.config.spread))
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         # For each field, the logarithm of a factor of the climatological spread in the predicted scale.
         self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.spec.fields))
-
-    @property
-    def _spread_outputs(self) -> int:
-        """Return how many outputs the spread of the full ensemble takes."""
-        return len(self.spec.leads_out) * self.spec.fields * self.spec.config.spread
 
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict the distributions.
@@ -152,35 +150,21 @@ class Poet(Rival):
         Raises:
             UserError: the batch has no members.
         """
-        if x.members_p is None or x.members_s is None:
+        if x.members is None:
             raise UserError("model.name=poet: the input holds no members; hand them on")
-        reduced = self.reduced(x)
-        there = torch.arange(x.members_p.shape[1], device=x.count.device) < x.count[:, None]
-        raw = self._transform(self.planes(x, reduced), self._departures(x, there), there)
-        leads = len(self.spec.leads_out)
-        found: dict[str, Tensor | None] = {}
-        moves = self.split(raw[:, :, : leads * self.spec.fields].unflatten(2, (leads, self.spec.fields)), 3)
-        wide = self.split(self.widen[..., None, None], 1)
-        for suffix, move, widen in zip("ps", moves, wide, strict=True):
-            if suffix in reduced and self.spec.config.postprocess:
-                law = self._moments(x, suffix, reduced[suffix], move, widen, there)
-                found |= {f"location_{suffix}": law[0], f"scale_{suffix}": law[1]}
-        if self.spec.config.spread:
-            # The spread is a property of the whole ensemble, so its output is averaged over members.
-            rest = _mean(raw[:, :, leads * self.spec.fields :], there).unflatten(1, (leads, self.spec.fields))
-            for suffix, change in zip("ps", self.split(rest, 2), strict=True):
-                if suffix in reduced:
-                    found[f"spread_{suffix}"] = reduced[suffix].s1 * torch.exp(bounded(change))
-        return Prediction(**found)
-
-    def _departures(self, x: EnsembleInput, there: Tensor) -> Tensor:
-        """Return x_i - m in typical spreads, (B, M, T F, Y, X); zero where there is no member."""
-        parts = []
-        for suffix in ("p", "s"):
-            members, mean = getattr(x, f"members_{suffix}"), getattr(x, f"mean_{suffix}")
-            level = getattr(self.features, f"level_spread_{suffix}")[..., None, None]
-            parts.append(((members - mean[:, None]) / level).flatten(2, -3))
-        return torch.cat(parts, 2) * there[:, :, None, None, None]
+        fields, shape = self.reduced(x), (len(self.spec.leads_out), self.spec.fields)
+        there = torch.arange(x.members.shape[1], device=x.count.device) < x.count[:, None]
+        departures = (x.members - x.mean[:, None]) / self.features.level_spread[..., None, None]
+        departures = departures.flatten(2, 3) * there[:, :, None, None, None]  # zero where there is no member
+        raw = self._transform(self.planes(x, fields), departures, there)
+        moves, rest = raw[:, :, : math.prod(shape)].unflatten(2, shape), raw[:, :, math.prod(shape) :]
+        members = take(x.members, 2, self.spec.lead_positions)
+        config = self.spec.config
+        law = self._moments(members, x.count, fields, moves, there) if config.postprocess else None
+        location, scale = law or (None, None)
+        # The spread is a property of the whole ensemble, so its output is averaged over members.
+        factor = torch.exp(bounded(_mean(rest, there).unflatten(1, shape))) if config.spread else None
+        return Prediction(location, scale, None if factor is None else fields.s1 * factor)
 
     def _transform(self, planes: Tensor, departures: Tensor, there: Tensor) -> Tensor:
         """Run the network for every member: (B, M, outputs, Y, X)."""
@@ -193,22 +177,20 @@ class Poet(Rival):
         return self.out(hidden.to(planes.dtype))[..., 0].unflatten(0, there.shape)
 
     def _moments(
-        self, x: EnsembleInput, suffix: str, fields: Reduced, move: Tensor, widen: Tensor, there: Tensor
+        self, members: Tensor, count: Tensor, fields: Reduced, move: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
-        members = take(getattr(x, f"members_{suffix}"), 2, self.spec.lead_positions)
+        """Return location and scale of the transformed members, (B, M, T, F, Y, X) both members and shifts d."""
         centre = _mean(move, there)
         # The mean of the shifts goes into the location, so only what differs between members goes into the spread.
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
-        freedom = (x.count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
+        freedom = (count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
         weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))
         # The small term keeps the gradient of the root finite where all members are equal.
         spread = torch.sqrt((weight * apart**2 / freedom).sum(1) + (1e-3 * fields.typical) ** 2)
-        part = self.pressure if suffix == "p" else self.surface
-        assert part is not None
-        shrink = part.heads.shrink[..., None, None]
-        scale = shrunk_spread(spread, x.count, fields.climatology * torch.exp(bounded(widen)), shrink)
-        return fields.mean + fields.s0 * centre, scale
+        climatology = fields.climatology * torch.exp(bounded(self.widen[..., None, None]))
+        return fields.mean + fields.s0 * centre, shrunk_spread(
+            spread, count, climatology, self.heads.shrink[..., None, None]
+        )
 
 
 def _mean(values: Tensor, there_BM: Tensor) -> Tensor:

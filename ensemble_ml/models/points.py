@@ -1,16 +1,15 @@
-"""Two small networks that predict spread and errors at a point from the fields around it: spread MLP and error MLP.
+"""A small network that predicts spread and errors at a point from the fields around it: the point network.
 
-Both have one hidden layer and add what the linear correction (`models.linear`) cannot express:
+It has one hidden layer, and adds what the linear correction (`models.linear`) cannot express:
 
-    d''   = W2 [gelu(W1 [x, 1]), 1]
-    v, w  = W4 [gelu(W3 [x, 1]), 1]
+    d'', v, w  = W2 [gelu(W1 [x, 1]), 1]
 
     x     inputs at a point, (K)
-    d''   correction of the spread beside d', in typical spreads, (F), by the spread MLP
-    v     shift of the mean in sigmas, (F), by the error MLP
-    w     change of the logarithm of sigma, (F), by the error MLP
+    d''   correction of the spread beside d', in typical spreads, (F)
+    v     shift of the mean in sigmas, (F)
+    w     change of the logarithm of sigma, (F)
 
-The inputs x are:
+A model that does not predict the truth has neither v nor w. The inputs x are:
 
     d                the anomalies of `models.linear`
     differences      of d along a row, and of d from row to row
@@ -26,7 +25,7 @@ differences and the mean around) hold as much as all nine points, at half the wo
 
 South of the equator, x and v are mirrored at the equator as in `models.linear`. The mirror has the opposite season. So
 northward components, differences from row to row, and sine and cosine of the season change their sign. The place does
-not, so the networks can also learn in what the hemispheres differ.
+not, so the network can also learn in what the hemispheres differ.
 
 The weights are fitted to single points of many training dates (`training.point_fit`). This learns in a minute what the
 U-Net did not learn in five (ARCHITECTURE, "Tried"). They stay fixed in training.
@@ -37,7 +36,7 @@ K input, P plane common to all fields, N point, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -57,41 +56,39 @@ _POINTS, _POINTS_ON_A_GPU = 1 << 12, 1 << 17
 _LEAST_SPREAD = 1e-2  # typical spreads: the logarithm of a smaller spread is that of this one, so it stays finite
 
 
-def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the weights of both networks by their names in `Climate`.
+def outputs_of(spec: ModelSpec) -> int:
+    """Return how many numbers the network gives for each field: d'', and v and w where the truth is predicted."""
+    return 3 if spec.config.postprocess else 1
+
+
+def point_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights by their names in `Climate`.
 
     Args:
         spec: variables, leads and configuration of the model.
 
     Returns:
-        Shapes of W1 and W3 (H, K + 1), W2 (F, H + 1) and W4 (2 F, H + 1); (0, 0) for a network that the model lacks.
+        Shapes of W1 (H, K + 1) and W2 (outputs F, H + 1); (0, 0) if the model has no such network.
     """
     channels = correction_shape(spec)[3]
-    inputs, fields = (_STENCILS + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
-    # Both networks read the anomalies of the linear correction, so they need it. The error MLP is fitted to what the
-    # spread MLP leaves, so it needs that one too.
-    width = spec.config.surroundings if channels else 0
-    wide = spec.config.residuals if width and spec.config.postprocess else 0
-    shapes = {}
-    for name, units, outputs in (("surroundings", width, fields), ("residuals", wide, 2 * fields)):
-        shapes[f"{name}_first"] = (units, inputs + 1) if units else (0, 0)
-        shapes[f"{name}_second"] = (outputs, units + 1) if units else (0, 0)
-    return shapes
+    fields = channels // KINDS
+    # The network reads the anomalies of the linear correction, so it needs that one.
+    units = spec.config.points if channels else 0
+    if not units:
+        return {"points_first": (0, 0), "points_second": (0, 0)}
+    inputs = (_STENCILS + 1) * channels + fields + plane_count(spec)
+    return {"points_first": (units, inputs + 1), "points_second": (outputs_of(spec) * fields, units + 1)}
 
 
-def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> Surroundings | None:
-    """Return the network with the weights NAME_first and NAME_second, or None if these are empty.
+def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray]) -> PointNetwork | None:
+    """Return the network with the weights `points_first` and `points_second`, or None if these are empty.
 
     Args:
         spec: variables, leads and grid.
         weights: arrays by name.
-        name: "surroundings" for the spread MLP, or "residuals" for the error MLP.
-
-    Returns:
-        The network, or None.
     """
-    first, second = weights[f"{name}_first"], weights[f"{name}_second"]
-    return Surroundings(spec, first, second) if first.size else None
+    first, second = weights["points_first"], weights["points_second"]
+    return PointNetwork(spec, first, second) if first.size else None
 
 
 class Frame(NamedTuple):
@@ -102,13 +99,13 @@ class Frame(NamedTuple):
     turn: Tensor  # -1 where the mirror changes the sign of a channel, 1 elsewhere
 
 
-class Surroundings(nn.Module):
-    """One of the two networks.
+class PointNetwork(nn.Module):
+    """The network.
 
     Args:
         spec: variables, leads and grid.
-        first: W1 or W3.
-        second: W2 or W4.
+        first: W1.
+        second: W2.
     """
 
     first: Tensor
@@ -127,24 +124,18 @@ class Surroundings(nn.Module):
         self.register_buffer("hemisphere", torch.from_numpy(hemisphere(spec)), persistent=False)
 
     def frame(self, rows: slice) -> Frame:
-        """Return the geometry of some rows.
+        """Return the geometry of some rows, which broadcasts against (B, C, rows, X).
 
         Args:
             rows: which rows.
-
-        Returns:
-            The geometry, which broadcasts against (B, C, rows, X).
         """
         return self._frame(self.stretch[rows], self.hemisphere[rows])
 
     def frame_at(self, rows: Tensor) -> Frame:
-        """Return the geometry of single points.
+        """Return the geometry of single points, which broadcasts against (N, C, 1, 1).
 
         Args:
             rows: (N,) the row of each point.
-
-        Returns:
-            The geometry, which broadcasts against (N, C, 1, 1).
         """
         return self._frame(*(of_rows[rows][..., None, None] for of_rows in (self.stretch, self.hemisphere)))
 
@@ -153,63 +144,39 @@ class Surroundings(nn.Module):
         return Frame(stretch, hemisphere, torch.where(hemisphere < 0, self.turn, torch.ones_like(self.turn)))
 
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
-        """Compute d'', or v and w, of fields, as seen in the mirror south of the equator.
+        """Compute d'', v and w of fields, as seen in the mirror south of the equator, (B, outputs F, Y, X).
 
         Args:
             inputs_BKYX: x without the constant.
-
-        Returns:
-            (B, outputs, Y, X).
         """
         hidden = apply_first(self.first, inputs_BKYX.flatten(2))
         return _layer(self.second, hidden).unflatten(2, inputs_BKYX.shape[2:])
 
-    def at_points(self, inputs_KN: Tensor) -> Tensor:
-        """Compute the same as `forward` at single points.
+    def over(self, padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor) -> Tensor:
+        """Apply the network to anomalies, (B, outputs, F, Y, X), no longer mirrored.
 
         Args:
-            inputs_KN: x without the constant, (K, N).
-
-        Returns:
-            (outputs, N).
+            padded_BCYX: anomalies d, padded by a row and a column on each side.
+            climatology_FYX: s_clim in typical spreads.
+            common_BPYX: the planes of `place.common_planes`.
         """
-        return self(inputs_KN[None, ..., None])[0, ..., 0]
-
-
-def apply_networks(
-    networks: Sequence[Surroundings], padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor
-) -> list[Tensor]:
-    """Apply one or both networks to fields.
-
-    Args:
-        networks: one or two networks of the same model.
-        padded_BCYX: anomalies d, padded by a row and a column on each side.
-        climatology_FYX: s_clim in typical spreads.
-        common_BPYX: the planes of `place.common_planes`.
-
-    Returns:
-        The outputs of each network, (B, outputs, Y, X), no longer mirrored.
-    """
-    count, _, rows, columns = common_BPYX.shape
-    found = [padded_BCYX.new_empty(count, len(network.second), rows, columns) for network in networks]
-    points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_ON_A_GPU
-    # Strip by strip: all inputs and hidden units of a whole field would not fit into a CPU's cache.
-    step = max(1, points // max(1, count * columns))
-    for start in range(0, rows, step):
-        strip = slice(start, min(start + step, rows))
-        padded = padded_BCYX[:, :, strip.start : strip.stop + 2]
-        frame = networks[0].frame(strip)
-        x = inputs_of(padded, climatology_FYX[:, strip], common_BPYX[:, :, strip], frame)
-        for network, values in zip(networks, found, strict=True):
-            # The error MLP has outputs for means and then for spreads, the spread MLP for spreads alone. So the last
-            # signs of `turn` belong to them.
-            outputs = network(x)
-            values[:, :, strip] = outputs * frame.turn[-outputs.shape[1] :]
-    return found
+        count, _, rows, columns = common_BPYX.shape
+        found = padded_BCYX.new_empty(count, len(self.second), rows, columns)
+        points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_ON_A_GPU
+        # Strip by strip: all inputs and hidden units of a whole field would not fit into a CPU's cache.
+        step = max(1, points // max(1, count * columns))
+        for start in range(0, rows, step):
+            strip = slice(start, min(start + step, rows))
+            frame = self.frame(strip)
+            given = padded_BCYX[:, :, strip.start : strip.stop + 2], climatology_FYX[:, strip], common_BPYX[:, :, strip]
+            # In the mirror only the shift v of a mean has a sign. `turn` has those of means, then ones for the spreads.
+            signs = torch.cat([frame.turn[len(climatology_FYX) :], frame.turn])[: len(self.second)]
+            found[:, :, strip] = self(inputs_of(*given, frame)) * signs
+        return found.unflatten(1, (-1, len(climatology_FYX)))
 
 
 def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, frame: Frame) -> Tensor:
-    """Build x without the constant, (B, K, Y, X).
+    """Build x without the constant, (B, K, Y, X), mirrored south of the equator.
 
     N single points are given as N samples of one cell each.
 
@@ -218,9 +185,6 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
         climatology_FYX: s_clim in typical spreads; (N, F, 1, 1) for points.
         common_BPYX: the planes of `place.common_planes`; (N, P, 1, 1) for points.
         frame: the geometry of these rows, or points.
-
-    Returns:
-        x, mirrored south of the equator.
     """
     stretch, side, turn = (values.to(padded_BCYX.dtype) for values in frame)
     centre = padded_BCYX[..., 1:-1, 1:-1]
@@ -237,14 +201,11 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
 
 
 def apply_first(first: Tensor, inputs_BKN: Tensor) -> Tensor:
-    """Compute the hidden units gelu(W1 [x, 1]).
+    """Compute the hidden units gelu(W1 [x, 1]), (B, H, N).
 
     Args:
-        first: (H, K + 1) W1 or W3.
+        first: (H, K + 1) W1.
         inputs_BKN: x without the constant.
-
-    Returns:
-        (B, H, N).
     """
     return F.gelu(_layer(first, inputs_BKN))
 

@@ -1,6 +1,7 @@
 """Convolutions of a split tensor by other libraries, for comparison: torch's DTensor, and PhysicsNeMo's ShardTensor.
 
-Only a benchmark uses them. They are here because no other package may use `torch.distributed`.
+Beside torch's averagers of models, this is the only code outside of `ensemble_ml.distributed` that uses
+`torch.distributed`.
 
 Axes: B init time, C channel, Y latitude, X longitude, Z level.
 """

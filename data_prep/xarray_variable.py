@@ -1,0 +1,120 @@
+"""A data variable of a NetCDF file or Zarr store: its leading axes, and the way from its values to the registry's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+
+from data_prep.axes import OfSomethingElse, check_valid_times, find_axis, lead_of_valid_time, untangle
+from data_prep.limits import plausible, wrong_values
+from data_prep.records import IF_ABSENT, RawField, describe, field_of
+from data_prep.zarr_chunks import Written
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, Field
+
+LEADING = ("init", "member", "lead", "level")
+_UNWRITTEN = 9.9e36  # just below NetCDF's fill value, which stands where nothing was written, stated or not
+
+
+def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.DataArray | None]:
+    """Return the leading axes of a data variable by their roles, None for those that it lacks.
+
+    Args:
+        array: the data variable.
+        field: the registry's variable that it is.
+        level: the level that its name states, hPa; 0 for none.
+
+    Raises:
+        UserError: init times and leads contradict each other.
+        OfSomethingElse: it has no init time, and is not static.
+    """
+    axes = {role: find_axis(array, role) for role in LEADING}
+    if field.surface or field.static:
+        axes["level"] = None  # a scalar coordinate that other variables of the file need
+    elif level:
+        axes["level"] = xr.DataArray(float(level), name=array.name, attrs={"units": "hPa"})
+    lead_of_valid_time(array, axes)
+    untangle(array, axes)
+    if axes["init"] is None and not field.static:
+        lacks = f"{array.name}: has no init time; give it a coordinate forecast_reference_time"
+        raise OfSomethingElse(lacks, "no init time")
+    check_valid_times(array, axes)
+    return axes
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A data variable, whose leading axes are converted to (init, member, lead, level).
+
+    Any of these may have length one.
+    """
+
+    name: Hashable
+    base: int  # offset of its first field
+    dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
+    shape: tuple[int, ...]
+    rows: np.ndarray  # (Y,), and (X,) for columns: where the file has our rows and columns
+    columns: np.ndarray
+    factor: float
+    shift: float
+    step: float  # step of packed integers in the registry's units; 0 for floats
+    limits: tuple[float, float]  # valid values, in the file's units
+    written: Written | None  # for Zarr, if values do not show which fields were never written
+    fixed: Mapping[Hashable, int]  # position along further dimensions
+    levels: np.ndarray  # all of them, hPa
+
+    def decoded(self, values: np.ndarray, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Return a block as the registry has it, (member, lead, level, Y, X) float32.
+
+        Args:
+            values: the block as it was read, with axes in our order.
+            rows: (Y,) our rows in it.
+            first: (4,) position of the block along the leading axes.
+            last: (4,) position after it.
+        """
+        if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
+            values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
+        low, high = self.limits
+        if (low, high) != (-np.inf, np.inf):
+            values = np.where((values < low) | (values > high), np.nan, values)
+        shape = (last - first)[1:].tolist()
+        values = values.reshape(*shape, *values.shape[-2:])[..., rows[:, None], self.columns]
+        if self.written is not None:
+            values = self.written.told(values, [self.dims.get(role) for role in LEADING], first.tolist())
+        if (self.factor, self.shift) != (1.0, 0.0):
+            values = values.astype(np.float64) * self.factor + self.shift
+        return values.astype(np.float32, copy=False)
+
+    def checked(self, path: str, record: np.void, values: np.ndarray, step: float) -> RawField:
+        """Return the values of a field after a check for missing and implausible ones.
+
+        Args:
+            path: the file, for an error.
+            record: the field.
+            values: its values (Y, X) in the registry's units.
+            step: step of packed integers in the registry's units; 0 for floats.
+
+        Raises:
+            UserError: a value is missing or implausible.
+        """
+        units = field_of(record).units
+        low, high = plausible(field_of(record), step, int(record["level"]))
+        bad = ~((values > low) & (values < high))
+        if not bad.any():
+            return RawField(values, step=step)
+        hidden = np.isnan(values)
+        if not record["masked"] or (bad & ~hidden).any():
+            count = wrong_values(values, bad, low, high, units)
+            if self.limits != (-np.inf, np.inf):
+                count += ", or outside of the variable's valid range"
+            if bad.all():
+                count += f"; {IF_ABSENT}"
+            elif bad.sum() == hidden.sum():
+                some = " and ".join(field.name for field in FIELDS if field.maskable)
+                count += f"; only {some} may lack points in NetCDF and Zarr: leave the level or variable out, or give"
+                count += " GRIB"
+            raise UserError(f"{path}: {describe(record)}: {count}")
+        return RawField(values, mask=hidden, step=step)

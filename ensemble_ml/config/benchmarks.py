@@ -1,0 +1,213 @@
+"""Settings of the task that measures the program, and of its benchmarks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
+from ensemble_ml.config.compact import CompactBenchmark
+from ensemble_ml.config.model import NETWORKS
+from ensemble_ml.config.plan import PlannerBenchmark
+from ensemble_ml.config.shard import ShardConfig
+from ensemble_ml.config.tournament import ContestConfig
+
+
+@dataclass
+class BankBenchmark:
+    """Kernels that share a bank against kernels of their own (`benchmark=bank`)."""
+
+    store: str | None = opt(None, "quality: tensor store with init times in 2001 and 2002; null leaves the section out")
+    seeds: int = opt(3, "quality: trainings of each competitor")
+    steps: int = opt(160, "quality: steps of each training")
+    ranks: int = opt(4, "links: hosts that vote, joined by links of 100 Mbit")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seeds", "steps", group="bank.")
+        at_least(self, 2, "ranks", group="bank.")
+
+
+@dataclass
+class CompressionConfig:
+    """Compressed Lion against its peers, over emulated links (`benchmark=lion`)."""
+
+    ranks: int = opt(4, "hosts")
+    rates: list[str] = opt(lambda: ["100mbit", "1gbit"], "rates of the links, as tc writes them; [] uses the loopback, whose times say nothing of networks")
+    elements: int = opt(1 << 24, "parameters where communication is timed alone")
+    store: str | None = opt(None, "tensor store of the quality section, with init times in 2001 and 2002; null leaves the section out")
+    quality_rate: str | None = opt(None, "rate of the links of the quality section, between processes; null trains over ranks that are threads of one process, whose wall times are predicted")
+    quality_ranks: int = opt(4, "ranks of the quality section")
+    quality_steps: int = opt(150, "steps of each training")
+    variants: list[str] | None = opt(lambda: ["allreduce", "vote", "lion_cub"], "exchanges of the quality section, which compares them with allreduce (it must be among them); null takes all that it knows")
+    seeds: int = opt(3, "trainings of allreduce, vote and lion_cub; the other exchanges are trained once")
+    minutes: float = opt(60.0, "budget of the quality section; trainings that it does not reach are reported")
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "ranks", "quality_ranks", group="lion.")
+        at_least(self, 64, "elements", group="lion.")
+        at_least(self, 1, "seeds", "quality_steps", group="lion.")
+        at_least(self, 0, "minutes", group="lion.")
+
+
+@dataclass
+class MlperfConfig:
+    """Time to a target score, by the rules of MLPerf HPC (`benchmark=mlperf`)."""
+
+    store: str | None = opt(None, "tensor store, with init times in 2001 and 2002; it is copied, and stays as it is")
+    until: float = opt(0.75, "target: validation crps_ratio; one that the start misses and every seed reaches")
+    seeds: int = opt(5, "runs, each in a process of its own")
+    steps: int = opt(200, "steps of a run that does not reach the target")
+    validate_every: int = opt(5, "steps between validations: one more is how late a target may be noticed")
+    train: list[str] = opt(list, "further settings of the training, as KEY=VALUE")
+    storage_mb_s: float = opt(20.0, "section loading: MB/s of the slow storage")
+    hosts: int = opt(4, "section exchange: hosts")
+    rate: str | None = opt("100mbit", "section exchange: rate of the links as tc writes it; null uses the loopback")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seeds", "steps", "validate_every", group="mlperf.")
+        at_least(self, 2, "hosts", group="mlperf.")
+        require("mlperf.until", self.until, 0 < self.until < 1, "must be between 0 and 1, which is the raw ensemble's score")
+        require("mlperf.storage_mb_s", self.storage_mb_s, self.storage_mb_s > 0, "must be above 0")
+
+
+@dataclass
+class RaceConfig:
+    """Loaders over emulated slow storage (`benchmark=loading`)."""
+
+    caches: list[float] = opt(lambda: [0.1, 0.25, 0.5, 1.0, 2.0], "capacity for cached bytes over all ranks, as shares of the raw dataset")
+    workers: list[int] = opt(lambda: [0, 1, 2, 4], "workers that each competitor is tried with; its fastest number is raced")
+    rivals: list[str] = opt(lambda: ["dataloader", "streaming", "insitubatch"], "competitors to race: dataloader, streaming, insitubatch; those that do not install are reported")
+    ranks: int = opt(2, "ranks of the race")
+    epochs: int | None = opt(None, "epochs of the race; null takes 10 (3 at size=tiny)")
+    rate: str = opt("1gbit", "rate of the links of the hosts section, as tc writes it")
+    budget_mb: float = opt(256.0, "memory that the memory section gives to a loader")
+
+    def __post_init__(self) -> None:
+        require("race.caches", self.caches, len(self.caches) > 0 and min(self.caches) >= 0, "must be 0 or more each")
+        require("race.workers", self.workers, len(self.workers) > 0 and min(self.workers) >= 0, "must be 0 or more each")
+        known = ("dataloader", "streaming", "insitubatch")
+        for name in self.rivals:
+            require("race.rivals", name, name in known, f"allowed are {', '.join(known)}")
+        require("race.ranks", self.ranks, self.ranks in (1, 2, 4, 8), "must be 1, 2, 4 or 8, which share batches of 8 evenly")
+        require("race.epochs", self.epochs, self.epochs is None or self.epochs >= 1, "must be 1 or more")
+        require("race.budget_mb", self.budget_mb, self.budget_mb >= 64, "must be 64 or more, else the interpreter's own noise counts")
+
+
+@dataclass
+class SkillConfig:
+    """Our model and its rivals, trained and scored alike; nothing that is done already is done again (`benchmark=skill`)."""
+
+    store: str | None = opt(None, "tensor store with truth; null takes runs/full-data/store.zarr (made with simulate=full), or the quickstart's runs/quickstart-data/store.zarr")
+    orography: str | None = opt(None, "file with the orography of the ensemble's model, to which the truth's corrects raw surface pressure and 2 m temperature; null takes the one that simulate left beside the store, if any")
+    truth_orography: str | None = opt(None, "file with the truth's orography; null takes that of the store")
+    train: list[str] | None = opt(None, "init times to train on; null takes all years but the last few")
+    validation: list[str] | None = opt(None, "init times that choose; null takes the year before the test years")
+    test: list[str] | None = opt(None, "init times to score; null takes the last quarter of the years, one at least")
+    models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
+    families: Any = opt(None, "distributions of ours that differ from the registry's, which the others keep; {q: censored_normal} where humidity is cut off at zero")
+    seeds: int = opt(3, "trainings of each network in its best setting")
+    trials: int = opt(4, "settings tried for each network, learning rates first, compared on the validation dates")
+    patience: int = opt(10, "validations, 50 steps apart, without a better score after which a training ends")
+    steps: int = opt(20000, "optimizer steps of a training, at most")
+    members: int = opt(5, "size of the reduced ensemble that claims are made for")
+    sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "ensemble sizes that are forecast from, with the first seed")
+    bootstrap: int = opt(1000, "draws of the bootstrap")
+    block_days: int = opt(10, "length of the blocks of init times that it draws")
+    threads: int = opt(0, "CPU threads; 0 takes all cores")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seeds", "trials", "patience", "steps", "sizes", "block_days", group="skill.")
+        at_least(self, 0, "threads", group="skill.")
+        at_least(self, 100, "bootstrap", group="skill.")
+        require("skill.members", self.members, self.members >= 2, "must be 2 or more: one member has no spread")
+        unknown = [name for name in self.models if name not in NETWORKS]
+        good = not unknown and "unet3d" in self.models and len(self.models) > 1
+        require("skill.models", self.models, good, f"unet3d and others of {', '.join(NETWORKS)}")
+        require("skill.sizes", self.sizes, self.members in self.sizes, f"must hold skill.members={self.members}")
+        for key in ("train", "validation", "test"):
+            check_periods(f"skill.{key}", getattr(self, key))
+
+
+@dataclass
+class SpatialConfig:
+    """One sample over several ranks, against one process and against its peers (`benchmark=spatial`)."""
+
+    rates: list[str] = opt(lambda: ["1gbit", "100mbit"], "rates of the links, as tc writes them; [] leaves the sections that need links out")
+    hosts: list[int] = opt(lambda: [2, 4], "numbers of hosts joined by links")
+    shape: list[int] = opt(lambda: [8, 128, 256], "levels, rows and columns of the U-Net that is timed")
+    precisions: list[str] = opt(lambda: ["float32", "bfloat16"], "arithmetic of the convolutions that are timed")
+    physicsnemo: str | None = opt(None, "folder with PhysicsNeMo and what it wants, as `pip install --target` leaves it; null leaves it out")
+
+    def __post_init__(self) -> None:
+        require("spatial.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
+        at_least(self, 1, "shape", group="spatial.")
+        require("spatial.hosts", self.hosts, all(n in (2, 4) for n in self.hosts), "2 and 4 are allowed")
+        good = all(p in ("float32", "bfloat16", "float64") for p in self.precisions)
+        require("spatial.precisions", self.precisions, good, "float32, bfloat16 and float64 are allowed")
+
+
+@dataclass
+class StragglersConfig:
+    """Votes that a quorum ends, against exchanges that wait (`benchmark=stragglers`)."""
+
+    ranks: int = opt(4, "hosts")
+    rate: str | None = opt("none", "rate of the links as tc writes it; none is unshaped, null uses the loopback")
+    steps: int = opt(30, "steps of a run; a multiple of bound")
+    step: float = opt(0.05, "seconds of a gradient, asleep")
+    late: float = opt(0.5, "seconds by which the late rank of a step is late")
+    bound: int = opt(10, "votes, or steps of local SGD, after which all ranks meet")
+    group: int = opt(2, "hosts that average in each step of WAGMA-SGD; ranks is a power of it")
+    elements: int = opt(1_000_000, "parameters")
+    store: str | None = opt(None, "tensor store of the quality section, with init times in 2001 and 2002; null leaves the section out")
+    seeds: int = opt(3, "trainings of each exchange in the quality section")
+    quality_steps: int = opt(150, "steps of each training; a multiple of bound")
+
+    def __post_init__(self) -> None:
+        at_least(self, 3, "ranks", group="stragglers.")
+        at_least(self, 1, "steps", "bound", "elements", "seeds", "quality_steps", group="stragglers.")
+        at_least(self, 0, "step", "late", group="stragglers.")
+        at_least(self, 2, "group", group="stragglers.")
+        power = self.ranks == self.group ** round(math.log(self.ranks, self.group))
+        require("stragglers.group", self.group, power, f"stragglers.ranks={self.ranks} is not a power of it")
+        for key in ("steps", "quality_steps"):
+            value = getattr(self, key)
+            require(f"stragglers.{key}", value, value % self.bound == 0, f"must be a multiple of stragglers.bound={self.bound}")
+
+
+class BenchmarkSize(Enum):
+    """How much a benchmark works on: what its claims are made at, a part of it, or seconds."""
+
+    full = "full"
+    small = "small"
+    tiny = "tiny"
+
+
+@dataclass
+class BenchmarkConfig:
+    """Run one benchmark against its peers and write results.json."""
+
+    benchmark: str = opt(MISSING, "bank | compact | lion | loading | mlperf | planner | prepare | quickstart | remote | shard | skill | spatial | stations | step | stragglers | tournament | verification | workflows")
+    output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
+    repeats: int = opt(5, "counted runs of each competitor")
+    size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
+    only: list[str] | None = opt(None, "sections to run, where a benchmark has several; null runs all")
+    workspace: str | None = opt(None, "folder for the data that a benchmark makes for itself, kept and used again; null takes a temporary one")
+    files: str | None = opt(None, "for benchmark=stations: folder with the real files, null takes $ENSEMBLE_ML_REAL_DATA; sections whose file is absent are skipped")
+    run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
+
+    bank: BankBenchmark = part(BankBenchmark, "for benchmark=bank: store, seeds, hosts")
+    compact: CompactBenchmark = part(CompactBenchmark, "for benchmark=compact: store, seeds, speedup")
+    lion: CompressionConfig = part(CompressionConfig, "for benchmark=lion: hosts, links, quality")
+    skill: SkillConfig = part(SkillConfig, "for benchmark=skill")
+    mlperf: MlperfConfig = part(MlperfConfig, "for benchmark=mlperf: store, target, hosts")
+    planner: PlannerBenchmark = part(PlannerBenchmark, "for benchmark=planner: hosts, links, models")
+    race: RaceConfig = part(RaceConfig, "for benchmark=loading")
+    shard: ShardConfig = part(ShardConfig, "for benchmark=shard: ranks, networks, pretraining")
+    spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
+    stragglers: StragglersConfig = part(StragglersConfig, "for benchmark=stragglers: hosts, delays, quality")
+    tournament: ContestConfig = part(ContestConfig, "for benchmark=tournament: hosts, quality, storage")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "repeats")

@@ -1,0 +1,302 @@
+"""What the point network of `models.points` learns: the spread of all members, and which errors to expect.
+
+    d''    = argmin (d'' - e_S)^2
+    v, w   = argmin CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
+
+    e_S      error of the spread that the linear correction leaves, in typical spreads
+    e        error of the mean that is left after bias and linear correction, in typical spreads
+    sigma0   s0 exp(B), the sigma without the network, in typical spreads
+
+The minima are those over single points of training dates, each field divided by what its loss is without the network,
+and the losses of the spread times `_WEIGHT_OF_SPREAD`.
+Mean and width are fitted at once. So an error counts relative to how large errors are where it stands, and less of the
+mean is fitted to chance than by squared errors.
+
+A variable that has bounds is scored by its own distribution, with the mean y - e + v sigma0, kept a little off the
+bounds (at zero as in `models.dry`). Most of what can be known of rain is whether there is any, and a normal
+distribution does not ask that.
+
+For each field, d'' is then scaled by the fraction, from none to all, that leaves the smallest squared error on the
+validation dates. So a field about which the network learned nothing keeps its linear correction. `truth_fit` takes
+fractions of v and w by the CRPS of the validation dates. Axes: as in `point_fit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml import distributions
+from ensemble_ml.fields import Family
+from ensemble_ml.models.dry import AT_ZERO, wetter
+from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.models.heads import FOLLOWED, bounded, widened
+from ensemble_ml.models.linear import KINDS
+from ensemble_ml.models.points import inputs_of, outputs_of
+from ensemble_ml.models.start import Start
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, Sample, dates_called, kept_apart, spaced
+from ensemble_ml.training.linear_fit import FEWEST_DATES, telling
+from ensemble_ml.training.linear_sums import Targets, neighbourhoods
+from ensemble_ml.training.point_fit import LOOKED_AT, Known, Pool, gather, learn
+from ensemble_ml.training.progress import NETWORK
+from ensemble_ml.training.team import Team
+
+log = logging.getLogger(__name__)
+
+VALIDATION_DATES = 40
+_WEIGHT_OF_SPREAD = 0.3  # beside the CRPS: with 1, the CRPS gains a twentieth less (ARCHITECTURE, "Tried")
+_UNTRIED = 0.5  # fraction for fields if the dates to choose by have none of them
+_LEAST_MEAN = 0.01  # scales from a bound: the location of a mean nearer to it moves too fast to be fitted
+# Typical spreads. Without this floor, the few wet points of a field that is dry nearly everywhere would outweigh all
+# other fields.
+_LEAST_COST = 0.02
+_TINY = 1e-12
+
+
+# From a date and M to the expected spread of all members, (T, F, Y, X).
+Expected = Callable[[Sample, int], Tensor]
+
+
+def fit_points(
+    start: Start, dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int],
+    targets: Targets, s1: Expected | None,
+) -> bool:  # fmt: skip
+    """Fit the weights of the point network, and choose which fraction of d'' each field takes.
+
+    Args:
+        start: the model's start, of which all but the point network is fitted already; that one is changed in place.
+        dates: reads dates.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
+        sizes: numbers of members that the training will show.
+        targets: returns the errors to explain (see `linear_fit.fit_linear`).
+        s1: the spread of which sigma is made; None if the model does not predict the truth.
+
+    Returns:
+        False if the network got no weights, for lack of time, dates, memory or targets.
+    """
+    network = start.points
+    assert network is not None
+    if dates.team.anywhere(dates.progress.is_late()):
+        dates.progress.note_cut("none of its steps")
+        return False
+    # Validation dates without a target cannot choose a fraction. Then training dates are held out instead.
+    asked = telling(dates, targets, validation)
+    train, validation = kept_apart(train, asked)
+    if len(train) < FEWEST_DATES:
+        log.info("%s: %d dates are too few, so nothing is added", NETWORK, len(train))
+        return False
+    points = Points(start, dates, targets, s1)
+    pool = gather(network, dates, train, sizes, points.take, points.arrays)
+    if pool is None:
+        return False
+    unit = _root_mean_square(pool.known[0], dates.team)
+    typical = points.score.typical(pool, dates.team) if points.score else torch.ones(())
+
+    def losses(found: Tensor, known: list[Known]) -> list[Tensor]:
+        """Return squared errors of the spread and the CRPS, each relative to that without the network."""
+        more, errors = found[:, : len(unit)], found[:, len(unit) :]
+        costs = [_WEIGHT_OF_SPREAD * (more - known[0].arrays[0] / unit) ** 2]
+        if points.score is not None:
+            costs.append(points.score(errors, known[1].arrays) / typical)
+        return costs
+
+    if not learn(network, pool, losses, torch.cat([unit, torch.ones(len(network.second) - len(unit))]), dates):
+        return False
+    shares, gain = _shares(points, spaced(validation, VALIDATION_DATES))
+    network.second[: len(unit)] *= shares[:, None]
+    told = "point network: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
+    log.info(told, pool.rows, dates_called(asked), 100 * float(gain.mean().nan_to_num()))
+    return True
+
+
+class Points:
+    """A source of inputs and targets of the network at single points of a date.
+
+    Args:
+        start: the model's start, of which all but the point network is fitted already.
+        dates: reads dates.
+        targets: returns what the corrections are to explain (see `linear_fit.fit_linear`).
+        s1: the spread of which sigma is made; None if the model does not predict the truth.
+
+    Attributes:
+        arrays: number of arrays that each loss is made of: that of the spread, then that of the truth.
+        score: the loss of the truth, or None.
+    """
+
+    # The last date and its truth. The fit asks for several choices of a date's members in a row.
+    _date, _latest = -1, torch.empty(0)
+
+    def __init__(self, start: Start, dates: Dates, targets: Targets, s1: Expected | None):
+        assert start.linear is not None and start.points is not None
+        self.start, self.linear, self.network = start, start.linear, start.points
+        self.dates, self.targets, self.s1 = dates, targets, s1
+        self.area = torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
+        self.columns = dates.spec.grid.shape[1]
+        self.score, self.arrays = None, [1]
+        if s1 is not None and outputs_of(dates.spec) > 1:
+            self.score = _Score(start)
+            self.arrays.append(3 if self.score.bounded else 2)
+
+    def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
+        """Return the errors to explain, at all points, (O, Y X) in typical spreads, NaN where absent.
+
+        Args:
+            date: index of the date.
+            sample: the date.
+            members: M.
+        """
+        errors = torch.stack(self.targets(date, sample, members)) / self.start.heads.typical[..., None, None]
+        return errors.flatten(3).flatten(0, 2)
+
+    def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        """Return inputs and what the losses are made of, at some points.
+
+        Args:
+            date: index of the date.
+            sample: the date.
+            members: M.
+            at: (P,) indices into Y X.
+
+        Returns:
+            x without the constant (K, P). For the loss of the spread e_S, for that of the truth e and sigma0, (T F, P)
+            each, in typical spreads, and the truth in physical units if a variable has bounds.
+        """
+        heads, rows = self.start.heads, at // self.columns
+        mean, spread, count, day = sample.batch(members)
+        near = neighbourhoods(self.start.anomalies(mean, spread, count)[0], at)
+        common = self.start.features.common(count, day)[0]
+        cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
+        climatology, common = (v.flatten(1).index_select(1, at) for v in (heads.relative_climatology, common))
+        frame = self.network.frame_at(rows)
+        inputs = inputs_of(cells, climatology.T[..., None, None], common.T[..., None, None], frame)[..., 0, 0].T
+        done = self.linear.at_points(near, rows, members)
+        left = self.wanted(date, sample, members).index_select(1, at) - done
+        # The network sees southern points in the mirror, so its targets must be mirrored as well.
+        error, more = self.linear.in_mirror(left, rows).chunk(KINDS)
+        known = [[more]]
+        if self.score is not None:
+            assert self.s1 is not None
+            first = self.s1(sample, members).flatten(2).flatten(0, 1)[:, at] / heads.typical.flatten()[:, None]
+            # sigma follows the linearly corrected spread, as in the model.
+            followed = widened(first, done.chunk(KINDS)[1])[None]
+            shrink, inflation = heads.shrink.flatten()[:, None], heads.inflation.flatten(2).flatten(0, 1)[:, at]
+            scale = shrunk_spread(followed, torch.tensor([float(FOLLOWED)]), climatology, shrink)[0]
+            known.append([error, scale * inflation.exp()])
+            if self.score.bounded:
+                known[1].append(self._truth(date)[:, at])
+        return inputs, known
+
+    def _truth(self, date: int) -> Tensor:
+        """Return the truth of a date, (T F, Y X)."""
+        if date != self._date:
+            truth = self.dates.target(Part.TRUTH, date)
+            self._date, self._latest = date, truth.flatten(2).flatten(0, 1)
+        return self._latest
+
+
+class _Score:
+    """The CRPS of single points, each field by its own distribution.
+
+    Attributes:
+        bounded: distributions that are not normal, with the positions of their fields.
+    """
+
+    def __init__(self, start: Start):
+        heads, laws = start.heads, start.spec.families
+        self.dry = [heads.dry_share.flatten(), heads.dry_mean.flatten()]
+        # Fields are grouped by distribution, so that each is scored in one call. `back` restores their order.
+        kinds = list(dict.fromkeys(law for law in laws if law is not Family.NORMAL))
+        codes = torch.tensor([kinds.index(law) if law in kinds else -1 for law in laws])
+        places = codes.expand_as(heads.typical).flatten()
+        self.normal = torch.nonzero(places < 0).flatten()
+        self.bounded = {kind: torch.nonzero(places == code).flatten() for code, kind in enumerate(kinds)}
+        self.unit = heads.typical.flatten()  # bounds are fixed numbers in physical units
+        self.back = torch.argsort(torch.cat([self.normal, *self.bounded.values()]))
+
+    def __call__(self, found: Tensor, given: Sequence[Tensor]) -> Tensor:
+        """Return the CRPS in typical spreads, (P, T F).
+
+        Args:
+            found: (P, 2 T F) v and w, before they are bounded.
+            given: error, sigma0 and, if any field has bounds, the truth; as `Points.take` gives them.
+        """
+        error, sigma0 = given[0], given[1].clamp(min=_TINY)
+        v, w = bounded(found).chunk(2, 1)
+        shift, sigma = v * sigma0, sigma0 * w.exp()
+        normal = (values[:, self.normal] for values in (shift, sigma, error))
+        costs = [distributions.crps(Family.NORMAL, *normal)]
+        for law, at in self.bounded.items():
+            truth, unit = given[2][:, at], self.unit[at]
+            # The error is y - mean without the network, so y - e is that mean. Distributions with bounds need physical
+            # units.
+            mean, wide = truth + (shift - error)[:, at] * unit, sigma[:, at] * unit
+            if law in AT_ZERO:
+                mean, wide = wetter(mean, wide, *(values[at] for values in self.dry))
+            # `location_of_mean` itself raises such a mean to `LEAST_MEAN`, but then there would be no gradient.
+            near = distributions.LEAST_MEAN if law is Family.TRUNCATED_NORMAL else _LEAST_MEAN
+            mean = _within(mean, law, near * wide)
+            location = distributions.location_of_mean(law, mean, wide)
+            costs.append(distributions.crps(law, location, wide, truth) / unit)
+        return torch.cat(costs, 1)[:, self.back]
+
+    def typical(self, pool: Pool, team: Team) -> Tensor:
+        """Return the mean CRPS of each field without the network, (T F,)."""
+        some = pool.known[1].at(pool.spaced(LOOKED_AT))
+        costs = self(some.weight.new_zeros(len(some.weight), 2 * some.weight.shape[1]), some.arrays)
+        cost, count = (costs * some.weight).sum(0), some.weight.sum(0)
+        team.add_up(cost, count)
+        return (cost / count.clamp(min=_TINY)).clamp(min=_LEAST_COST)
+
+
+def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:
+    """Return the mean, kept at least `least` away from the bounds.
+
+    The gradient is as if it were not kept away. Otherwise a point that is forecast dry could never become wet.
+    """
+    lower, upper = law.bounds
+    return mean + (lower + least - mean).clamp(min=0).detach() - (mean - upper + least).clamp(min=0).detach()
+
+
+def _root_mean_square(known: Known, team: Team) -> Tensor:
+    """Return the root mean square of each target, (T F,)."""
+    pairs = zip(known.arrays[0].T, known.weight.T, strict=True)
+    power, count = torch.stack([torch.stack([(w**2 * c).sum(), c.sum()]) for w, c in pairs]).T.contiguous()
+    team.add_up(power, count)
+    return (power / count.clamp(min=_TINY)).sqrt().clamp(min=_TINY)
+
+
+def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return which fraction of d'' of each field to take, (T F,), and by how much this lowers the errors.
+
+    A field that the dates lack gets the mean fraction of the others. The second result is the relative decrease of the
+    root mean square error of the fields that the dates have.
+    """
+    start, team = points.start, points.dates.team
+    both, own, whole = torch.zeros(3, start.heads.typical.numel(), dtype=torch.float64)
+    for date in points.dates.each(f"{NETWORK}: shares", validation):
+        sample, members = points.dates.sample(date), points.dates.members
+        linear, found = start.corrections(*sample.batch(members))
+        assert linear is not None and found is not None
+        found = found[0, 0].flatten(2).flatten(0, 1)
+        errors = (points.wanted(date, sample, members) - linear[0].flatten(3).flatten(0, 2)).chunk(KINDS)[1]
+        weight = torch.isfinite(errors) * points.area
+        errors = errors.nan_to_num()
+        both = both + (weight * errors * found).sum(1, dtype=torch.float64)
+        own = own + (weight * found**2).sum(1, dtype=torch.float64)
+        whole = whole + (weight * errors**2).sum(1, dtype=torch.float64)
+    team.add_up(both, own, whole)
+    # The fraction a that minimises the sum of (error - a output)^2 has a closed form. Outside of [0, 1] it would be
+    # trusted to turn the output around or to enlarge it.
+    shares, known = (both / own.clamp(min=_TINY)).clamp(0, 1), whole > 0
+    usual = shares[known].mean() if known.any() else torch.tensor(_UNTRIED, dtype=shares.dtype)
+    shares = torch.where(known, shares, usual)
+    # The squared error with these fractions, without another pass over the dates.
+    left = whole - 2 * shares * both + shares**2 * own
+    gain = 1 - (left / whole.clamp(min=_TINY)).clamp(0, 1).sqrt()
+    return shares.float(), gain[known]
