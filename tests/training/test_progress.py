@@ -113,6 +113,14 @@ def test_silence_ends_with_a_line(caplog):
     assert not caplog.records
 
 
+def test_where_lines_are_not_shown_nothing_spins(caplog):
+    asked = []
+    caplog.set_level(logging.WARNING)  # as in a Python program that has set up no log
+    with Pulse(lambda: str(asked.append(None)), every=0.1):
+        time.sleep(0.55)
+    assert 1 <= len(asked) <= 5
+
+
 @pytest.mark.slow
 def test_a_run_says_where_its_fits_are(config_of, own_fits, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
