@@ -216,6 +216,8 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
         held = ", ".join(map(str, forecast.dims))
         raise UserError(f"forecast: has no dimension {_START} (it has {held}); give what predict returns, or a folder")
     folder.mkdir(parents=True)
+    # `xr.open_zarr` gives valid times as one chunk and fields as several, of which a Dataset states no chunk sizes.
+    forecast = forecast.unify_chunks()
     first = 0
     for size in forecast.chunksizes.get(_START, (1,) * forecast.sizes[_START]):
         _write_dates(forecast.isel({_START: slice(first, first + size)}).load(), folder)
