@@ -14,7 +14,7 @@ import xarray as xr
 
 from data_prep.notices import once
 from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
-from ensemble_ml.api.opening import notices_of, resolve_pair
+from ensemble_ml.api.opening import notices_of, of_truth_alone, resolve_pair
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
@@ -164,7 +164,7 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
             "members_in": members,
             "output": folder,
         }
-        opened = {name: value for name, value in more.items() if name in ("names", "units") and value}
+        opened = of_truth_alone(more)
         opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
         with once(notices_of(ensemble, truth)):
