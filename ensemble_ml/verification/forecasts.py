@@ -115,6 +115,11 @@ class ForecastSet:
         """Return whether members or checkpoints differ between dates."""
         return len(set(self.made_of.values())) > 1 or len(self.checkpoints) > 1
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return what the files say of the program, the checkpoint, the model and the step that made them."""
+        return tuple(dict.fromkeys(one["source"] for one in self.origins.values() if "source" in one))
+
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
         """Read the prediction of one variable at one lead, (Z, Y, X) in the registry's units.
 
