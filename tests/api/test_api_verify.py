@@ -57,7 +57,13 @@ def test_several_forecasts_by_name_and_refusals(here):
     small["t2m_mean"] = small["t2m_mean"].chunk(forecast_reference_time=-1)
     with pytest.raises(ValueError, match="inconsistent chunks"):
         small.chunks  # noqa: B018
-    found = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100).to_xarray()
+    scores = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100, baselines={"lazy": small})
+    assert [(one["label"], one["baseline"]) for one in scores.content["forecasts"]] == [
+        ("ours", False), ("theirs", False), ("lazy", True),
+    ]  # fmt: skip
+    found = scores.to_xarray()
+    with pytest.raises(UserError, match="baseline: a list of Datasets says nothing of their names"):
+        eml.verify("forecast", ensemble, baselines=[small, small])
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()
