@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig
@@ -153,7 +154,7 @@ def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
     assert found.share("pit", "raw_9") is None
     drawn = found.share("pit", "ours", np.eye(dates)[:1])[0, 0]
     np.testing.assert_allclose(drawn, found.histograms["pit", "ours"][0, 0] / AREA.sum())
-    forecast, event, count = found.reliability[0, "ours"].curve()
+    forecast, event, count = found.reliability[0, "ours", None].curve()
     assert (
         forecast == pytest.approx([0.1])
         and event == pytest.approx([0.1], abs=0.01)
@@ -189,16 +190,23 @@ def test_reliability_is_of_limits_that_can_be_exceeded(variable, cells):
     """Cloud cover of 0.9 and a deviation of 0.3 cannot be 1.28 deviations above its mean; a temperature can."""
     shape = (1, 1, 4)
     mean, deviation = np.array([[[0.2, 0.9, 0.8, 0.5]]]), np.array([[[0.3, 0.3, 0.2, 0.0]]])
-    setting = SimpleNamespace(reduced=2, full=3)
+    setting = SimpleNamespace(reduced=2, full=3, thresholds=lambda name: {variable: [0.4, 0.7]}[name])
     members = np.full((3, *shape), 0.5)
     sample = SimpleNamespace(members=members, raw=members, truth=np.full(shape, 0.6))
     found, fit = Calibration(1, 1, np.ones((1, 4))), Fit(climatology=(mean, deviation))
     said = {"ours": SimpleNamespace(family=Family.NORMAL, location=mean, scale=np.ones(shape))}
     group = Group(variable, 24, (None,), slice(0, 1))
     _calibrate(setting, group, fit, 0, sample, said, np.ones(shape, bool), found)
-    assert {name: table.curve()[2].sum() for (_, name), table in found.reliability.items()} == {
-        name: cells for name in ("ours", "raw_2", "raw_3")
+    counts = {(name, at): table.curve()[2].sum() for (_, name, at), table in found.reliability.items()}
+    assert counts == {
+        (name, at): cells if at is None else 4 for name in ("ours", "raw_2", "raw_3") for at in (None, 0.4, 0.7)
     }
+    # Thresholds need no climate: the truth is 0.6 and the members are 0.5 everywhere.
+    assert found.thresholds(0) == [0.4, 0.7]
+    curves = [found.reliability[0, "raw_2", at].curve()[:2] for at in (0.4, 0.7)]
+    assert [[float(x[0]) for x in curve] for curve in curves] == [[1.0, 1.0], [0.0, 0.0]]
+    forecast, _, count = found.reliability[0, "ours", 0.4].curve()
+    assert forecast @ count == pytest.approx((1 - norm.cdf(0.4 - mean)).sum())
 
 
 def test_the_index_is_that_of_other_seasons(tmp_path):
