@@ -361,7 +361,7 @@ def open_archive(
         derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).
         cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored. Sums of
             other variables are cut at each lead that the archive has of them, whatever `leads` keeps.
-        overrides: names and units of NetCDF and Zarr variables that the user states.
+        overrides: what the user states of NetCDF and Zarr variables.
         several_grids: whether to open an archive whose files are on several grids, to say what it holds. Its values can
             only be read if `change` brings all to one grid by `regrid`.
 
@@ -422,7 +422,7 @@ def _warn_unstated_sums(source: ArchiveSource) -> None:
     names = [name for name in names if name in source.layout.names]
     if names:
         text = "%s: no interval is stated of %s; taken as sums from the start of the forecast"
-        log.warning(text, source.path, ", ".join(names))
+        log.warning(f"{text}; else give intervals={{%s: 6}}", source.path, ", ".join(names), names[0])
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:

@@ -83,7 +83,7 @@ class Job:
         # Without this, all init times under way would share the link, end together, and leave it idle together.
         self._reading = threading.BoundedSemaphore(_READS)
         index = index_of(config)
-        overrides = Overrides(config.names, config.units)
+        overrides = Overrides.of(config)
         source = open_archive(
             config.input,
             control=config.control,

@@ -77,7 +77,7 @@ class Catalogue:
         paths: files, folders, globs or a list of them, or open Datasets.
         role: what the archive is, such as "forecast"; it stands in messages and chooses a part of a simulated archive.
         index: keeps the tables of files; None reads every file anew.
-        overrides: names and units of variables that the user states.
+        overrides: what the user states of variables.
         several_grids: whether files may be on several grids. Then `onto` has to bring all of them to one.
         wanted: the part that is listed of NetCDF and Zarr with very many fields.
 

@@ -386,7 +386,8 @@ def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -
     said, lead = array.attrs.get("lead_bounds_hours"), find_axis(array, "lead")
     if said is None or lead is None:
         return None
-    pairs = [[int(hour) for hour in pair.split("-")] for pair in str(said).split() if pair != "none"]
+    # Hours of a truth are negative, as in "-6-0", so the last hyphen parts them.
+    pairs = [[int(hour) for hour in pair.rsplit("-", 1)] for pair in str(said).split() if pair != "none"]
     # An interval is found by the lead at which it ends.
     length = {last: last - first for first, last in pairs}
     hours = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)

@@ -46,7 +46,8 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
     if share > _FALLING:
         raise UserError(
             f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the init"
-            " time; state the interval of each sum (time bounds in NetCDF, a step range in GRIB)"
+            " time; state the interval of each sum (time bounds in NetCDF, or intervals={tp: HOURS};"
+            " a step range in GRIB)"
         )
     more = first - second
     return np.where(more <= later.rounding + earlier.rounding, 0.0, more)

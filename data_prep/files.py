@@ -200,7 +200,7 @@ def open_readers(
     Args:
         files: files, Zarr folders and open Datasets.
         index: keeps the tables of GRIB files; None keeps none.
-        overrides: names and units of variables that the user states.
+        overrides: what the user states of variables.
         wanted: the part that is listed of NetCDF and Zarr with very many fields.
 
     Raises:

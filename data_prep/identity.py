@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -53,11 +54,30 @@ class Overrides:
 
     Units are for variables that state none, or none that are known. A file of a `forecast` that states other units is
     refused; a truth that states its own keeps them.
+
+    Intervals are the hours that sums cover up to each time, or `START` for sums from the start of the forecast, for
+    variables that state none; other files are refused. Forecast and truth have intervals of their own.
     """
 
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     units: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    intervals: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
+    truth_intervals: Mapping[str, int | str] = dataclasses.field(default_factory=dict)
     forecast: bool = True
+
+    @classmethod
+    def of(cls, settings: Any) -> Overrides:
+        """Return the statements among the settings of a task. `predict` reads no truth."""
+        of_truth = getattr(settings, "truth_intervals", {})
+        return cls(settings.names, settings.units, settings.intervals, of_truth)
+
+    def of_truth(self) -> Overrides:
+        """Return the statements on the truth."""
+        return dataclasses.replace(self, intervals=self.truth_intervals, forecast=False)
+
+    def of_static(self) -> Overrides:
+        """Return the statements on static fields, which are no sums."""
+        return dataclasses.replace(self, intervals={}, forecast=False)
 
     def field_of(self, name: Hashable) -> Field | None:
         """Return the registry's entry for the variable `name` of a file, or None if nothing is stated about it."""

@@ -20,7 +20,7 @@ from ensemble_ml.fields import FIELDS, GUST
 
 NO_INTERVAL = (
     "sums at lead 0 alone that state no interval, and from the start of the forecast they would be zero; "
-    "give their intervals (time bounds in NetCDF, a step range in GRIB)"
+    "give their intervals (time bounds in NetCDF, or intervals={tp: HOURS}; a step range in GRIB)"
 )
 
 

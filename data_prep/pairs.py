@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,7 @@ def open_source(
         grid: the grid to which an archive is brought; None keeps its own.
         index: keeps the tables of files; None keeps none.
         cuts: for each variable, the hours at which its sums are cut (`data_prep.archive.open_archive`).
-        overrides: names and units of an archive's variables that the user states.
+        overrides: what the user states of an archive's variables.
 
     Raises:
         UserError: the path is neither, or is damaged; or the control of a tensor store is to be included.
@@ -267,7 +266,7 @@ def open_pair(
         index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none.
             `data_prep.file_index.user_index` is for archives that are read in place.
         cuts: as in `open_source`, for the sums of the forecast.
-        overrides: names and units of variables that the user states, for all archives.
+        overrides: what the user states of variables, for all archives.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
@@ -296,22 +295,22 @@ def pair(
         static: a file with static fields, or None.
         regrid: whether archives on other grids are regridded.
         index: keeps the tables of files; None keeps none.
-        overrides: names and units of variables that the user states.
+        overrides: what the user states of variables.
 
     Raises:
         UserError: as in `open_pair`; or no archive has a variable that `overrides` names.
     """
     catalogues = [source.catalogue] if isinstance(source, ArchiveSource) else []
-    others, fields = replace(overrides, forecast=False), None
+    fields = None
     if as_list(static):
-        of_static = _static_catalogue(static, source, regrid=regrid, index=index, overrides=others)
+        of_static = _static_catalogue(static, source, regrid=regrid, index=index, overrides=overrides.of_static())
         catalogues.append(of_static)
         fields = _static_fields(of_static)
     store = _store(truth)
     if as_list(truth) and store is None:
         lay = source.layout
         part = Wanted.of_truth(lay.names, lay.levels, lay.init_time, max(lay.lead_hours))
-        catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=others, wanted=part))
+        catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=overrides.of_truth(), wanted=part))
     # A name that no file has is a mistake, which would otherwise go unnoticed.
     _check_overrides(overrides, catalogues, source.path)
     if not as_list(truth):
@@ -407,17 +406,25 @@ def _static_fields(catalogue: Catalogue) -> dict[str, np.ndarray]:
 
 
 def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path: str) -> None:
-    """Raise a UserError if no NetCDF file or Zarr store has a variable for which the user states a name or units."""
+    """Raise a UserError if no NetCDF file or Zarr store has a variable on which the user states something."""
     files = [file for one in catalogues for file in one.readers if isinstance(file, XarrayFile)]
     names = {name for file in files for name in file.names}
     read = {name for file in files for name in file.found}
-    has = f"; they have {', '.join(sorted(names)[:20])}" if names else ": names and units are for NetCDF and Zarr"
+    has = f"; they have {', '.join(sorted(names)[:20])}" if names else ": such statements are for NetCDF and Zarr"
     for ours, theirs in overrides.names.items():
         if theirs not in names:
             raise UserError(f"names={{{ours}: {theirs}}}: no file of {path} has a variable {theirs}{has}")
-    for ours, units in overrides.units.items():
-        if ours not in read:
-            raise UserError(f"units={{{ours}: {units}}}: no file of {path} has {ours} among what is read{has}")
+    of_forecast = {name for file in files if file.overrides.forecast for name in file.found}
+    of_truth = {name for file in files if not file.overrides.forecast for name in file.found}
+    for key, stated, those in (
+        ("units", overrides.units, read),
+        ("intervals", overrides.intervals, of_forecast),
+        ("truth_intervals", overrides.truth_intervals, of_truth),
+    ):
+        for ours, words in stated.items():
+            if ours not in those:
+                where = "the truth" if key == "truth_intervals" else path
+                raise UserError(f"{key}={{{ours}: {words}}}: no file of {where} has {ours} among what is read{has}")
 
 
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:

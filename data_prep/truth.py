@@ -394,7 +394,7 @@ class ArchiveTruth:
         if not any(tiles.stated for tiles in self._tiles_of(name)):
             return (
                 f"its sums state no interval (a GRIB step range or time bounds), and those over {needed} after the "
-                "start are needed; GRIB states it, and bounds of the time in NetCDF (docs/ens10.md)"
+                f"start are needed; of NetCDF or Zarr, say the hours: truth_intervals={{{name}: HOURS}}"
             )
         return f"its intervals do not fill {needed} after the start; give sums over these, or over parts of them"
 

@@ -66,6 +66,7 @@ from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_variable import LEADING, Variable, leading_axes
 from data_prep.zarr_chunks import Written
 from data_prep.zarr_groups import with_shared_coordinates
+from ensemble_ml.config import FROM_START
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
@@ -80,12 +81,13 @@ class XarrayFile:
 
     Args:
         path: path of the file or store.
-        overrides: names and units of variables that the user states.
+        overrides: what the user states of variables.
         data: an open Dataset, which is read in place of a file (`of_dataset`).
         wanted: the part that is listed of a file with very many fields.
         stamp: the file's stamp, if it is known; for a group in a remote store, it is that of the store.
 
     Attributes:
+        overrides: the user's statements.
         names: names of the variables in the file.
         found: short names of the variables that are read.
         assumed: units that the file does not state but that the convention of a name fixes, by short name.
@@ -113,7 +115,7 @@ class XarrayFile:
         self.without_units: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.found: set[str] = set()
-        self._overrides, self._wanted = overrides, wanted
+        self.overrides, self._wanted = overrides, wanted
         self.skipped: dict[str, int] = {}
         self.methods: dict[str, str] = {}
         self.origins: tuple[Origin, ...] = ()
@@ -144,7 +146,7 @@ class XarrayFile:
 
         Args:
             data: the Dataset.
-            overrides: names and units of variables that the user states.
+            overrides: what the user states of variables.
             wanted: the part that is listed of a Dataset with very many fields.
         """
         return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data, wanted)
@@ -190,11 +192,11 @@ class XarrayFile:
         strange: list[OfSomethingElse] = []
         self.names = frozenset(map(str, data.data_vars))
         data = self._without_nothing(data)
-        others = other_sums(data, self._overrides)
+        others = other_sums(data, self.overrides)
         for name, kept in others.items():
             self._skip(f"{name} (beside {kept}, over other hours)")
         data = data.drop_vars(others)
-        with_members = variables_with_members(data, self._overrides)
+        with_members = variables_with_members(data, self.overrides)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted, because the order of variables in a file has no meaning
             number = array.dtype.kind in "iufb"  # a land mask may be boolean
@@ -224,7 +226,7 @@ class XarrayFile:
 
     def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
         """Return the records of a data variable, or none if it is left out."""
-        identity = identify(data, array, self._overrides)
+        identity = identify(data, array, self.overrides)
         field = identity.field
         if field is None:
             self._skip(f"{array.name}{identity.reason}")
@@ -238,7 +240,7 @@ class XarrayFile:
         if not self._wanted.lists(field, array.size // math.prod(grid.shape)):
             return []
         check_mapping(data, array)
-        units = units_of(array, field, self._overrides)
+        units = units_of(array, field, self.overrides)
         if not units and not field.static and not has_convention(spell(array.name)):
             raise NoUnits(array, field)
         tables = [
@@ -341,10 +343,11 @@ class XarrayFile:
         records["lead_start"] = records["lead"]
         places = {dims[role]: where[number] for number, role in enumerate(LEADING) if role in dims}
         self._set_intervals(records, data, array, field, places, of_leads=axes["lead"] is not None)
-        of_hours = field.accumulated and hours_of_sum(array) > 0 and axes["lead"] is not None
+        by_hours = field.accumulated and (hours_of_sum(array) > 0 or field.name in self.overrides.intervals)
+        of_hours = by_hours and axes["lead"] is not None
         strange = {
             "at levels of no whole hPa": records["level"] == BETWEEN,
-            # Hours in a name apply to every lead, but there is nothing before the start of a forecast.
+            # Hours in a name, or stated by the user, apply to every lead, but nothing is before a forecast's start.
             "of hours before the start": (records["lead_start"] < 0) & of_hours,
             "of a negative member": records["member"] < 0,
             "of leads before the start": records["lead"] < 0,
@@ -371,10 +374,18 @@ class XarrayFile:
         places: Mapping[Hashable, np.ndarray], *, of_leads: bool,
     ) -> None:  # fmt: skip
         """Set the intervals that values cover in their records, where they cover any."""
-        if not over_intervals(array, field):
+        said = field.name in self.overrides.intervals
+        if not over_intervals(array, field) and not said:
             return
         rate = is_mean_rate(array, field)
-        stated = self._widths(data, array, field, places, rate=rate)
+        try:
+            stated = self._widths(data, array, field, places, rate=rate)
+        except OfSomethingElse:
+            if not said:
+                raise
+            stated = None
+        if said:
+            stated = self._of_user(array, field, records["lead"], stated, of_leads=of_leads)
         if stated is None:
             return
         records["lead_start"] -= stated
@@ -414,6 +425,35 @@ class XarrayFile:
         if stated is None:
             raise OfSomethingElse(text, f"a mean rate in {units}, over no hours that are said")
         return stated
+
+    def _of_user(
+        self, array: xr.DataArray, field: Field, leads: np.ndarray, stated: np.ndarray | None, *, of_leads: bool
+    ) -> np.ndarray:
+        """Return the hours that the user states of each field of a sum, (N,) int32.
+
+        Args:
+            array: the data variable.
+            field: the entry of the registry.
+            leads: (N,) leads of its fields, hours.
+            stated: (N,) hours that the file states, or None.
+            of_leads: whether the file has leads.
+
+        Raises:
+            UserError: the file states other intervals or moments, or has no leads to which sums from the start belong.
+        """
+        words = self.overrides.intervals[field.name]
+        key = "intervals" if self.overrides.forecast else "truth_intervals"
+        here = f"{key}={{{field.name}: {words}}}: {array.name}"
+        if words == FROM_START and not of_leads:
+            raise UserError(f"{here} has no lead times, so nothing is known of a start; give the hours of its sums")
+        if not over_intervals(array, field):
+            raise UserError(f"{here} states values of moments (cell_methods); leave it out of {key}=, or mend the file")
+        hours = leads.astype(np.int32) if words == FROM_START else np.full(len(leads), words, np.int32)
+        # A file states no hours, or none, of a sum at the start of the forecast.
+        others = [] if stated is None else np.unique(stated[(stated != hours) & (stated > 0)]).tolist()
+        if others:
+            raise UserError(f"{here} states sums over {others[0]} h; leave it out of {key}=, or mend the file")
+        return hours
 
     def _number_of(self, origin: Origin) -> int:
         """Return the number of an origin, a new one if it has not occurred before."""

@@ -6,7 +6,7 @@ colours are those of the reports. matplotlib is imported when a figure is drawn,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from ensemble_ml.fields import field as registered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ensemble_ml.verification.probability import Reliability
 
 _LEAD = ("forecast_period", "lead_time")
 _START = ("forecast_reference_time", "init_time")
@@ -137,47 +139,101 @@ def reliability(
 
     Args:
         probability: Forecast probabilities, 0 to 1; or several by the names that the legend shows.
-        event: Outcome, true or false (or 1 and 0), at the same coordinates; NaN is left out.
+        event: Outcome, true or false (or 1 and 0), at the same coordinates; NaN is left out. For probabilities along
+            a dimension of thresholds, such as `tp_prob_above` of a forecast, the truth in the variable's units, with
+            all their times and places or more. It is compared with each threshold.
         bins: Number of bins of equal width in which the probabilities are counted.
         title: Title above the curves.
 
     Returns:
-        The figure, with the curves and above them how often each probability was forecast.
+        The figure, with the curves and above them how often each probability was forecast; side by side for each
+        threshold.
 
     Raises:
         UserError: Coordinates differ, values are no probabilities or events, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
-        >>> data = eml.open("store.zarr").isel(lead_time=[-1])
+        >>> store = eml.open("store.zarr")
+        >>> data = store.isel(lead_time=[-1])
         >>> wet = (data["tp"] > 0.001).mean("realization")
         >>> eml.plot.reliability({"raw": wet}, data["tp_truth"] > 0.001, title="rain over 1 mm").savefig("rain.png")
+        >>> forecast = eml.load("runs/first").predict(store, members=2, dates=["2003"], thresholds={"tp": [0.001]})
+        >>> eml.plot.reliability(forecast["tp_prob_above"], store["tp_truth"]).savefig("thresholds.png")
     """
     _need_matplotlib()
     from ensemble_ml.verification import plots
+
+    several = probability if isinstance(probability, Mapping) else {"forecast": probability}
+    panels: dict[str, dict[str, Reliability]] = {}
+    for name, one in several.items():
+        for words, shares, happened in _events(name, one, event):
+            panel = panels.setdefault(", ".join(filter(None, (title, words))), {})
+            panel[name] = _table(name, shares, happened, bins)
+    return plots.reliability(panels)
+
+
+def _events(
+    name: str, probability: xr.DataArray, event: xr.DataArray
+) -> Iterator[tuple[str, xr.DataArray, xr.DataArray]]:
+    """Yield each threshold in words (none without thresholds), its probabilities, and whether it was exceeded."""
+    axis = next((str(dim) for dim in probability.dims if str(dim).startswith("threshold_")), None)
+    if axis is None:
+        yield "", probability, event
+        return
+    if event.dtype == bool:
+        remedy = f"give the truth in its units, or choose one threshold, as with isel({axis}=0)"
+        raise UserError(f"{name}: has probabilities along {axis}, and the event is of one; {remedy}")
+    # All thresholds of a lazy forecast are of the same prediction, which is made once here.
+    shares, truth = probability.compute(), _at_times_of(name, event, probability).compute()
+    units = shares[axis].attrs.get("units", "")
+    for at, value in enumerate(shares[axis].values):
+        yield (
+            f"over {value:g} {units}".strip(),
+            shares.isel({axis: at}, drop=True),
+            (truth > value).where(truth.notnull()),
+        )
+
+
+def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
+    """Return the truth at the times and places of probabilities, whose names of axes it takes."""
+    for names in (_START, _LEAD):
+        ours = [name for name in names if name in probability.coords]
+        theirs = [name for name in names if name in truth.dims]
+        truth = truth.rename(dict(zip(theirs, ours, strict=False)))
+    # A time or level that was chosen of the forecast is a coordinate without a dimension, and is chosen here, too.
+    shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}
+    try:
+        found = truth.sel(shared)
+    except KeyError as error:
+        raise UserError(f"{name}: the truth lacks some of its times or places ({error})") from error
+    if more := [str(dim) for dim in found.dims if dim not in probability.dims]:
+        raise UserError(f"{name}: the truth has several values along {', '.join(more)}; choose one, as with isel")
+    return found
+
+
+def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int) -> Reliability:
+    """Return how often an event happened in each bin of its probability."""
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
     from ensemble_ml.verification.probability import Reliability
 
-    several = probability if isinstance(probability, Mapping) else {"forecast": probability}
-    curves = {}
-    for name, one in several.items():
-        try:
-            p, o = xr.align(one, event, join="exact", copy=False)
-            p, o = xr.broadcast(p, o)
-        except ValueError as error:
-            raise UserError(f"{name}: its coordinates are not those of the event ({error})") from error
-        # With equal weights, the many small cells near the poles would count too much.
-        on_grid = {"latitude", "longitude"} <= set(p.dims)
-        weights = area_weights(p).broadcast_like(p) if on_grid else xr.ones_like(p, dtype=np.float64)
-        # Probabilities and events are broadcast and put in one order of axes, because their arrays are compared by
-        # position.
-        shares, happened = (np.asarray(part.transpose(*p.dims).values, np.float64) for part in (p, o))
-        check_probability(name, shares)
-        curves[name] = Reliability.zeros(bins)
-        there = np.isfinite(shares) & np.isfinite(happened)
-        curves[name].record(shares, happened, weights.transpose(*p.dims).values, there)
-    return plots.reliability({title: curves})
+    try:
+        p, o = xr.align(probability, event, join="exact", copy=False)
+        p, o = xr.broadcast(p, o)
+    except ValueError as error:
+        raise UserError(f"{name}: its coordinates are not those of the event ({error})") from error
+    # With equal weights, the many small cells near the poles would count too much.
+    on_grid = {"latitude", "longitude"} <= set(p.dims)
+    weights = area_weights(p).broadcast_like(p) if on_grid else xr.ones_like(p, dtype=np.float64)
+    # Probabilities and events are broadcast and put in one order of axes, because their arrays are compared by
+    # position.
+    shares, happened = (np.asarray(part.transpose(*p.dims).values, np.float64) for part in (p, o))
+    check_probability(name, shares)
+    table = Reliability.zeros(bins)
+    there = np.isfinite(shares) & np.isfinite(happened)
+    table.record(shares, happened, weights.transpose(*p.dims).values, there)
+    return table
 
 
 def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray) -> None:

@@ -73,7 +73,7 @@ def open_input(config: PredictConfig) -> Pair:
         grid=spec.grid if config.regrid else None,
         index=index_in_place(look=not holds_dataset(config.input)),
         cuts=cuts,
-        overrides=Overrides(config.names, config.units),
+        overrides=Overrides.of(config),
     )
 
 
@@ -100,7 +100,7 @@ def open_verified(config: EvaluateConfig) -> Pair:
         control=config.control,
         grid=grid,
         index=index_in_place(),
-        overrides=Overrides(config.names, config.units),
+        overrides=Overrides.of(config),
     )
 
 

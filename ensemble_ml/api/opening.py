@@ -18,7 +18,7 @@ import xarray as xr
 from data_prep import Overrides, open_archive, open_source
 from data_prep.pairs import pair
 from ensemble_ml.api.inputs import Reopened, holds_dataset, index_in_place, is_store_path
-from ensemble_ml.config import Control, as_list, is_dataset
+from ensemble_ml.config import Control, as_list, check_overrides, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, TensorStore
 from ensemble_ml.store.xarray_engine import source_dataset
@@ -36,10 +36,15 @@ class _Opening:
     control: Control
     names: Mapping[str, str]
     units: Mapping[str, str]
+    intervals: Mapping[str, int | str]
+
+    def __post_init__(self) -> None:
+        check_overrides(self)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings with which a task reads the same data."""
-        return {"static": self.static, "control": self.control, "names": self.names, "units": self.units}
+        stated = {"names": self.names, "units": self.units, "intervals": self.intervals}
+        return {"static": self.static, "control": self.control, **stated}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,7 @@ def open(  # the package's name for it
     control: str | Control = "apart",
     names: Mapping[str, str] | None = None,
     units: Mapping[str, str] | None = None,
+    intervals: Mapping[str, int | str] | None = None,
 ) -> xr.Dataset:
     """Open an archive or a tensor store as a lazy Dataset of CF-named variables.
 
@@ -80,6 +86,8 @@ def open(  # the package's name for it
         control: "apart" or "include": whether an unperturbed member of an archive counts as a member.
         names: the names of variables in the archive, by the names used here, e.g. {"t2m": "temperature_2m"}.
         units: units of variables that NetCDF or Zarr does not state, by the names used here, e.g. {"tp": "mm"}.
+        intervals: the hours over which sums are, where NetCDF or Zarr does not state them, e.g. {"tp": 6}; "start"
+            stands for sums from the start of the forecast.
 
     Returns:
         A Dataset with the dimensions init_time, realization, lead_time (timedelta64), level (hPa), latitude (degrees,
@@ -99,9 +107,8 @@ def open(  # the package's name for it
         >>> ensemble["t2m"].attrs["units"]
         'K'
     """
-    stated = Overrides(names or {}, units or {})
     choice = control if isinstance(control, Control) else _control(control)
-    opening = _Opening(_whole(paths), static, choice, stated.names, stated.units)
+    opening = _Opening(_whole(paths), static, choice, names or {}, units or {}, intervals or {})
     source = Reopened(_open, opening)
     return _remembered(_lazy(source), opening, source)
 
@@ -127,7 +134,7 @@ def _whole(paths: Any) -> Any:
 def _open(opening: _Opening) -> Any:
     """Open a source with the variables that its files hold. A model derives others (wind speed) where it needs them."""
     index = index_in_place(look=not holds_dataset(opening.paths))
-    how: dict[str, Any] = {"index": index, "overrides": Overrides(opening.names, opening.units)}
+    how: dict[str, Any] = {"index": index, "overrides": Overrides.of(opening)}
     opener = open_source if is_store_path(opening.paths) else open_archive
     return pair(opener(opening.paths, control=opening.control, **how), None, opening.static, **how)
 
@@ -195,6 +202,16 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
         if own:
             return (paths, settings), (ensemble[list(own)].rename(own), {})
     return (paths, settings), resolve(truth)
+
+
+def of_truth_alone(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task that follow from those with which its truth was opened.
+
+    Args:
+        settings: the settings of `resolve`.
+    """
+    names = {"names": "names", "units": "units", "intervals": "truth_intervals"}
+    return {ours: settings[name] for name, ours in names.items() if settings.get(name)}
 
 
 def notices_of(*inputs: Any) -> set[str]:

@@ -14,7 +14,7 @@ import xarray as xr
 
 from data_prep.notices import once
 from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
-from ensemble_ml.api.opening import notices_of, resolve_pair
+from ensemble_ml.api.opening import notices_of, of_truth_alone, resolve_pair
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
@@ -123,7 +123,15 @@ def _written(path: Path, text: str, overwrite: bool) -> Path:
     return path
 
 
-def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | None = None, **settings: Any) -> Scores:
+def verify(
+    forecast: Any,
+    ensemble: Any,
+    truth: Any = None,
+    *,
+    members: int | None = None,
+    baselines: Any = None,
+    **settings: Any,
+) -> Scores:
     """Score forecasts, the raw ensemble and statistical baselines, with confidence intervals.
 
     A lazy forecast is computed once, chunk by chunk, into a temporary folder. The scores are bit for bit those of
@@ -137,8 +145,10 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
             is scored.
         members: how many members, from the first on, make up the raw reduced ensemble that forecasts are compared with;
             None takes as many as the first forecast was made from.
-        **settings: other settings of `ensemble-ml evaluate` by their names: `baselines` (paths), `fit`, `regions`,
-            `climate_days`, `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
+        baselines: statistical forecasts that are scored as further baselines, given as `forecast` is: of EMOS, as
+            {"emos": eml.train(store, model="emos", ...).predict(ensemble)}.
+        **settings: other settings of `ensemble-ml evaluate` by their names: `fit`, `regions`, `climate_days`,
+            `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
 
     Returns:
         The scores; `report` writes their page, `to_xarray` gives them as numbers.
@@ -158,13 +168,14 @@ def verify(forecast: Any, ensemble: Any, truth: Any = None, *, members: int | No
     # `score` reads forecasts from files, so Datasets are first written to a temporary folder.
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as folder:
         ours = {
-            "forecast": _folders(forecast, Path(folder)),
+            "forecast": _folders(forecast, Path(folder), "forecast"),
+            "baselines": None if baselines is None else _folders(baselines, Path(folder) / "baselines", "baseline"),
             "ensemble": paths,
             "truth": of_truth,
             "members_in": members,
             "output": folder,
         }
-        opened = {name: value for name, value in more.items() if name in ("names", "units") and value}
+        opened = of_truth_alone(more)
         opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
         with once(notices_of(ensemble, truth)):
@@ -180,12 +191,15 @@ def _shown(paths: Any) -> list[str]:
     return [shown_input(path) for path in as_list(paths)]
 
 
-def _folders(forecast: Any, folder: Path) -> list[str]:
-    """Return folders of forecasts. Datasets are written below `folder`, under their names."""
+def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
+    """Return folders of forecasts. Datasets are written below `folder` by their names, one alone by `name`."""
     if is_dataset(forecast):
-        return [_saved(forecast, folder / "forecast")]
+        forecast = {name: forecast}
     if not isinstance(forecast, Mapping):
-        return as_list(forecast)
+        given = as_list(forecast)
+        if any(is_dataset(one) for one in given):
+            raise UserError(f"{name}: a list of Datasets says nothing of their names; give {{NAME: Dataset, ...}}")
+        return given
     found = []
     for name, one in forecast.items():
         if is_dataset(one):
@@ -214,8 +228,11 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
     """
     if _START not in forecast.dims:
         held = ", ".join(map(str, forecast.dims))
-        raise UserError(f"forecast: has no dimension {_START} (it has {held}); give what predict returns, or a folder")
+        given = "give what predict returns, or a folder"
+        raise UserError(f"{folder.name}: has no dimension {_START} (it has {held}); {given}")
     folder.mkdir(parents=True)
+    # `xr.open_zarr` gives valid times as one chunk and fields as several, of which a Dataset states no chunk sizes.
+    forecast = forecast.unify_chunks()
     first = 0
     for size in forecast.chunksizes.get(_START, (1,) * forecast.sizes[_START]):
         _write_dates(forecast.isel({_START: slice(first, first + size)}).load(), folder)

@@ -9,6 +9,7 @@ field is the line that `--help` prints.
 """
 
 from ensemble_ml.config.archives import (
+    FROM_START,
     Control,
     Executor,
     Gaps,
@@ -17,6 +18,7 @@ from ensemble_ml.config.archives import (
     Packing,
     PrepareConfig,
     SimulateConfig,
+    check_overrides,
 )
 from ensemble_ml.config.base import (
     MISSING,

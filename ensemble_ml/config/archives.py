@@ -129,23 +129,30 @@ class SimulateConfig:
         return (_part(self.parts) if self.parts is not None else None) or (0, 1)
 
 
+FROM_START = "start"  # sums from the start of the forecast
+_INTERVALS = "intervals", "truth_intervals"
+
+
 def check_overrides(config: Any) -> None:
-    """Check the `names` and `units` of a task, and key both by the names of variables that the registry uses.
+    """Check what a task states of variables, and key it by the names of variables that the registry uses.
 
     Args:
-        config: an instance with `names` and `units`, which are replaced.
+        config: an instance with `names`, `units`, `intervals` and perhaps `truth_intervals`, which are replaced.
 
     Raises:
-        UserError: a variable is not known, or its units cannot be converted.
+        UserError: a variable is not known or no sum, or its units cannot be converted.
     """
-    for key, example in (("names", "{t2m: temperature_2m}"), ("units", "{tp: mm}")):
+    examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
+    for key, example in examples.items():
+        if not hasattr(config, key):
+            continue
         stated = getattr(config, key) or {}
         require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
         # Users may give any known name of a variable. Here it becomes the name of the registry.
         by_our_names = {}
         for ours, theirs in stated.items():
             try:
-                by_our_names[resolve(str(ours)).name] = str(theirs)
+                by_our_names[resolve(str(ours)).name] = theirs if key in _INTERVALS else str(theirs)
             except UserError as error:
                 raise UserError(f"{key}={{{ours}: {theirs}}}: {error}") from error
         setattr(config, key, by_our_names)
@@ -154,6 +161,11 @@ def check_overrides(config: Any) -> None:
             unit_conversion(units, field(ours).units)
         except UserError as error:
             raise UserError(f"units={{{ours}: {units}}}: {error}") from error
+    for key in _INTERVALS:
+        for ours, hours in getattr(config, key, {}).items():
+            whole = type(hours) is int and hours > 0
+            require(key, f"{{{ours}: {hours}}}", whole or hours == FROM_START, f"give whole hours, or {FROM_START}")
+            require(key, f"{{{ours}: {hours}}}", field(ours).accumulated, f"{ours} is no sum; leave it out")
     theirs = list(config.names.values())
     twice = [name for name in theirs if theirs.count(name) > 1]
     require("names", config.names, not twice, "a variable of the archive stands for two of ours; name it once")
@@ -173,6 +185,8 @@ def _our_names(variables: list[str] | None) -> list[str] | None:
 
 
 NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null goes by what is known"
+INTERVALS = "hours over which sums are for which NetCDF or Zarr state no interval, by our names, e.g. 'intervals={tp: 6}', or start: from the start of the forecast"
+TRUTH_INTERVALS = "the same for the truth, e.g. 'truth_intervals={tp: 1}'"
 UNITS = "units of variables for which NetCDF or Zarr state none, by our names, e.g. 'units={tp: mm}'"
 
 
@@ -187,6 +201,8 @@ class PrepareConfig:
     variables: list[str] | None = opt(None, "variables to keep; null keeps all that the registry knows")
     names: Any = opt(None, NAMES)
     units: Any = opt(None, UNITS)
+    intervals: Any = opt(None, INTERVALS)
+    truth_intervals: Any = opt(None, TRUTH_INTERVALS)
     levels: list[int] | None = opt(None, "pressure levels to keep, hPa; null keeps all")
     leads: list[int] | None = opt(None, "lead times to keep, hours; null keeps all")
     dates: list[str] | None = opt(None, "init times to keep: years, ISO dates or start/end ranges; null keeps all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ensemble_ml.config.archives import NAMES, UNITS, Control, check_overrides
+from ensemble_ml.config.archives import INTERVALS, NAMES, TRUTH_INTERVALS, UNITS, Control, check_overrides
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
@@ -25,6 +25,7 @@ class PredictConfig:
     control: Control = opt(Control.apart, "apart | include: whether the control forecast of an archive counts as a member; give the choice that the store was prepared with")
     names: Any = opt(None, NAMES)
     units: Any = opt(None, UNITS)
+    intervals: Any = opt(None, INTERVALS)
     static: str | None = opt(None, "file with orography and land mask; null takes those of the checkpoint")
     regrid: bool = opt(False, "bring an archive on another grid to the grid of the checkpoint, as prepare did: by a crop, or by conservative regridding")
     output: str = opt(MISSING, "folder for forecast_YYYYMMDDHH.nc")
@@ -77,6 +78,8 @@ class EvaluateConfig:
     truth: Any = opt(None, "archive or store with the truth; null takes the truth in the ensemble's store, and scores only the spread if it has none", paths=True)
     names: Any = opt(None, NAMES)
     units: Any = opt(None, UNITS)
+    intervals: Any = opt(None, INTERVALS)
+    truth_intervals: Any = opt(None, TRUTH_INTERVALS)
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     orography: str | None = opt(None, "file with the orography of the ensemble's model: surface pressure and 2 m temperature of the raw ensemble are brought from the height of its ground to that of the truth's; null leaves them as they are, and the report says so")
     truth_orography: str | None = opt(None, "file with the orography of the truth; null takes the orography in the ensemble's store, if it has one")

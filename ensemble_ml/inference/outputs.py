@@ -107,7 +107,8 @@ def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
         if far:
             said.append(f"{name} {', '.join(far)} {units} (it was {low:.6g} to {high:.6g} {units} in training)")
     if said:
-        log.warning("thresholds: %s: probabilities are about 0 or 1 there; are these the units meant?", "; ".join(said))
+        text = "probabilities are extrapolated there, near 0 far above that range and near 1 far below it"
+        log.warning("thresholds: %s: %s; are these the units meant?", "; ".join(said), text)
 
 
 def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:

@@ -31,7 +31,7 @@ class Calibration:
         area: (Y, X) cell areas.
         seed: Seed of the random numbers that break ties.
         histograms: (D, C, K) cell areas in bins by (kind, entrant), where kind is "pit" or "rank".
-        reliability: Tables by (column, entrant).
+        reliability: Tables by (column, entrant, threshold); None stands for the upper tenth of the cell's climate.
     """
 
     dates: int
@@ -39,7 +39,7 @@ class Calibration:
     area: np.ndarray
     seed: int = 0
     histograms: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
-    reliability: dict[tuple[int, str], Reliability] = field(default_factory=dict)
+    reliability: dict[tuple[int, str, float | None], Reliability] = field(default_factory=dict)
 
     def record_pit(
         self, entrant: str, date: int, columns: slice, law: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
@@ -78,8 +78,9 @@ class Calibration:
         self._count("rank", entrant, date, columns, ranks, mask, len(members) + 1)
 
     def record_event(
-        self, entrant: str, columns: slice, probability: np.ndarray, event: np.ndarray, mask: np.ndarray
-    ) -> None:
+        self, entrant: str, columns: slice, probability: np.ndarray, event: np.ndarray, mask: np.ndarray,
+        at: float | None = None,
+    ) -> None:  # fmt: skip
         """Add predicted probabilities of an event.
 
         Args:
@@ -88,10 +89,19 @@ class Calibration:
             probability: (Z, Y, X) probabilities.
             event: (Z, Y, X) bool, true where it happened.
             mask: (Z, Y, X) bool, true at points that count.
+            at: The threshold that is exceeded; None for the upper tenth.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
-            table = self.reliability.setdefault((column, entrant), Reliability.zeros(BINS))
+            table = self.reliability.setdefault((column, entrant, at), Reliability.zeros(BINS))
             table.record(probability[z], event[z], self.area, mask[z])
+
+    def thresholds(self, column: int) -> list[float]:
+        """Return the thresholds that a column has tables of, ascending.
+
+        Args:
+            column: Position on C.
+        """
+        return sorted({at for c, _, at in self.reliability if c == column and at is not None})
 
     def share(self, kind: str, entrant: str, draws: np.ndarray | None = None) -> np.ndarray | None:
         """Return the share of each bin of a histogram.

@@ -207,7 +207,7 @@ def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
         column.key: _beside(
             [
                 _histograms(scores, found, c),
-                _reliability(scores, found, c),
+                *(_reliability(scores, found, c, at) for at in (None, *found.thresholds(c))),
                 _binned(scores, pictures.error_bins, c, "RMSE of the mean", (f"raw_{scores.full}",)),
                 _binned(scores, pictures.spread_bins, c, f"mean spread of all {scores.full} members"),
             ]
@@ -219,10 +219,10 @@ def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
     text = (
         "The first chart is flat at one if calibrated, U-shaped if too sure: the probability integral transform of the "
         "truth, and for raw ensembles its rank among the members. Reliability is that of the probability that the "
-        "truth lies in the upper tenth of the cell's climate; the climate is that of all fit dates: where these are of "
-        "several seasons, to know the season counts as skill. The last two ask whether the predicted spread tells the "
-        f"error of the mean, and the spread of all {scores.full} members. Dashed lines are right; dots by share of the "
-        "cases."
+        "truth lies in the upper tenth of the cell's climate, and above each threshold of which forecasts hold "
+        "probabilities; the climate is that of all fit dates: where these are of several seasons, to know the season "
+        "counts as skill. The last two ask whether the predicted spread tells the error of the mean, and the spread "
+        f"of all {scores.full} members. Dashed lines are right; dots by share of the cases."
     )
     return f"<h2>Calibration</h2>{note(text)}{shown}" if shown else ""
 
@@ -246,14 +246,16 @@ def _histograms(scores: Scores, found: Calibration, column: int) -> str:
     return chart(known, "frequency of the truth, relative to a flat one", "predicted probability below it", level=1.0)
 
 
-def _reliability(scores: Scores, found: Calibration, column: int) -> str:
-    """Return a reliability diagram of the upper tenth of the climate."""
+def _reliability(scores: Scores, found: Calibration, column: int, at: float | None) -> str:
+    """Return a reliability diagram of exceeding a threshold, or of the upper tenth of the climate."""
     known = {}
     for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}")):
-        if (column, entrant) in found.reliability:
-            forecast, event, count = found.reliability[column, entrant].curve()
+        if (column, entrant, at) in found.reliability:
+            forecast, event, count = found.reliability[column, entrant, at].curve()
             known[short_name(entrant)] = Curve.of(forecast, event, count / max(count.sum(), 1))
-    return chart(known, "observed frequency of the upper tenth", "forecast probability", diagonal=True)
+    units = registered(scores.columns[column].variable).units
+    what = "the upper tenth" if at is None else f"more than {at:g} {units}"
+    return chart(known, f"observed frequency of {what}", "forecast probability", diagonal=True)
 
 
 def _binned(
@@ -275,7 +277,7 @@ def _calibration_table(scores: Scores, found: Calibration, column: int) -> str:
     for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}")):
         share = found.share("pit", entrant)
         flat = "" if share is None or not np.isfinite(share[column]).all() else f"{flatness(share[column]):.3f}"
-        event = found.reliability.get((column, entrant))
+        event = found.reliability.get((column, entrant, None))
         values = [""] * 5
         if event is not None and event.weight.any():
             p = event.parts()

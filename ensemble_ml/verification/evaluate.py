@@ -14,7 +14,8 @@ scores.json holds
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `path`, `grid`, `fingerprint`.
 - `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates
   (factor of their RMSE due to this correction), largest_m, mean_m (how far the grounds lie apart), lapse_rate_K_per_m}.
-- `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline}.
+- `forecasts`: {label, path, members_in (of the date with the most), checkpoints (sha256), sources (program, checkpoint,
+  model and step that made the files), dates, baseline}.
 - `entrants`: {name: description} of every forecast, raw ensemble and baseline.
 - `families`: the distribution chosen for each baseline that has two.
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}.
@@ -421,6 +422,7 @@ def _content(
                 "path": f.path,
                 "members_in": list(f.members_in),
                 "checkpoints": list(f.checkpoints),
+                "sources": list(f.sources),
                 "dates": len(f.files),
                 "baseline": f.label in scores.baselines,
             }

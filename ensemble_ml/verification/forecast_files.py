@@ -163,6 +163,20 @@ class ForecastFile:
         return found
 
     @property
+    def thresholds(self) -> dict[str, list[float]]:
+        """Return the thresholds of which the file holds probabilities, in the registry's units, by short name."""
+        found = {}
+        for known in FIELDS:
+            axis, name = f"threshold_{known.name}", f"{known.name}_prob_above"
+            if name in self.data and axis in self.data[name].coords:
+                try:
+                    factor, shift = unit_conversion(self.data[axis].attrs.get("units", known.units), known.units)
+                except UserError:  # probabilities are not scored, so what cannot be drawn is no mistake
+                    continue
+                found[known.name] = (np.atleast_1d(self.data[axis].values) * factor + shift).tolist()
+        return found
+
+    @property
     def members_in(self) -> tuple[str, ...]:
         """Return the members that the file says it was made from.
 

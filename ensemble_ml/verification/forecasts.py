@@ -66,6 +66,7 @@ class ForecastSet:
         earlier_dates: Init times by which the initial weights of the training were trained or chosen.
         checkpoints: sha256 of the checkpoints that made the files.
         origins: Attributes of each file that state its origin, by file name.
+        thresholds: Thresholds of which any file holds probabilities, in the registry's units, by short name.
         lead_hours: Leads that all files have, in hours.
         uneven_leads: Leads that only some files have, in hours.
         uneven_members: Variables whose members only some files have.
@@ -84,6 +85,7 @@ class ForecastSet:
     earlier_dates: np.ndarray
     checkpoints: tuple[str, ...]
     origins: dict[str, dict[str, str]]
+    thresholds: dict[str, set[float]]
     lead_hours: tuple[int, ...]
     uneven_leads: tuple[int, ...]
     uneven_members: tuple[str, ...]
@@ -114,6 +116,11 @@ class ForecastSet:
     def mixed(self) -> bool:
         """Return whether members or checkpoints differ between dates."""
         return len(set(self.made_of.values())) > 1 or len(self.checkpoints) > 1
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return what the files say of the program, the checkpoint, the model and the step that made them."""
+        return tuple(dict.fromkeys(one["source"] for one in self.origins.values() if "source" in one))
 
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
         """Read the prediction of one variable at one lead, (Z, Y, X) in the registry's units.
@@ -245,6 +252,7 @@ class _Headers:
         seen: Init times that the model has seen, by attribute (`_SEEN`).
         lead_hours: Leads in hours.
         names: Full names of the variables, such as t2m_mean.
+        thresholds: Thresholds of which the file holds probabilities, in the registry's units, by short name.
     """
 
     path: Path
@@ -256,6 +264,7 @@ class _Headers:
     seen: dict[str, set[np.datetime64]]
     lead_hours: list[int]
     names: set[str]
+    thresholds: dict[str, list[float]]
 
     @classmethod
     def read(cls, path: Path) -> _Headers:
@@ -271,6 +280,7 @@ class _Headers:
                 seen={name: set(file.dates(name)) for name in _SEEN},
                 lead_hours=file.lead_hours,
                 names=file.names,
+                thresholds=file.thresholds,
             )
 
 
@@ -299,12 +309,19 @@ def _open_folder(folder: Path) -> ForecastSet:
             earlier_dates=np.array(seen["earlier_dates"], "datetime64[ns]"),
             checkpoints=tuple(sorted({one.checkpoint for one in every if one.checkpoint})),
             origins={one.path.name: one.origin for one in every},
+            thresholds=_union([one.thresholds for one in every]),
             lead_hours=leads,
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted({lead for one in every for lead in one.lead_hours} - set(leads))),
             variables=first.fields,
             grid=first.grid[0],
         )
+
+
+def _union(found: list[dict[str, list[float]]]) -> dict[str, set[float]]:
+    """Return the values of all files by name."""
+    names = {name for one in found for name in one}
+    return {name: {value for one in found for value in one.get(name, [])} for name in names}
 
 
 def _files_of(folder: Path) -> list[Path]:

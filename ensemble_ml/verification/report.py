@@ -19,7 +19,10 @@ from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import Tables
 from ensemble_ml.verification.svg import Atlas
-from ensemble_ml.wording import SHORT_TEXT, dates_text
+from ensemble_ml.wording import SHORT_TEXT, dates_text, shortened
+
+_SOURCES = 3  # number of checkpoints that the line of a forecast names
+_DIGEST = 12  # hex digits of a checkpoint's checksum
 
 
 def write_report(
@@ -68,9 +71,21 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     figure = charts.headline(scores)
     return (
         f'<h1>Is the forecast better, where, by how much, how sure?</h1><p class="sub">{escape(sub)}</p>'
-        f'<div class="answer">{lines}</div><p id="bar" role="group" aria-label="What the page shows" hidden></p>'
+        f'{_made_by(content)}<div class="answer">{lines}</div>'
+        '<p id="bar" role="group" aria-label="What the page shows" hidden></p>'
         f"{rankings.scorecard(scores)}{figure}{_claims(content)}" + (f'<ul class="note">{notes}</ul>' if notes else "")
     )
+
+
+def _made_by(content: dict[str, Any]) -> str:
+    """Return a line for each forecast: the program, checkpoint, model and step that made it, as its files say."""
+    lines = []
+    for one in content["forecasts"]:
+        made = shortened(one["sources"], _SOURCES) or "its files do not say what made them"
+        sums = shortened([digest[:_DIGEST] for digest in one["checkpoints"]], _SOURCES)
+        made += f"; checkpoint sha256 {sums}" if sums else ""
+        lines.append(f'<p class="sub"><b>{escape(one["label"])}</b>: {escape(made)}</p>')
+    return "".join(lines)
 
 
 def _claims(content: dict[str, Any]) -> str:

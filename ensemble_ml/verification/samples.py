@@ -82,6 +82,14 @@ class Setting:
         """Return the number of members that the reduced ensemble lacks."""
         return self.full - self.reduced
 
+    def thresholds(self, variable: str) -> list[float]:
+        """Return the thresholds of a variable of which any forecast holds probabilities, ascending.
+
+        Args:
+            variable: Short name.
+        """
+        return sorted({value for one in self.forecasts for value in one.thresholds.get(variable, ())})
+
     @cached_property
     def informed(self) -> frozenset[str]:
         """Return the labels of forecasts that have seen held-out members, or may have.

@@ -10,6 +10,7 @@ Axes: Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -156,10 +157,11 @@ def _calibrate(
     mask: np.ndarray,
     calibration: Calibration,
 ) -> None:
-    """Add histograms of PIT and ranks, and the reliability of the probability of an unusual value."""
+    """Add histograms of PIT and ranks, and the reliability of probabilities: of an unusual value, and of thresholds."""
     truth = np.asarray(sample.truth)
-    limit = None if fit.climatology is None else threshold(*fit.climatology)
-    known = mask & _telling(fit, group)
+    limits: dict[float | None, tuple[Any, np.ndarray]] = {at: (at, mask) for at in setting.thresholds(group.variable)}
+    if fit.climatology is not None:
+        limits[None] = threshold(*fit.climatology), mask & _telling(fit, group)
     laws = {
         label: (one.family, one.location, one.scale)
         for label, one in said.items()
@@ -168,13 +170,13 @@ def _calibrate(
     for size in sorted({setting.reduced, setting.full}):
         members = sample.raw[:size]
         calibration.record_ranks(f"raw_{size}", position, group.columns, members, truth, mask)
-        if limit is not None:
+        for at, (limit, known) in limits.items():
             chance = members_exceeding(members, limit)
-            calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known)
+            calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known, at)
     for entrant, law in laws.items():
         calibration.record_pit(entrant, position, group.columns, law, truth, mask)
-        if limit is not None:
-            calibration.record_event(entrant, group.columns, exceeding(*law, limit), truth > limit, known)
+        for at, (limit, known) in limits.items():
+            calibration.record_event(entrant, group.columns, exceeding(*law, limit), truth > limit, known, at)
 
 
 def _telling(fit: Fit, group: Group) -> np.ndarray | bool:

@@ -5,11 +5,12 @@ A sentence says "better" only where the interval supports it, and names the reas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
 from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
@@ -125,8 +126,9 @@ def headline(scores: Scores, test_dates: int) -> list[str]:
         found = [claim for claim in _claims_of(scores, label) if claim.reference not in scores.forecasts]
         found = sorted(found, key=lambda claim: claim.unit != "%")
         lines += [f"{who}: {_sentence(claim, scores)}" for claim in found]
-        where = _where(scores, label)
-        lines += [f"{who}: {where}"] if where else []
+        lines += [
+            f"{who}: {text}" for text in (_where(scores, label), _bias(scores, label), _spread(scores, label)) if text
+        ]
     if not lines:
         lines.append("Nothing could be compared: no field has both a forecast and something to score it with.")
     lines.append(certainty(scores.blocks, test_dates))
@@ -235,6 +237,72 @@ def _where(scores: Scores, label: str, reference: str | None = None) -> str:
     if high != low:
         gain = f"from {gain} to {found[high][1].value:+.1f} % ({high})"
     return f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: {surely}; gain {gain}."
+
+
+def _bias(scores: Scores, label: str) -> str:
+    """Return a sentence on the bias of a forecast's mean, with the field where it is the largest share of the RMSE."""
+    rmse = scores.score("rmse", label)
+    if rmse is None:
+        return ""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _furthest(scores, "bias", label, 0.0, lambda bias: np.abs(bias) / rmse.value)
+    if found is None:
+        return ""
+    column, bias, where = found
+    of, share = scores.columns[column], 100 * abs(bias.value) / rmse.value[column]
+    ends = f" ({bias.low:+.2g} to {bias.high:+.2g})" if np.isfinite(bias.low) else ""
+    size = f"{bias.value:+.2g} {registered(of.variable).units}{ends}, {share:.0f} % of the RMSE"
+    return f"mean {where.format('biased')}; largest for its RMSE in {of.title}: {size}."
+
+
+def _spread(scores: Scores, label: str) -> str:
+    """Return a sentence on a forecast's standard deviation over its RMSE, with the field furthest from 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _furthest(scores, "spread_skill", label, 1.0, lambda ratio: np.abs(np.log(ratio)))
+    if found is None:
+        return ""
+    column, ratio, where = found
+    ends = f" ({ratio.low:.2f} to {ratio.high:.2f})" if np.isfinite(ratio.low) else ""
+    size = f"{scores.columns[column].title}: {ratio.value:.2f}{ends}"
+    return f"spread {where.format('too small or too large')}; standard deviation over RMSE furthest from 1 in {size}."
+
+
+def _furthest(
+    scores: Scores, metric: str, label: str, right: float, distance: Callable[[np.ndarray], np.ndarray]
+) -> tuple[int, Interval, str] | None:
+    """Find the field at the headline lead in which a metric of a forecast is furthest from its right value.
+
+    Fields that are surely off come first, because the largest deviation of all may be one of chance.
+
+    Args:
+        scores: The scores.
+        metric: Name in `METRICS`.
+        label: Label of the forecast.
+        right: The right value.
+        distance: Returns how far the values of all columns (C,) are off, NaN where that is not defined.
+
+    Returns:
+        The column, its interval, and the number of fields that are surely off, in words with a place for an adjective;
+        None if no field has the metric.
+    """
+    score = scores.score(metric, label)
+    if score is None:
+        return None
+    away = distance(score.value)
+    known = {
+        c: one
+        for c in scores.at_lead(scores.headline_lead).tolist()
+        if np.isfinite(away[c]) and (one := scores.interval_of(metric, label, c)) is not None
+    }
+    if not known:
+        return None
+    off = [c for c, one in known.items() if one.excludes(right)]
+    worst = max(off or known, key=lambda c: float(away[c]))
+    fields = f"{len(known)} field{'s' * (len(known) != 1)}"
+    where = f"surely {{}} in {len(off) or 'none'} of {fields}"
+    if not any(one.enough for one in known.values()):
+        where = f"{{}}: too few blocks of dates to be sure in any of {fields}"
+    return worst, known[worst], where
 
 
 def certainty(blocks: int, dates: int) -> str:

@@ -28,6 +28,35 @@ def test_figures(here):
     assert set(curve.get_ydata()[:3]) == {0.0} and curve.get_ydata()[-1] == 1.0
 
 
+def test_reliability_of_each_threshold(here):
+    """The truth may have more dates and leads, and names its axes as a store does."""
+    forecast = eml.load("runs/first").predict(
+        "archive/ensemble", members=2, dates=["2003"], thresholds={"tp": [0.001, 0.005]}
+    )
+    probability, truth = forecast["tp_prob_above"], eml.open("store.zarr")["tp_truth"]
+    figure = eml.plot.reliability(probability, truth, title="rain")
+    assert [axis.get_title(loc="left") for axis in figure.axes[:2]] == ["rain, over 0.001 m", "rain, over 0.005 m"]
+    at = truth.sel(
+        init_time=probability["forecast_reference_time"].values, lead_time=probability["forecast_period"].values
+    )
+    for number, value in enumerate((0.001, 0.005)):
+        one = probability.isel(threshold_tp=number).rename(
+            forecast_reference_time="init_time", forecast_period="lead_time"
+        )
+        alone = eml.plot.reliability(one.drop_vars("time"), at > value).axes[1].lines[0]
+        drawn = figure.axes[2 + number].lines[0]
+        np.testing.assert_array_equal(drawn.get_xydata(), alone.get_xydata())
+    last = eml.plot.reliability(probability.isel(forecast_period=1), truth).axes[2].lines[0]
+    same = eml.plot.reliability(probability.isel(forecast_period=[1]), truth).axes[2].lines[0]
+    np.testing.assert_array_equal(last.get_xydata(), same.get_xydata())
+    with pytest.raises(UserError, match="the truth has several values along number"):
+        eml.plot.reliability(probability, truth.expand_dims(number=2))
+    with pytest.raises(UserError, match=r"forecast: has probabilities along threshold_tp, and the event is of one"):
+        eml.plot.reliability(probability, truth > 0.001)
+    with pytest.raises(UserError, match="forecast: the truth lacks some of its times or places"):
+        eml.plot.reliability(probability, truth.isel(init_time=[0]))
+
+
 def test_maps_without_a_land_mask_show_coasts_where_they_are():
     """The Iberian Peninsula's west coast lies near 9 degrees west, whichever way the grid counts its longitudes."""
     for west in (-30.0, 330.0):

@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+import warnings
 
 import dask
 import numpy as np
@@ -101,6 +102,15 @@ def test_nothing_is_computed_before_it_is_asked_for(here, model):
     forecast = model.predict(eml.open(ensemble.assign(broken)), members=2, dates=["2003"])
     with pytest.raises(UserError, match="AssertionError: computed"):
         forecast["t_mean"].compute()
+
+
+def test_forecasts_are_written_to_zarr_without_a_warning(here, model, tmp_path):
+    more = {"members_out": True, "thresholds": {"tp": [0.001]}}
+    for name, where in (("grid.zarr", {}), ("points.zarr", {"points": [[48, 16], [10, 20]]})):
+        forecast = model.predict(eml.open("archive/ensemble"), members=2, dates=["2003"], **where, **more)
+        with warnings.catch_warnings(action="error"):
+            forecast.to_zarr(tmp_path / name, zarr_format=3, consolidated=False)
+        xr.testing.assert_equal(xr.open_zarr(tmp_path / name, consolidated=False, decode_timedelta=True), forecast)
 
 
 def test_options_of_the_command_and_its_refusals(here, model):

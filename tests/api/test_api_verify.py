@@ -53,5 +53,17 @@ def test_several_forecasts_by_name_and_refusals(here):
     with pytest.raises(UserError, match="draws: no such setting here"):
         eml.verify("forecast", ensemble, draws=3)
     small = forecast[[name for name in forecast if str(name).startswith(("t2m", "time"))]]
-    found = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100)
-    assert {"ours", "theirs"} <= set(found.to_xarray()["entrant"].values.tolist())
+    # Variables may be chunked differently, as those that xr.open_zarr gives.
+    small["t2m_mean"] = small["t2m_mean"].chunk(forecast_reference_time=-1)
+    with pytest.raises(ValueError, match="inconsistent chunks"):
+        small.chunks  # noqa: B018
+    scores = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100, baselines={"lazy": small})
+    assert [(one["label"], one["baseline"]) for one in scores.content["forecasts"]] == [
+        ("ours", False), ("theirs", False), ("lazy", True),
+    ]  # fmt: skip
+    found = scores.to_xarray()
+    with pytest.raises(UserError, match="baseline: a list of Datasets says nothing of their names"):
+        eml.verify("forecast", ensemble, baselines=[small, small])
+    crps = found["crps"].sel(field="t2m")
+    np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
+    assert np.isfinite(crps.sel(entrant="ours")).all()

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import xarray as xr
 from gribfiles import dataset, ensemble, message, noise, write
 
+import ensemble_ml as eml
 from data_prep import Overrides, open_archive, open_pair, prepare
-from ensemble_ml.config import EvaluateConfig, PredictConfig, PrepareConfig
+from ensemble_ml.config import EvaluateConfig, Packing, PredictConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 
@@ -107,6 +109,100 @@ class TestUnits:
         path = written(flat("K", t2m=280.0), tmp_path / "a.nc")
         with pytest.raises(UserError, match=r"units=\{tp: mm\}: no file of .*a.nc has tp"):
             open_pair(path, overrides=Overrides({}, {"tp": "mm"}))
+
+
+def sums(*leads, **attrs):
+    """Rain of members at leads, whose intervals nothing states, in m."""
+    data = flat(tp=1e-3).isel(step=[0] * len(leads)).assign_coords(step=np.array(leads, "timedelta64[h]"))
+    rain = np.random.default_rng(0).gamma(0.3, 1e-2, data.tp.shape).astype(np.float32)
+    return data.assign(tp=(data.tp.dims, rain, {"units": "m", **attrs}))
+
+
+def hourly(days):
+    """Rain of a truth at every hour, whose interval nothing states, in m."""
+    data = sums(24).isel(number=0, step=0, time=[0] * (24 * days + 1), drop=True)
+    times = np.datetime64("2001-01-01T00", "ns") + np.arange(24 * days + 1) * np.timedelta64(1, "h")
+    rain = np.random.default_rng(1).gamma(0.3, 1e-3, data.tp.shape).astype(np.float32)
+    return data.assign(tp=data.tp.copy(data=rain)).assign_coords(time=times)
+
+
+class TestIntervals:
+    @pytest.mark.parametrize(
+        ("stated", "bounds"), [(24, [[0, 24], [24, 48]]), (6, [[18, 24], [42, 48]]), ("start", [[0, 24], [24, 48]])]
+    )
+    def test_they_are_stated_where_the_file_states_none(self, tmp_path, caplog, stated, bounds):
+        data = sums(24, 48)
+        if stated == "start":
+            data["tp"] = data.tp.cumsum("step").assign_attrs(data.tp.attrs)
+        path = written(data, tmp_path / "a.nc")
+        source = open_archive(path, overrides=Overrides(intervals={"tp": stated}))
+        assert source.lead_bounds == {"tp": bounds}
+        read = source.read(Part.FORECAST, 0).surface[:, :, 0]
+        np.testing.assert_allclose(read, sums(24, 48).tp.values[0], rtol=1e-4, atol=1e-7)
+        assert "no interval is stated" not in caplog.text
+        open_archive(path)
+        assert "no interval is stated of tp; taken as sums from the start" in caplog.text
+        assert "else give intervals={tp: 6}" in caplog.text
+
+    def test_nothing_is_before_the_start(self, tmp_path):
+        path, leads = written(sums(0, 3, 6, 12), tmp_path / "a.nc"), 2
+        source = open_archive(path, overrides=Overrides(intervals={"tp": 6}))
+        assert source.lead_bounds == {"tp": [[0, 6], [6, 12]]}
+        assert source.catalogue.readers[0].skipped == {"tp (of hours before the start)": leads * 3 * 2}
+
+    def test_of_a_mean_rate_they_give_the_sum(self, tmp_path):
+        data = sums(24, 48, units="kg m-2 s-1", cell_methods="step: mean")
+        path = written(data, tmp_path / "a.nc")
+        with pytest.raises(UserError):
+            open_archive(path)
+        read = open_archive(path, overrides=Overrides(intervals={"tp": 3})).read(Part.FORECAST, 0).surface[:, :, 0]
+        np.testing.assert_allclose(read, data.tp.values[0] * 3 * 3600 / 1000, rtol=1e-5)
+
+    def test_a_file_that_states_others_is_refused(self, tmp_path):
+        data = sums(24, 48).assign_coords(step=("step", [24.0, 48.0], {"units": "hours", "bounds": "step_bnds"}))
+        data["step_bnds"] = ("step", "two"), [[0.0, 24.0], [24.0, 48.0]]
+        path = written(data, tmp_path / "a.nc")
+        with pytest.raises(
+            UserError, match=r"intervals=\{tp: 6\}: tp states sums over 24 h; leave it out of intervals="
+        ):
+            open_archive(path, overrides=Overrides(intervals={"tp": 6}))
+        assert open_archive(path, overrides=Overrides(intervals={"tp": 24})).lead_bounds == {"tp": [[0, 24], [24, 48]]}
+        moments = written(sums(24, cell_methods="step: point"), tmp_path / "b.nc")
+        with pytest.raises(UserError, match=r"intervals=\{tp: 6\}: tp states values of moments"):
+            open_archive(moments, overrides=Overrides(intervals={"tp": 6}))
+        truth = written(hourly(1), tmp_path / "c.nc")
+        with pytest.raises(UserError, match=r"intervals=\{tp: start\}: tp has no lead times"):
+            open_archive(truth, overrides=Overrides(intervals={"tp": "start"}))
+
+    def test_a_truth_has_its_own(self, tmp_path):
+        forecast, truth = written(sums(24, 48), tmp_path / "a.nc"), written(hourly(4), tmp_path / "t.nc")
+        config = dict(input=forecast, truth=truth, output=str(tmp_path / "s.zarr"), intervals={"2t": 24})
+        with pytest.raises(UserError, match=r"intervals=\{t2m: 24\}: t2m is no sum; leave it out"):
+            PrepareConfig(**config)
+        config["intervals"] = {"TP": 24}
+        with pytest.raises(UserError, match=r"say the hours: truth_intervals=\{tp: HOURS\}"):
+            prepare(PrepareConfig(**config))
+        store = open_store(prepare(PrepareConfig(**config, truth_intervals={"tp": 1}, packing=Packing.float32)))
+        rain = hourly(4).tp.values
+        days = np.stack([rain[1:25].sum(0), rain[25:49].sum(0)])
+        np.testing.assert_allclose(store.read(Part.TRUTH, 0).surface[0, :, 0], days, rtol=1e-4, atol=1e-7)
+        written(flat("K", t2m=280.0), tmp_path / "d.nc")
+        with pytest.raises(UserError, match=r"truth_intervals=\{tp: 1\}: no file of the truth has tp"):
+            open_pair(forecast, str(tmp_path / "d.nc"), overrides=Overrides(truth_intervals={"tp": 1}))
+
+    def test_datasets_are_opened_with_them(self, tmp_path):
+        ensemble, truth = sums(24, 48), hourly(4)
+        path = eml.prepare(ensemble, truth, tmp_path / "a.zarr", intervals={"tp": 24}, truth_intervals={"tp": 1})
+        opened = eml.open(ensemble, intervals={"tp": 24}), eml.open(truth, intervals={"tp": 1})
+        whole = eml.prepare(*opened, tmp_path / "b.zarr")
+        changed = [one.assign_attrs(changed=1).isel(init_time=slice(None)) for one in opened]
+        parts = eml.prepare(changed[0].isel(init_time=[0, 1]), changed[1], tmp_path / "c.zarr")
+        stores = [eml.open(one).load() for one in (path, whole, parts)]
+        assert stores[0].tp.attrs["lead_bounds_hours"] == "0-24 24-48" and np.isfinite(stores[0].tp_truth).any()
+        for store in stores[1:]:
+            xr.testing.assert_equal(store, stores[0])
+        with pytest.raises(UserError, match=r"intervals={tp: 6h}: give whole hours, or start"):
+            eml.open(ensemble, intervals={"tp": "6h"})
 
 
 class TestConventions:

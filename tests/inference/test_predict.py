@@ -77,7 +77,7 @@ def test_a_run_predicts_by_its_best_checkpoint(config, source, tmp_path):
     best.symlink_to(make_checkpoint(best.parent, make_spec(source)).resolve().name)
     (path,) = predict(config(checkpoint=str(tmp_path / "run"), dates=["2001-01-30"]), source)
     data = opened(path)
-    assert f", {best} (step " in data.attrs["source"]
+    assert f", {best} (unet3d, step " in data.attrs["source"]
     assert data.attrs["checkpoint_sha256"] == load_checkpoint(best).sha256
 
 
@@ -304,7 +304,7 @@ def test_attributes(config, source, checkpoint):
     assert attrs["data_fingerprint"] == source.fingerprint()
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
-    assert "ensemble-ml predict" in attrs["history"] and "(step 7), from memory" in attrs["source"]
+    assert "ensemble-ml predict" in attrs["history"] and "(unet3d, step 7), from memory" in attrs["source"]
     assert "members_in=5" in attrs["history"] and "quantiles" not in attrs["history"]
 
 

@@ -47,6 +47,7 @@ def write_forecasts(
     members_in: str = "1 2 3 4 5",
     rows: slice = slice(None),
     lead_bounds: dict[str, list] | None = None,
+    **more: str,
 ) -> Path:
     """Forecasts of `dates` (indices into the store's start dates), one file each."""
     layout, steps = store.layout, [store.layout.lead_hours.index(lead) for lead in leads]
@@ -55,7 +56,7 @@ def write_forecasts(
     y, x = len(latitude), len(grid.longitude)
     places = Places(np.arange(y), np.arange(x), latitude, grid.longitude, None)
     trained = " ".join(str(layout.init_time[date])[:19] for date in train)
-    attributes = {"members_in": members_in, "training_dates": trained, "title": "made up"}
+    attributes = {"members_in": members_in, "training_dates": trained, "title": "made up", **more}
     for date in dates:
         fields = store.read(Part.FORECAST, date)
         outputs = []
@@ -92,7 +93,8 @@ def known_store(path: Path) -> TensorStore:
 
 def known_forecast(folder: Path, store: TensorStore, test: list[int] = TEST) -> Path:
     """Wider than raw by what the ensemble lacks; also made for two dates of training."""
-    return write_forecasts(folder, store, TRAIN[-2:] + test, corrected(inflate=1 / 0.7), train=TRAIN)
+    made = {"source": "ensemble_ml 0.1.0, runs/a (unet3d, step 7), from x.zarr", "checkpoint_sha256": "0123abcd" * 8}
+    return write_forecasts(folder, store, TRAIN[-2:] + test, corrected(inflate=1 / 0.7), train=TRAIN, **made)
 
 
 def settings(forecast: Path | list[str], store: TensorStore, output: Path, **kw: Any) -> EvaluateConfig:

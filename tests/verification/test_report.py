@@ -18,6 +18,7 @@ from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.case import box_of
 from ensemble_ml.verification.page import choice
 from ensemble_ml.verification.pictures import Pictures, cells_together, together
+from ensemble_ml.verification.report import _made_by
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.svg import Atlas, Curve, chart, gains
 
@@ -176,6 +177,22 @@ def test_cards_say_what_they_show():
         ("0 1", "a, 48 h", "2"), ("0 0", "a, 24 h", "1"), ("1 1", "&lt;&quot;b&quot;, 48 h", "3"),
     ]  # fmt: skip
     assert html.index("2</section><details>") > 0 and choice(["lead"], {("24 h",): ""}) == ""
+
+
+def test_each_forecast_names_what_made_it(result):
+    content, html = result
+    line = (
+        "<b>forecast</b>: ensemble_ml 0.1.0, runs/a (unet3d, step 7), from x.zarr; checkpoint sha256 0123abcd0123</p>"
+    )
+    assert line in html and content["forecasts"][0]["sources"] == [
+        "ensemble_ml 0.1.0, runs/a (unet3d, step 7), from x.zarr"
+    ]
+    one = {"label": "<one>", "sources": ["a", "b", "c", "d"], "checkpoints": ["1" * 64, "2" * 64]}
+    two = {"label": "two", "sources": [], "checkpoints": []}
+    assert _made_by({"forecasts": [one, two]}) == (
+        f'<p class="sub"><b>&lt;one&gt;</b>: a, b, c and 1 more; checkpoint sha256 {"1" * 12}, {"2" * 12}</p>'
+        '<p class="sub"><b>two</b>: its files do not say what made them</p>'
+    )
 
 
 def card(html, word, title):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import norm
 from stores import make_store
 
 from ensemble_ml.config import EvaluateConfig
@@ -28,6 +29,7 @@ from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, _calibrate, 
 from ensemble_ml.verification.significance import merged, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
+from ensemble_ml.verification.summary import headline
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 20.0))
 AREA = GRID.area_weights()
@@ -152,7 +154,7 @@ def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
     assert found.share("pit", "raw_9") is None
     drawn = found.share("pit", "ours", np.eye(dates)[:1])[0, 0]
     np.testing.assert_allclose(drawn, found.histograms["pit", "ours"][0, 0] / AREA.sum())
-    forecast, event, count = found.reliability[0, "ours"].curve()
+    forecast, event, count = found.reliability[0, "ours", None].curve()
     assert (
         forecast == pytest.approx([0.1])
         and event == pytest.approx([0.1], abs=0.01)
@@ -188,16 +190,23 @@ def test_reliability_is_of_limits_that_can_be_exceeded(variable, cells):
     """Cloud cover of 0.9 and a deviation of 0.3 cannot be 1.28 deviations above its mean; a temperature can."""
     shape = (1, 1, 4)
     mean, deviation = np.array([[[0.2, 0.9, 0.8, 0.5]]]), np.array([[[0.3, 0.3, 0.2, 0.0]]])
-    setting = SimpleNamespace(reduced=2, full=3)
+    setting = SimpleNamespace(reduced=2, full=3, thresholds=lambda name: {variable: [0.4, 0.7]}[name])
     members = np.full((3, *shape), 0.5)
     sample = SimpleNamespace(members=members, raw=members, truth=np.full(shape, 0.6))
     found, fit = Calibration(1, 1, np.ones((1, 4))), Fit(climatology=(mean, deviation))
     said = {"ours": SimpleNamespace(family=Family.NORMAL, location=mean, scale=np.ones(shape))}
     group = Group(variable, 24, (None,), slice(0, 1))
     _calibrate(setting, group, fit, 0, sample, said, np.ones(shape, bool), found)
-    assert {name: table.curve()[2].sum() for (_, name), table in found.reliability.items()} == {
-        name: cells for name in ("ours", "raw_2", "raw_3")
+    counts = {(name, at): table.curve()[2].sum() for (_, name, at), table in found.reliability.items()}
+    assert counts == {
+        (name, at): cells if at is None else 4 for name in ("ours", "raw_2", "raw_3") for at in (None, 0.4, 0.7)
     }
+    # Thresholds need no climate: the truth is 0.6 and the members are 0.5 everywhere.
+    assert found.thresholds(0) == [0.4, 0.7]
+    curves = [found.reliability[0, "raw_2", at].curve()[:2] for at in (0.4, 0.7)]
+    assert [[float(x[0]) for x in curve] for curve in curves] == [[1.0, 1.0], [0.0, 0.0]]
+    forecast, _, count = found.reliability[0, "ours", 0.4].curve()
+    assert forecast @ count == pytest.approx((1 - norm.cdf(0.4 - mean)).sum())
 
 
 def test_the_index_is_that_of_other_seasons(tmp_path):
@@ -252,3 +261,35 @@ def test_the_place_of_a_case_has_no_neighbours_beyond_the_pole():
     assert _place(index, None, wraps=True) == (2, 6)
     index[2, 7], index[2, 5], index[3, 0] = 0.0, 0.4, 0.0
     assert _place(index, None, wraps=False) == (2, 6)
+
+
+def test_the_first_sentences_tell_bias_and_spread():
+    """Of temperature at two levels and rain: one is biased, one too sure, one fine; of too few blocks none is sure."""
+    rng, dates = np.random.default_rng(0), 24
+    columns = Column(48, "t", 850), Column(48, "t", 500), Column(48, "tp", None)
+    for blocks, few in ((np.arange(dates), False), (np.arange(dates) // 8, True)):
+        state = AggregationState(dates, len(columns))
+        for date in range(dates):
+            error = rng.normal(size=(3, *GRID.shape)) * np.array([1.0, 2.0, 1e-3])[:, None, None]
+            error[0] += 0.5
+            variance = np.ones_like(error) * np.array([1.25, 1.0, 1e-6])[:, None, None]
+            values = {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: variance}
+            values = {Key("ours", statistic): value for statistic, value in values.items()}
+            weights = np.stack([AREA, np.ones(GRID.shape)])
+            state.record(date, slice(0, 3), values, np.ones_like(error, bool), weights)
+        counts = draw_dates(blocks, 200, seed=0)
+        scores = Scores(state, columns, counts, int(blocks.max()) + 1, 0.95, ("ours",), 5, 10, given={"ours": 5})
+        bias, spread, _ = headline(scores, dates)
+        said = "too few blocks of dates to be sure in any of 3 fields"
+        sure = "mean surely biased in 1 of 3 fields; "
+        assert bias.startswith(f"At 48 h: mean biased: {said}; " if few else f"At 48 h: {sure}"), bias
+        size = r"\+0\.(49|5\d?) K \(\+0\.[45]\d* to \+0\.5\d*\), 4\d % of the RMSE\."
+        assert re.search(f"largest for its RMSE in 850 hPa temperature: {size}$", bias), bias
+        words = "spread too small or too large"
+        sure = "spread surely too small or too large in 1 of 3 fields; "
+        assert spread.startswith(f"At 48 h: {words}: {said}; " if few else f"At 48 h: {sure}"), spread
+        size = r"500 hPa temperature: 0\.(49|5\d) \(0\.\d\d to 0\.\d\d\)\."
+        assert re.search(f"standard deviation over RMSE furthest from 1 in {size}$", spread), spread
+    state.total[Key("ours", Statistic.ERROR)][:] = 0
+    fine = replace(scores, counts=draw_dates(np.arange(dates), 200, seed=0), blocks=dates, _cache={}, _known={})
+    assert headline(fine, dates)[0].startswith("At 48 h: mean surely biased in none of 3 fields; ")

@@ -41,7 +41,7 @@ def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch)
     points = []
     for column, (variable, level) in enumerate((("t", 850), ("tcc", None))):
         for entrant in ("f", "raw_10"):
-            table = reliability[column, entrant]
+            table = reliability[column, entrant, None]
             found = entry(content, entrant, variable, level)["brier"]["value"]
             assert found == pytest.approx(table.parts().score, rel=1e-5)
             points.append(int(table.count.sum()))
