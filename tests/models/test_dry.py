@@ -52,7 +52,7 @@ def test_wet_forecasts_keep_scale_and_mean_and_all_between_grows_with_the_mean(f
     assert (mean[means >= 0].diff() > 0).all() and (scale.diff() >= 0).all()
     far = means >= 1
     torch.testing.assert_close(scale[far], torch.ones_like(scale[far]))
-    assert ((mean - means)[far] <= least**2 / means[far] + 1e-12).all() and (mean >= means).all()
+    assert ((mean - means)[far] <= (share * least) ** 2 / means[far] + 1e-12).all() and (mean >= means).all()
 
 
 def test_numbers_stay_within_bounds_and_a_field_that_is_always_dry_stays_so():
