@@ -37,8 +37,8 @@ def store(tmp_path_factory):
 def plan(store, tmp_path, *more):
     given = ["plan", f"data.store={store}", "data.train=[2001]", "model=small", "model.depth=2", "batch_size=2"]
     # A named precision: `auto` makes two dry runs of each partition, one for the memory and one for the messages.
-    given += ["plan.gflops=10", "plan.alpha=1e-5", "plan.beta=1e-9", "model.precision=float32", f"output={tmp_path}"]
-    given += more
+    given += ["plan.gflops=10", "plan.alpha=1e-5", "plan.beta=1e-9", "model.precision=float32", "model.linear=false"]
+    given += [f"output={tmp_path}", *more]
     return cli.main(given)
 
 
@@ -150,7 +150,7 @@ def train_on(session, config):
 def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = DataConfig(store=str(store), train=["2001"], members=[1, 2], validation_members=2)
-    model = ModelConfig(hidden=8, max_hidden=8, depth=2, precision=Precision.float32)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=2, linear=False, precision=Precision.float32)
     config = TrainConfig(
         run="a", output=str(tmp_path), steps=2, batch_size=1, threads=1, data=data, model=model, parallel=AUTO
     )
