@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from parallel.ranks import run_ranks
+from parallel.ranks import run_ranks, until_gone
 
 from ensemble_ml.distributed import watch
 
@@ -39,14 +39,6 @@ def test_a_rank_that_fails_takes_the_others_down(how, cause, limit):
         code, seconds, text = ends[rank]
         assert code != 0 and seconds < limit
         assert f"rank 1 ({os.uname().nodename}) {cause}" in text
-
-
-def until_gone(session, rank):
-    """Return a shell's words that wait until a rank has ended. All ranks call this."""
-    pids = torch.zeros(session.topology.size, dtype=torch.int64)
-    pids[session.topology.rank] = os.getpid()
-    session.mesh.world.all_reduce(pids)
-    return f"while kill -0 {pids[rank]} 2>/dev/null; do sleep 0.1; done"
 
 
 def fails_with_much_to_close(session):
