@@ -17,6 +17,7 @@ from typing import Any
 
 import ensemble_ml.config as schema
 from ensemble_ml.folders import check_writable
+from ensemble_ml.machine import imports_uncollected
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class Task:
 
 def _of(module: str, function: str) -> Callable[[Any], object]:
     """Return a function that imports `module` when a task runs, and calls its function."""
-    return lambda config: getattr(importlib.import_module(module), function)(config)
+    return lambda config: getattr(_imported(module), function)(config)
+
+
+def _imported(module: str) -> Any:
+    """Import a module of a task."""
+    with imports_uncollected():
+        return importlib.import_module(module)
 
 
 def _inspect(config: schema.InspectConfig) -> object:
@@ -75,17 +82,19 @@ def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]
 
 
 def _predict(config: schema.PredictConfig) -> object:
-    from ensemble_ml.api.inputs import open_input
-    from ensemble_ml.inference import predict
-    from ensemble_ml.training.checkpoint import find_checkpoint
+    with imports_uncollected():
+        from ensemble_ml.api.inputs import open_input
+        from ensemble_ml.inference import predict
+        from ensemble_ml.training.checkpoint import find_checkpoint
 
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     return predict(config, open_input(config))
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from ensemble_ml.api.inputs import open_ground, open_verified
-    from ensemble_ml.verification import evaluate
+    with imports_uncollected():
+        from ensemble_ml.api.inputs import open_ground, open_verified
+        from ensemble_ml.verification import evaluate
 
     both = open_verified(config)
     return evaluate(config, both, both.unverified(), open_ground(config, both))
@@ -102,7 +111,7 @@ def _benchmark(config: schema.BenchmarkConfig) -> object:
     schema.require("benchmark", config.benchmark, bool(names), _ELSEWHERE.format(config.benchmark))
     schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")
     check_writable(config.output)
-    return importlib.import_module(f"benchmarks.{config.benchmark}.benchmark").run(config)
+    return _imported(f"benchmarks.{config.benchmark}.benchmark").run(config)
 
 
 TASKS: dict[str, Task] = {

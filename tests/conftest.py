@@ -29,6 +29,8 @@ from quick_fits import fields_read_once, fits_folder, golden_fits, own_fits, sho
 from stores import stores_made_once  # noqa: F401
 from tracing import pytest_runtest_protocol  # noqa: F401
 
+gc.disable()  # while all test files are imported: the collector would take a fifth of the time
+
 settings.register_profile(
     "same", derandomize=True, deadline=None
 )  # machines are shared: a slow example is none that fails
@@ -49,6 +51,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("dist", "no") != "no":
+        gc.enable()  # workers collect the tests, not this process
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):  # workers tell the controller
         config.pluginmanager.register(Durations())
 
@@ -66,6 +70,7 @@ def pytest_collection_finish():
     tests and in their ranks."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

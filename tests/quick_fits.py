@@ -16,8 +16,18 @@ import torch
 from stores import shared_folder
 
 from ensemble_ml.store.source import Fields, Part, Selection
-from ensemble_ml.training import climate_data, climate_fit, fit_cache, linear_fit, linear_sums, point_fit, spread_fit
+from ensemble_ml.training import (
+    climate_data,
+    climate_fit,
+    fit_cache,
+    linear_fit,
+    linear_sums,
+    point_fit,
+    spread_fit,
+    widths,
+)
 from ensemble_ml.training import truth_fit as truth
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
 
 _SHORT_NETWORKS = {(point_fit, "_LEAST_STEPS"): 30, (point_fit, "_PASSES"): 1, (point_fit, "_CHOICES"): 2}
 _FEW_SHRINKS = torch.tensor([0.5, 2, 8, 32])
@@ -31,6 +41,7 @@ _SHORT = _SHORT_NETWORKS | {  # fewer values to choose from, by fewer dates
     (truth, "_FACTORS"): torch.linspace(-1, 1, 9).exp(),
     (truth, "_NEAR"): torch.linspace(-0.25, 0.25, 3).exp(),
     (truth, "_SHARES"): (0.0, 0.5, 1.0),
+    (widths, "_DATES_A_SIZE"): FEWEST_TO_WIDEN,  # or validation would take more forward passes than training
 }
 _WHOLE = {(module, name): getattr(module, name) for module, name in _SHORT}
 _MOST_KEPT = 1000  # files

@@ -21,7 +21,7 @@ from benchmarks.common.results import LOST, Figure, times_as_long
 from benchmarks.common.sections import Bench, run_sections
 from benchmarks.common.turns import take_turns
 from benchmarks.shard.pretraining import pretraining
-from benchmarks.shard.worker import DDP, ONE_UNIT, OURS
+from benchmarks.shard.worker import DDP, ONE_UNIT, OURS, RECOMPUTE
 from benchmarks.spatial.network import network, training_loss
 from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.config import BenchmarkConfig, DataConfig, ParallelConfig, PlanSettings, Precision, TrainConfig
@@ -70,10 +70,10 @@ def _exactness(bench: Bench) -> None:
     """Compare sharded weights with those of one process, in output, gradients and a step."""
     rows: list[dict[str, Any]] = []
     for degrees, shards in _MESHES[:1] if bench.tiny else _MESHES:
-        for recompute in (False, True):
-            found = _job(bench, "exactness", degrees, shards=shards, recompute=recompute)
-            mesh = " x ".join(f"{axis} {count}" for axis, count in degrees.items())
-            rows.append({"ranks": mesh, "shards": shards, "recomputed": recompute} | found)
+        found = _job(bench, "exactness", degrees, shards=shards)
+        mesh = " x ".join(f"{axis} {count}" for axis, count in degrees.items())
+        for recompute, errors in zip(RECOMPUTE, found, strict=True):
+            rows.append({"ranks": mesh, "shards": shards, "recomputed": recompute} | errors)
     bench.tables["Sharded weights against one process, float64: largest errors"] = [
         {k: f"{v:.1e}" if type(v) is float else v for k, v in row.items()} for row in rows
     ]
@@ -88,9 +88,9 @@ def _memory(bench: Bench) -> None:
     """Compare the plan's memory of a step with the measured peak."""
     off = []
     for hidden in bench.config.shard.hidden:
-        for recompute in (False, True):
-            config = _network(bench, hidden)
-            found = _job(bench, "memory", {"data": 2}, **config, recompute=recompute)
+        for recompute, found in zip(
+            RECOMPUTE, _job(bench, "memory", {"data": 2}, **_network(bench, hidden)), strict=True
+        ):
             words = f"hidden {hidden}, {'recomputed, ' if recompute else ''}two shards: peak of a step"
             for kind, value in found.items():
                 bench.figures[f"{words}, {kind}"] = Figure.of([value / 2**20], "MiB")

@@ -31,6 +31,7 @@ from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 
 OURS, KEPT, ONE_UNIT, DDP = "sharded by block", "kept after the forward pass", "sharded as one unit", "DDP"
+RECOMPUTE = (False, True)  # networks that are compared in one job
 _RATE = 1e-2
 
 
@@ -57,19 +58,25 @@ def _most(session: Session, values: Sequence[float]) -> list[float]:
     return worst.tolist()
 
 
-def exactness(session: Session, job: dict[str, Any]) -> dict[str, float]:
+def exactness(session: Session, job: dict[str, Any]) -> list[dict[str, float]]:
     """Compare sharded weights with one process in float64: predictions, gradients and a step of each optimizer.
 
     Args:
         session: the ranks.
-        job: `shards` and `recompute`.
+        job: `shards`.
 
     Returns:
-        Largest errors over ranks: of predictions and gradients relative to the largest value, of weights in steps.
+        Largest errors over ranks, for each of `RECOMPUTE`: of predictions and gradients relative to the largest value,
+        of weights in steps.
     """
+    return [_errors(session, job["shards"], recompute=recompute) for recompute in RECOMPUTE]
+
+
+def _errors(session: Session, shards: int, *, recompute: bool) -> dict[str, float]:
+    """Return the largest errors of one network."""
     found: dict[str, float] = {}
     for kind in OptimName:
-        errors = _compared(session, job["shards"], kind, recompute=job["recompute"])
+        errors = _compared(session, shards, kind, recompute=recompute)
         names = "forward", "weight gradient", f"step of {kind.value}"
         for name, error in zip(names, _most(session, errors), strict=True):
             found[name] = max(error, found.get(name, 0.0))
@@ -123,17 +130,23 @@ def _error(found: Tensor, expected: Tensor | None) -> float:
     return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())
 
 
-def memory(session: Session, job: dict[str, Any]) -> dict[str, float]:
+def memory(session: Session, job: dict[str, Any]) -> list[dict[str, float]]:
     """Compare the peak memory of a step of sharded weights with what the plan says.
 
     Args:
         session: the ranks, all of the data axis.
-        job: `shape`, `config` and `recompute`.
+        job: `shape` and `config`.
 
     Returns:
-        `planned` and `measured` bytes beyond weights, optimizer and batch; the latter of the rank with most.
+        For each of `RECOMPUTE`, `planned` and `measured` bytes beyond weights, optimizer and batch; the latter of the
+        rank with most.
     """
-    spec = benchmark_spec(*job["shape"], **job["config"], recompute=job["recompute"])
+    specs = [benchmark_spec(*job["shape"], **job["config"], recompute=recompute) for recompute in RECOMPUTE]
+    return [_peaks(session, spec) for spec in specs]
+
+
+def _peaks(session: Session, spec: ModelSpec) -> dict[str, float]:
+    """Return planned and measured bytes of one network."""
     shards = session.topology.data
     torch.manual_seed(0)
     mine = Rehearsal(_run(1), spec, session.mesh, 1, Speed())

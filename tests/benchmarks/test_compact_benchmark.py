@@ -34,6 +34,7 @@ def test_a_tiny_run(tmp_path):
     assert found["figures"]["predict as a whole, compacted"]["min"] > 0
 
 
+@pytest.mark.slow("traced")
 def test_speed_at_a_tiny_size(tmp_path):
     figures = results(tmp_path, ["speed"])["figures"]
     ms = {name.rpartition(", ")[2]: figure["min"] for name, figure in figures.items() if "float32" in name}

@@ -37,6 +37,14 @@ def run_ranks(function, size, *args, seconds=100, statuses=False, **parallel):
         return [pickle.loads((Path(folder) / f"{rank}.out").read_bytes()) for rank in range(size)]
 
 
+def until_gone(session, *ranks):
+    """Return a shell's words that wait until some ranks have ended. All ranks call this."""
+    pids = torch.zeros(session.topology.size, dtype=torch.int64)
+    pids[session.topology.rank] = os.getpid()
+    session.mesh.world.all_reduce(pids)
+    return "; ".join(f"while kill -0 {pids[rank]} 2>/dev/null; do sleep 0.1; done" for rank in ranks)
+
+
 def _fork(function, rank, size, port, folder, args, parallel) -> int:
     child = os.fork()
     if child:

@@ -41,7 +41,9 @@ def test_a_sample_too_large_for_one_rank_trains_on_two(tmp_path):
     store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(129, 192), variables=("t", "z"), surface=()).path
 
     def run(name, ranks, limit=0):
-        config = config_of(store, tmp_path / name, steps=2, batch_size=1, precision=Precision.float32, average=0.0)
+        # All runs share an output folder, and with it the fits of the first.
+        settings = {"steps": 2, "batch_size": 1, "precision": Precision.float32, "average": 0.0}
+        config = config_of(store, tmp_path / "runs", run=name, **settings)
         config.data.validation, config.model.hidden, config.model.max_hidden = [], 16, 16
         # What is fitted before the first step takes no part in it, and most of the time.
         config.model.linear, config.model.points = False, 0
@@ -61,4 +63,4 @@ def test_a_sample_too_large_for_one_rank_trains_on_two(tmp_path):
     assert status and "rank 0 has not enough memory" in told and "parallel.lat=2 (a sample over 2 ranks)" in told
     ends = run("two", 2, limit)
     assert all(status == 0 for status, _, _ in ends), ends
-    assert load_checkpoint(tmp_path / "two" / "a" / "checkpoints" / "last").meta["step"] == 2
+    assert load_checkpoint(tmp_path / "runs" / "two" / "checkpoints" / "last").meta["step"] == 2

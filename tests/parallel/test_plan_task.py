@@ -36,12 +36,14 @@ def store(tmp_path_factory):
 
 def plan(store, tmp_path, *more):
     given = ["plan", f"data.store={store}", "data.train=[2001]", "model=small", "model.depth=2", "batch_size=2"]
-    given += ["plan.gflops=10", "plan.alpha=1e-5", "plan.beta=1e-9", f"output={tmp_path}", *more]
+    # A named precision: `auto` makes two dry runs of each partition, one for the memory and one for the messages.
+    given += ["plan.gflops=10", "plan.alpha=1e-5", "plan.beta=1e-9", "model.precision=float32", "model.linear=false"]
+    given += [f"output={tmp_path}", *more]
     return cli.main(given)
 
 
 def test_plan_prints_and_writes(store, tmp_path, capsys):
-    assert plan(store, tmp_path, "plan.ranks=4", "plan.why=true", "parallel.lat=1") == 0
+    assert plan(store, tmp_path, "plan.ranks=4", "plan.why=true", "parallel.lat=1", "model.precision=auto") == 0
     text = capsys.readouterr().out
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     best = found["best"]
@@ -72,7 +74,7 @@ def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp
 
 @pytest.mark.slow
 def test_simulated_scaling(store, tmp_path):
-    assert plan(store, tmp_path, "plan.ranks=1", "plan.simulate=true", "plan.devices=4") == 0
+    assert plan(store, tmp_path, "plan.ranks=1", "plan.simulate=true", "plan.devices=4", "parallel.lat=1") == 0
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     one = next(p for p in found["scaling"] if p["devices"] == 1)
     assert one["halo"] == one["exposed"] == 0
@@ -99,7 +101,9 @@ def test_scaling_without_links_is_refused(store, tmp_path, capsys):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["plan.ranks=1", "plan.memory_gb=0.0132", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
+            ["plan.ranks=1", "plan.memory_gb=0.0132", "batch_size=8", "parallel.lat=1"],
+            "ranks would do (data=",
+            marks=pytest.mark.slow,
         ),
         (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
         (["plan.gflops=0", "plan.bandwidth=100"], "plan.bandwidth=100.0: give plan.gflops too"),
@@ -146,7 +150,7 @@ def train_on(session, config):
 def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = DataConfig(store=str(store), train=["2001"], members=[1, 2], validation_members=2)
-    model = ModelConfig(hidden=8, max_hidden=8, depth=2, precision=Precision.float32)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=2, linear=False, precision=Precision.float32)
     config = TrainConfig(
         run="a", output=str(tmp_path), steps=2, batch_size=1, threads=1, data=data, model=model, parallel=AUTO
     )

@@ -4,11 +4,12 @@ import copy
 import hashlib
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 import torch
-from parallel.ranks import run_ranks
+from parallel.ranks import run_ranks, until_gone
 from parallel.simulated import on_ranks
 from torch import nn
 
@@ -155,11 +156,14 @@ def dies(session, how):
     """Rank 2 is killed or stopped in its sixth gradient; the bound is beyond the end, so only the end is a meeting."""
     config = OptimConfig(exchange=ExchangeName.vote, quorum="2", bound=40)
     exchange = make_exchange(config, session.topology, reduction=Reduction.mean)
+    others_leave = until_gone(session, 0, 1)
 
     def pause(rank, step):
         session.step = step
         time.sleep(0.02)
         if rank == 2 and step >= 5:
+            # A stopped rank never ends by itself.
+            subprocess.Popen(["sh", "-c", f"{others_leave}; kill -KILL {os.getpid()}"])
             os.kill(os.getpid(), how)
 
     steps_of(exchange, session.topology.rank, 40, pause)

@@ -27,7 +27,7 @@ def ranks(store, output, steps, restarts=0):
         port = probe.getsockname()[1]
     settings = [
         "run=a", f"output={output}", f"data.store={store}", "data.train=[2001]", "data.members=[2]", f"steps={steps}",
-        "model.hidden=4", "model.points=16",
+        "model.hidden=4", "model.linear=false",
         "model.max_hidden=4", "model.depth=1", "model.precision=float32", "parallel.lat=2",
         "tracking.tensorboard=false", "tracking.log_every=1", "resume=auto", "threads=1", "checkpoint_every=100000",
     ]  # fmt: skip
