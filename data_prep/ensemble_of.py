@@ -54,8 +54,8 @@ def of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: di
     """Return `table`, (N,) RECORD, without values over time of a variable that also has instantaneous values.
 
     NetCDF gives both the same name: the Met Office has files of the temperature at each hour, and of its maximum in the
-    hour before. They are different quantities. If any lead has both, the instantaneous values are kept, but of gusts the
-    largest. Records that are left out are counted in `skipped`.
+    hour before. They are different quantities. If any lead has both, the instantaneous values are kept, but of gusts
+    the largest. Records that are left out are counted in `skipped`.
     """
     named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # in GRIB the parameters differ
     if not named.any():

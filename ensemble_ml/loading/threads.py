@@ -20,8 +20,8 @@ def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
     Where the system allows it, the threads belong to the scheduler's batch class, so a thread that wakes up does not
     take the core from another thread. When the user requests a batch, the buffer of the last one is freed, which wakes
     a thread. In the normal class that thread, and those that it woke in turn, repeatedly kept the user's thread from
-    its core for 4 ms. On Linux 6.18, with two ranks of four threads on two cores, this took 2 to 3 % of a step of 40 ms,
-    although the batch was ready. With the batch class it took 0.5 %. The threads' share of the cores is the same in
+    its core for 4 ms. On Linux 6.18, with two ranks of four threads on two cores, this took 2 to 3 % of a step of 40
+    ms, although the batch was ready. With the batch class it took 0.5 %. The threads' share of the cores is the same in
     both classes.
     """
 
