@@ -9,7 +9,7 @@ from typing import Any
 
 import eccodes
 import numpy as np
-from gribfiles import message, write
+from gribfiles import finished, message, write
 from public_weather import days, globe, weather
 
 _GEFS = {  # keys of ecCodes, and what the index beside a file calls it
@@ -98,7 +98,6 @@ def _noaa(
     product: dict[str, int] | None, member: int | None, over: tuple[int, int] | None,
 ) -> bytes:  # fmt: skip
     """Encode one message of NOAA's: complex packing with spatial differencing; `product` is None of an analysis."""
-    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
     derived = product is not None and member is None
     template = 0 if product is None else (12 if derived else 11) if over else (2 if derived else 1)
     keys: dict[str, Any] = {"centre": "kwbc", "tablesVersion": 2, "productDefinitionTemplateNumber": template}
@@ -117,6 +116,13 @@ def _noaa(
         keys["numberOfForecastsInEnsemble"] = 30
         if not derived:
             keys["perturbationNumber"] = member
+    keys |= {"typeOfStatisticalProcessing": 1} if over else {}
+    return _encoded(keys, values, grid, "grid_complex_spatial_differencing")
+
+
+def _encoded(keys: dict[str, Any], values: np.ndarray, grid: Any, packing: str) -> bytes:
+    """Encode one message of 16 bits a value."""
+    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
     lat, lon = grid
     keys |= {"Ni": len(lon), "Nj": len(lat), "jScansPositively": 0}
     keys |= {"latitudeOfFirstGridPointInDegrees": lat[0], "latitudeOfLastGridPointInDegrees": lat[-1]}
@@ -124,14 +130,10 @@ def _noaa(
     keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
     for key, value in keys.items():
         eccodes.codes_set(handle, key, value)
-    if over:
-        eccodes.codes_set(handle, "typeOfStatisticalProcessing", 1)
     eccodes.codes_set(handle, "bitsPerValue", 16)
     eccodes.codes_set_values(handle, values.astype(float).ravel())
-    eccodes.codes_set(handle, "packingType", "grid_complex_spatial_differencing")
-    result = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return result
+    eccodes.codes_set(handle, "packingType", packing)
+    return finished(handle)
 
 
 def gefs_reforecast(folder: Path, *, finest: float = 15) -> Path:
@@ -201,7 +203,6 @@ _OPEN = {
 def _open_data(
     key: tuple[str, int], start: np.datetime64, lead: int, grid: Any, stream: str, kind: str, member: int | None
 ) -> bytes:
-    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
     template = (11 if key[0] == "tp" else 1) if member is not None else 8 if key[0] == "tp" else 0
     keys: dict[str, Any] = {"centre": "ecmf", "tablesVersion": 28, "setLocalDefinition": 1, "localDefinitionNumber": 1}
     keys |= {"productDefinitionTemplateNumber": template, "class": "od", "expver": "0001", "stream": stream}
@@ -209,22 +210,10 @@ def _open_data(
     keys |= _OPEN[key] | {"stepRange": f"0-{lead}" if key[0] == "tp" else str(lead)}
     if member is not None:
         keys |= {"numberOfForecastsInEnsemble": 51, "perturbationNumber": member}
-    lat, lon = grid
-    keys |= {"Ni": len(lon), "Nj": len(lat), "jScansPositively": 0}
-    keys |= {"latitudeOfFirstGridPointInDegrees": lat[0], "latitudeOfLastGridPointInDegrees": lat[-1]}
-    keys |= {"longitudeOfFirstGridPointInDegrees": lon[0], "longitudeOfLastGridPointInDegrees": lon[-1]}
-    keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
-    for name, value in keys.items():
-        eccodes.codes_set(handle, name, value)
     until = range(3, lead + 1, 3) if key[0] == "tp" else (lead,)  # rain is the sum of what fell every three hours
     values = sum(weather(*key, start + np.timedelta64(hour, "h"), grid, member or 0, hour) for hour in until)
     values = values * {"z": 1 / 9.80665, "tp": 1000 * 3 / 24}.get(key[0], 1.0)
-    eccodes.codes_set(handle, "bitsPerValue", 16)
-    eccodes.codes_set_values(handle, values.astype(float).ravel())
-    eccodes.codes_set(handle, "packingType", "grid_ccsds")
-    result = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return result
+    return _encoded(keys, values, grid, "grid_ccsds")
 
 
 def ens10(folder: Path, *, degrees: float = 30) -> Path:

@@ -6,6 +6,7 @@ import public_grib
 import public_weather
 import pytest
 import xarray as xr
+from gribfiles import archive_of
 
 from data_prep import open_archive, prepare
 from data_prep.geometry import GridChange
@@ -123,8 +124,7 @@ class TestDynamical:
         data = xr.open_zarr(paths["ifs"]).isel(lead_time=[0, 2]).load()
         for array in data.variables.values():
             array.encoding = {}
-        data.to_netcdf(tmp_path / "a.nc")
-        assert open_archive(tmp_path / "a.nc").lead_bounds["tp"] == [None, [141, 144]]
+        assert archive_of(data, tmp_path).lead_bounds["tp"] == [None, [141, 144]]
         del data.attrs["forecast_resolution"]
         (tmp_path / "b").mkdir()
         data.to_netcdf(tmp_path / "b" / "a.nc")
