@@ -31,7 +31,7 @@ from ensemble_ml.config import ClipBy, VoteScale
 from ensemble_ml.distributed.buckets import Bucket
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
-from ensemble_ml.distributed.momentum import MomentumPlan, average
+from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
 from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
 from ensemble_ml.errors import UserError
@@ -162,10 +162,6 @@ class Vote(BucketExchange):
     def momenta(self) -> list[Tensor]:
         """Return this rank's momentum of each parameter."""
         return [self._lion.momentum(p) for p in self.params]
-
-    def average_momenta(self) -> None:
-        """Replace the momenta by their mean over the ranks."""
-        average(self.momenta, self.group)
 
     def local_state(self) -> dict[str, Tensor]:
         """Return the momenta of this rank."""

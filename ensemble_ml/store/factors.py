@@ -63,13 +63,13 @@ def write_factors(
                 for date, entry in held:
                     if spec.name in entry.factors:
                         values[date - first] = entry.factors[spec.name][key]
-                array[first:stop] = spec.drop_fields(values)
+                array[first:stop] = values.reshape(len(values), *spec.factors_on_disk)
         yield from held
 
 
 def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr.Array:
     """Create the array of one factor."""
-    shape = spec.drop_shape()
+    shape = spec.factors_on_disk
     dtype = bool if key == "present" else np.float64
     return group.create_array(
         f"{spec.name}_{key}",
