@@ -73,7 +73,7 @@ def shown(value: float | str | None) -> str:
 
 
 def command(name: str, content: dict) -> str:
-    """Return the command that made a file of results, with paths cut to their last part, without output and workspace."""
+    """Return the command that made a file of results, with paths cut to their last part, and no output or workspace."""
     if content.get("command"):
         words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
         shown = (re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
@@ -124,7 +124,7 @@ def front(found: dict[str, dict]) -> list[str]:
 
 
 def summary(found: dict[str, dict]) -> list[str]:
-    """Return the tables of skill, of the number of claims that hold and of those that fail, and what others do better."""
+    """Return the tables of skill, of the number of claims that hold, of those that fail, and what others do better."""
     lines = []
     for name in ("quickstart", "skill"):
         claims, figures = found[name]["claims"], found[name]["figures"]

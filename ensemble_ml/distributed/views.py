@@ -91,7 +91,7 @@ def _probe(x: Tensor, axes: Axes) -> Tensor:
 
 
 def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
-    """Return where a view of the probe has the split axes, with all their points if `whole`; refuse one without them."""
+    """Return where a view of the probe has the split axes, with all points if `whole`; refuse one without them."""
     places = []
     for axis in axes:
         size, stride = probe.shape[axis], probe.stride(axis)

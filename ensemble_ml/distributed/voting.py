@@ -231,7 +231,7 @@ class Vote(BucketExchange):
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
-        """Scale gradients of a share of the batch to the size of the whole batch's gradient; without a share they become zero."""
+        """Scale gradients of a share of the batch to the size of the whole batch's; without a share, to zero."""
         if self.reduction is Reduction.sum and self.inner.size == 1:
             whole = self._whole(self.share or 0.0)
             for p in params:
@@ -239,7 +239,7 @@ class Vote(BucketExchange):
                     p.grad *= whole
 
     def _whole(self, share: float) -> float:
-        """Return the factor that scales a sum over `share` of the batch to the size of a sum over all of it; 0 for no share."""
+        """Return the factor from a sum over `share` of the batch to the size of one over all of it; 0 for no share."""
         if self.share is None:
             return float(self.group.size)
         return 1 / share if share else 0.0
@@ -317,7 +317,7 @@ class Vote(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
-        # A ballot stands for all inner ranks, which have `inner.size` consecutive numbers (see `choice.consecutive_groups`).
+        # A ballot stands for all inner ranks, which have consecutive numbers (see `choice.consecutive_groups`).
         rows = torch.nonzero(sick).flatten().tolist()
         culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)

@@ -209,7 +209,7 @@ class Tracker:
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Log whose layers' momenta were averaged after a step, the bytes sent, and the variances by which they were chosen.
+        """Log whose layers' momenta were averaged after a step, the bytes sent, and the variances that chose them.
 
         Args:
             step: the step.
