@@ -234,7 +234,7 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> Tensor | None:
-        """Return sqrt(ours / raw) of every field, (T, F), in [1/3, 3]: one if too few dates have it; None without any."""
+        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; one if too few dates have it, None without any."""
         found = self._over_ranks()
         if found is None:
             return None
