@@ -232,7 +232,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
     Args:
         model: the model, changed in place.
         checkpoint: the checkpoint.
-        climate: load the buffers, too, which hold what was fitted before the first step.
+        climate: load the buffers that fits give, too (`fitted_buffers`).
 
     Raises:
         UserError: names or shapes differ.
@@ -254,7 +254,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
 
 
 def fitted_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a model that fits give, by name: not those that training changes, which norms have.
+    """Yield the buffers of a model that fits give, by name. Those of batch norms, which training changes, are left out.
 
     Yields:
         Name and buffer.
@@ -290,7 +290,7 @@ def step_of(link: Path) -> float | None:
     try:
         name = os.readlink(link).removeprefix(STEP)
         return int(name.removesuffix(BEFORE)) - 0.5 * name.endswith(BEFORE) if (link / META).is_file() else None
-    except (OSError, ValueError):  # no link, or that of a copy without links
+    except (OSError, ValueError):  # no link, or a folder in its place, as in a copy without links
         return None
 
 
@@ -304,7 +304,7 @@ def mend_links(folder: Path) -> None:
         folder: the folder of checkpoints.
 
     Raises:
-        UserError: such a folder differs from the checkpoint of the same step beside it.
+        UserError: such a folder is damaged, or differs from the checkpoint of the same step beside it.
     """
     for link in ("last", "best"):
         copy, aside = folder / link, folder / f"{PARTIAL}copy-{link}"
@@ -446,7 +446,7 @@ def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a file, copied, after a check of its hash."""
+    """Return the tensors of a file, copied; refuse a file that is absent or damaged."""
     if not file.is_file():
         raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
     if hash_file(file) != meta["files"].get(file.name):
