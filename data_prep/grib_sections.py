@@ -26,9 +26,10 @@ Content = bytes | FileBytes
 class Header:
     """The part of a header that differs between messages of one kind, and the `key` by which the kind is recognised.
 
-    `key` holds the header bytes that are the same in all messages of the kind. `init` is the init time. A packed
-    integer X decodes to (`reference` + X * 2^`binary_scale`) * 10^-D, where D is part of the key. `level` (hPa),
-    `member` and `steps` (first and last hour) are None if they are left to ecCodes; the key then contains their bytes.
+    `key` holds the header bytes that are the same in all messages of the kind. `init` is the init time. In
+    simple packing, an integer X decodes to (`reference` + X * 2^`binary_scale`) * 10^-D, where D is part of the key.
+    `level` (hPa), `member` and `steps` (first and last hour) are None if they are left to ecCodes; the key then
+    contains their bytes.
     """
 
     key: bytes
@@ -124,7 +125,7 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
         length: length of the message; None for all bytes that follow.
 
     Raises:
-        UserError: sections do not fit into the message, it states no valid date, or its bitmap is in another message.
+        UserError: sections do not fit into the message, or it has no valid date, or a bitmap that is not in it.
     """
     end = start + (len(content) - start if length is None else length)
     try:
@@ -264,7 +265,7 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
         sections: position and length of the field's sections.
 
     Raises:
-        UserError: the grid and its number of points do not agree, or the bitmap is in another message.
+        UserError: the grid and its number of points do not agree, or the bitmap is one that the centre predefines.
         ValueError: section 1 has no valid date.
     """
     parts = [content[start + 6 : start + 8]]
@@ -295,7 +296,7 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
         elif number == 6 and section[5] == 0:
             bitmap, bits = position + 6 - start, (0, (length - 6) * 8)
         elif number == 6 and section[5] != 255:
-            raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
+            raise UserError(f"bitmap {section[5]} is one that its centre predefines; write the bits into the message")
         parts.append(section)
     data, size = sections[7]
     return Header(

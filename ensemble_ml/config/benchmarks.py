@@ -62,7 +62,7 @@ class MlperfConfig:
     validate_every: int = opt(5, "steps between validations; a target is noticed at the first validation after it is reached")
     train: list[str] = opt(list, "further settings of the training, as KEY=VALUE")
     storage_mb_s: float = opt(20.0, "section loading: MB/s of the slow storage")
-    hosts: int = opt(4, "section exchange: hosts")
+    hosts: int = opt(4, "section exchange: number of hosts")
     rate: str | None = opt("100mbit", "section exchange: rate of the links as tc writes it; null uses the loopback")
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class SkillConfig:
     families: Any = opt(None, "distributions of our model that differ from those of the registry, such as {q: censored_normal} where humidity is cut off at zero; its rivals keep those of the registry")
     seeds: int = opt(3, "trainings of each network in its best setting")
     trials: int = opt(4, "settings tried for each network, learning rates first, compared on the validation dates")
-    patience: int = opt(10, "number of validations without a better score after which a training ends; they are 50 steps apart, or less in short trainings")
+    patience: int = opt(10, "number of validations without a better score after which a training ends; they are 50 steps apart, or fewer in short trainings")
     steps: int = opt(20000, "optimizer steps of a training, at most")
     members: int = opt(5, "size of the reduced ensemble that claims are made for")
     sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "sizes of the reduced ensembles from which forecasts are made, with the first seed")
