@@ -1,4 +1,4 @@
-"""Units of variables that state none: those that the convention of their names implies, if their values agree.
+"""Decide whether a variable that states no units has those of the registry, by its name and its values.
 
 WeatherBench 2 leaves out the units of the variables that it derived, and earth2studio those of all variables. Both, and
 ECMWF's short names, imply the units of the registry. Other programs write the same names with degrees Celsius,
@@ -23,8 +23,8 @@ _NAMES = {
     "convective_precipitation", "total_cloud_cover", "total_column_water", "total_column_water_vapour",
     "sea_surface_temperature", "skin_temperature", "relative_humidity",
 }  # fmt: skip
-# Weather stays within these ranges in the registry's units, but leaves them somewhere in other units. They are narrower
-# than the limits in `data_prep.limits`, which mark missing values.
+# In the registry's units all weather lies within these ranges. In other units some values of a field lie outside.
+# `data_prep.limits` has ranges for another purpose, to recognise missing values; most of them are wider.
 _RANGES = {
     "K": (150.0, 350.0),
     "Pa": (4e4, 1.15e5),
@@ -47,12 +47,13 @@ def has_convention(spelling: Spelling) -> bool:
 def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> bool:
     """Return whether values agree with `field` in the registry's units.
 
+    Values without a finite one do not agree, nor do those of a variable whose units have no range here.
+
     Args:
         field: the variable.
-        values: (Z, Y, X) of one init time, member and lead.
+        values: (Z, Y, X) of one init time, member and lead; NaN is left out.
         levels: (Z,) hPa.
-        grid: the grid of the values. A dry region has small sums in millimetres as well as in metres, but somewhere on
-            the globe it always rains more than a millimetre. So only sums on grids all around the globe can agree.
+        grid: the grid of the values.
     """
     valid = values[np.isfinite(values)]
     if not valid.size:
@@ -63,17 +64,21 @@ def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> b
         return False
     low, high = _HUMID if field.standard_name == "relative_humidity" else _RANGES[field.units]
     within = bool(low <= valid.min() and valid.max() <= high)
+    # A dry region has small sums in millimetres as well as in metres, but somewhere around the globe it always rains
+    # more than a millimetre. So only sums on grids that go all around in longitude can agree.
     if field.accumulated:
         return within and grid.wraps and valid.max() > 0
     return within
 
 
 def _is_geopotential(values: np.ndarray, levels: np.ndarray) -> bool:
-    """Return whether the mean of the highest level is near its geopotential in the standard atmosphere.
+    """Return whether the mean over the highest level is near the level's geopotential in the standard atmosphere.
 
-    Its height in metres would be a tenth of that.
+    It may differ by 30 % and 500 m2 s-2. Geopotential heights in metres would be a tenth of the geopotential.
     """
     top = int(np.argmin(levels))
-    height = 44330.8 * (1 - (float(levels[top]) / 1013.25) ** 0.190263)  # m, up to 226 hPa, and near enough above
+    # The formula holds below 11 km (226 hPa). Above, it gives too little: a tenth of the difference that is allowed at
+    # 100 hPa, nearly all of it at 4 hPa, and more at 3 hPa and higher up, where the standard atmosphere does not agree.
+    height = 44330.8 * (1 - (float(levels[top]) / 1013.25) ** 0.190263)  # m
     expected = GRAVITY * height
     return bool(abs(float(np.nanmean(values[top])) - expected) < 0.3 * expected + 500)

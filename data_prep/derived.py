@@ -13,21 +13,24 @@ from data_prep.records import FIELD_INDEX, KEYS
 from ensemble_ml.fields import FIELDS, field
 
 DERIVED = tuple(one.name for one in FIELDS if one.components)
-NONE = -1
+NONE = -1  # in place of the row of a second component, where the record is not derived
 
 
 def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add a record for every field of `names` whose two components are present.
+    """Add a record for every field of the variables `names` whose two components are present.
 
     A variable that the archive has itself stays as it is: it is more exact than one computed from packed components.
 
     Args:
-        records: (N,) table of fields, sorted by its keys.
+        records: (N,) RECORD or IDENTITY, sorted by `data_prep.records.KEYS`.
         names: variables that are wanted; those without components are ignored.
 
     Returns:
-        The records (N + K,). The row of `records` to which each belongs (for a derived field, that of its first
-        component). The row of the second component, or NONE if the record is not derived.
+        Three arrays (N + K,), in which the K derived fields come last: the records; the row of `records` to which each
+        belongs (for a derived field, that of its first component); and the row of its second component, or NONE.
+
+    Raises:
+        UserError: the registry has no variable of one of the names.
     """
     tables, rows = [records], [np.arange(len(records))]
     partners = [np.full(len(records), NONE)]

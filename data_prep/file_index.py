@@ -3,8 +3,8 @@
 GRIB files have a table of their messages. The headers of NetCDF files and Zarr stores state what they hold, but not
 which fields are all NaN; if such fields are searched for, the result for each field is kept.
 
-An entry belongs to one path, size and modification time, and is made anew if any of them differs. Its file is a line of
-JSON that states what it belongs to, followed by the rows as they lie in memory.
+An entry belongs to one path, size and modification time, and to one version of the index. It is made anew if any of
+these differs. Its file is a line of JSON, which states them and a checksum, followed by the rows as they lie in memory.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdige
 class Table:
     """The messages of a GRIB file, as the index keeps them (see `data_prep.records.Reader`).
 
-    These are rows of RECORD, the grids on which they are scanned, counts of messages that are not read, the variables
-    that are a mean or extreme over time, and the producers of the fields.
+    Attributes:
+        records: (N,) RECORD.
+        scans: the grids and point orders that the column `place` of the records numbers.
+        skipped: number of messages that are not read, by their description.
+        methods: mean, maximum or minimum over time, by the name of a variable that is one.
+        origins: the producers that the column `origin` of the records numbers.
     """
 
     records: np.ndarray
@@ -58,19 +62,26 @@ class Table:
 
 
 class FileIndex:
-    """A folder of tables. If it cannot be written, nothing is kept, and a line in the log says so.
+    """A folder with the entries of the index. If it cannot be written, nothing is kept, and a line in the log says so.
 
     Args:
-        folder: where the tables lie; None keeps none.
-        look: whether to search NetCDF and Zarr for fields that are all NaN, which reads all wanted fields.
+        folder: where the entries lie; None keeps none.
+        look: whether users of the index have to search for fields that are all NaN. The search reads at least
+            one row of every wanted field of NetCDF and Zarr, and the doubtful messages of GRIB (see
+            `data_prep.records.Reader.empty`).
     """
 
     def __init__(self, folder: str | os.PathLike | None, *, look: bool = False):
         self.folder, self.look = None if folder is None else Path(folder), look
-        self._told = False
+        self._warned = False
 
     def place(self, path: str, kind: str = "index") -> Path | None:
-        """Return the file of the index that belongs to a file of an archive, or None if nothing is kept."""
+        """Return the file of the index that belongs to a file of an archive, or None if nothing is kept.
+
+        Args:
+            path: the file of the archive.
+            kind: `index` for its table, `looks` for which of its fields are all NaN.
+        """
         if self.folder is None:
             return None
         absolute = _absolute(path)
@@ -79,7 +90,7 @@ class FileIndex:
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
 
     def load(self, path: str, stamp: Stamp) -> Table | None:
-        """Return the table of `path`, or None if there is none that belongs to the file as it is now.
+        """Return the table of `path`. Return None if it is absent, damaged, or of another state of the file.
 
         Args:
             path: the file of the archive.
@@ -111,9 +122,14 @@ class FileIndex:
 
     @contextlib.contextmanager
     def alone(self, path: str) -> Iterator[None]:
-        """Lock the table of `path` for the duration of a `with` block, so that one of many builders scans the file.
+        """Wait for other processes that scan `path`, and hold them off for the duration of a `with` block.
 
-        If there are no locks, or nothing can be kept, each builder scans it.
+        The block begins when this process has the lock, or when another process has saved the table. The caller
+        therefore has to load the table again before it scans. Without locks, and without a folder that can be written,
+        the block begins at once, and each process scans the file.
+
+        Args:
+            path: the file of the archive.
         """
         place = self.place(path)
         with contextlib.ExitStack() as stack:
@@ -122,14 +138,20 @@ class FileIndex:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     lock = place.with_name(f".{place.name}.lock")
                     if not stack.enter_context(claimed_once(lock)):
-                        log.info("%s: another process scans it, and its table is waited for", path)
+                        log.info("%s: waiting for another process that scans this file", path)
                         while not (self.holds(path) or stack.enter_context(claimed_once(lock))):
                             stack.close()
                             time.sleep(_LOOK)
             yield
 
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
-        """Keep a table. It is written under another name and renamed, so that no reader sees half of it."""
+        """Keep a table. It is written under another name and renamed, so that no reader sees half of it.
+
+        Args:
+            path: the file of the archive.
+            stamp: its stamp before it was scanned.
+            table: the table.
+        """
         head = {
             "count": len(table.records),
             "scans": [astuple(scan) for scan in table.scans],
@@ -140,7 +162,7 @@ class FileIndex:
         self._save(self.place(path), path, stamp, head, table.records.tobytes())
 
     def load_looks(self, path: str, stamp: Stamp, fields: str, count: int) -> np.ndarray:
-        """Return whether each field has a value, (count,) uint8: UNKNOWN, FILLED or EMPTY.
+        """Return the state of each field, (count,) uint8: UNKNOWN, FILLED or EMPTY. Without an entry all are UNKNOWN.
 
         Args:
             path: the file of the archive.
@@ -157,13 +179,23 @@ class FileIndex:
         return np.full(count, UNKNOWN, np.uint8) if found is None else found
 
     def save_looks(self, path: str, stamp: Stamp, fields: str, found: np.ndarray) -> None:
-        """Keep the states of fields for `load_looks`."""
+        """Keep the states of fields for `load_looks`.
+
+        Args:
+            path: the file of the archive.
+            stamp: its stamp before it was read.
+            fields: digest of the list of fields.
+            found: (count,) uint8 states.
+        """
         self._save(self.place(path, "looks"), path, stamp, {"fields": fields}, found.tobytes())
 
     def _load(
         self, place: Path | None, path: str, stamp: Stamp, made: Callable[[dict[str, Any], bytes], Found]
     ) -> Found | None:
-        """Return what `made` makes of an entry's head and rows; None if it does not belong to `path` as it is now."""
+        """Load an entry and pass its head and rows to `made`. Return the result of `made`.
+
+        The result is None if the entry is absent, damaged, or of another state of `path`.
+        """
         if place is None:
             return None
         try:
@@ -192,8 +224,8 @@ class FileIndex:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_whole(place, json.dumps(whole).encode() + b"\n" + rows)
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.warning("index %s: cannot be kept (%s); files are scanned each time", self.folder, error.strerror)
 
 
@@ -213,5 +245,5 @@ def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:
 
 
 def user_index() -> FileIndex:
-    """Return the index for archives that are read in place, which lies in the user's cache if there is one."""
+    """Return the index for archives that are read in place: in the user's cache, or one that keeps nothing."""
     return FileIndex(user_cache("index"))

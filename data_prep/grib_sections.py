@@ -24,8 +24,10 @@ Content = bytes | FileBytes
 
 @dataclass(frozen=True)
 class Header:
-    """The part of a header that differs between messages of one kind. `key` holds all other header bytes.
+    """The part of a header that differs between messages of one kind, and the `key` by which the kind is recognised.
 
+    `key` holds the header bytes that are the same in all messages of the kind. `init` is the init time. In
+    simple packing, an integer X decodes to (`reference` + X * 2^`binary_scale`) * 10^-D, where D is part of the key.
     `level` (hPa), `member` and `steps` (first and last hour) are None if they are left to ecCodes; the key then
     contains their bytes.
     """
@@ -36,10 +38,10 @@ class Header:
     binary_scale: int
     data: int  # offset of the packed values in the message
     bitmap: int = 0  # offset of the bitmap's bits in the message; 0 if it has none
-    bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points for which the bitmap section can be meant
-    count: int | None = None  # number of packed values, if the header states it
+    bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points of a grid that a bitmap of this size fits
+    count: int | None = None  # number of packed values: stated (edition 2), or computed from their bits (edition 1)
     room: int = 0  # bytes of packed values
-    spare: int = 0  # bits by which the values may fall short of `count`: edition 1 fills up to whole octets
+    spare: int = 0  # bits that may follow the last value: edition 1 may fill up to an even number of octets
     level: int | None = None
     member: int | None = None
     steps: tuple[int, int] | None = None
@@ -55,11 +57,11 @@ def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
     Raises:
         UserError: there is no message, or one is truncated or damaged.
     """
-    position, found = 0, 0
+    position, number = 0, 0
     while (start := _find(content, position)) >= 0:
         length = _length(content, start)
-        found += 1
-        where = f"{path}: message {found} at byte {start}"
+        number += 1
+        where = f"{path}: message {number} at byte {start}"
         if length is None or length < 20 or start + length > len(content):
             states = f"needs {length} bytes" if length and length >= 20 else "states no length"
             raise UserError(f"{where} {states}, {len(content) - start} are left: the file is truncated, fetch it again")
@@ -67,7 +69,7 @@ def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
             raise UserError(f"{where} does not end in 7777; the file is damaged, fetch it again")
         yield start, length
         position = start + length
-    if not found:
+    if not number:
         raise UserError(f"{path}: holds no GRIB message; give a GRIB, NetCDF or Zarr archive")
 
 
@@ -94,7 +96,9 @@ def _length(content: Content, start: int) -> int | None:
 def _large_length(content: Content, start: int, length: int) -> int | None:
     """Return the length of an edition 1 message that may be larger than 8 MiB.
 
-    By ECMWF's convention the length then counts units of 120 bytes, less the number that section 4 states.
+    By ECMWF's convention the length counts units of 120 bytes if section 4 states a length below 120. The length of
+    the message is then 120 times that count, less the stated length of section 4, plus 4. Otherwise the length counts
+    bytes. The result is None if the message is cut off.
     """
     position = start + 8
     flags = _octet(content, position + 7)
@@ -121,14 +125,14 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
         length: length of the message; None for all bytes that follow.
 
     Raises:
-        UserError: sections do not fit into the message.
+        UserError: sections do not fit into the message, or it has no valid date, or a bitmap that is not in it.
     """
     end = start + (len(content) - start if length is None else length)
     try:
         if _octet(content, start + 7) == 1:
             return [_header1(content, start, end)]
         return [_header2(content, start, sections) for sections in _fields2(content, start, end)]
-    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section ends before its keys
+    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section ends too early, or a date is none
         raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
 
@@ -139,6 +143,9 @@ def _header1(content: Content, start: int, end: int) -> Header:
         content: the bytes of the file.
         start: offset of the message.
         end: offset of its end.
+
+    Raises:
+        UserError: sections do not fit into the message, or it has no year.
     """
     product = start + 8
     grid = product + _integer(content, product, 3)
@@ -150,8 +157,8 @@ def _header1(content: Content, start: int, end: int) -> Header:
         raise UserError("damaged sections (they are longer than the message)")
     if bitmap > grid:
         _check_lists(content[grid:bitmap])
-    if first[12] > 100:  # 255: of no year, a climate
-        raise UserError(f"year {first[12]} of its century: is none; give forecasts, which start on a date")
+    if first[12] > 100:  # 255 means that no year is stated: the message is a climate
+        raise UserError(f"year {first[12]} of its century: does not exist; give forecasts, which start on a date")
     init = _time((first[24] - 1) * 100 + first[12], *first[13:17])
     level = int.from_bytes(first[10:12], "big") if first[9] == 100 else None
     steps = _steps1(first)
@@ -201,8 +208,8 @@ def _check_lists(grid: bytes) -> None:
 def _steps1(first: bytes) -> tuple[int, int] | None:
     """Return the first and last hour of a section 1; None if they are left to ecCodes.
 
-    That is the case for units other than hours, for step 0, and for time range indicators (code table 5) other than 0,
-    2 to 5 and 10.
+    They are left to ecCodes for units other than hours, for step 0, for ranges that begin at 0 or do not ascend, and
+    for time range indicators (code table 5) other than 0, 2 to 5 and 10.
     """
     unit, one, two, kind = first[17:21]
     if unit != 1:
@@ -220,7 +227,8 @@ def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
     """Yield the sections 1 to 7 of each field of an edition 2 message.
 
     Raises:
-        UserError: the sections are out of order, or do not fill the message.
+        UserError: the sections are out of order or do not fill the message, or a field reuses a bitmap that no field
+            before it has.
     """
     position, sections, bitmap = start + 16, Sections(), None
     found, last = False, 0
@@ -255,6 +263,10 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
         content: the bytes of the file.
         start: offset of the message.
         sections: position and length of the field's sections.
+
+    Raises:
+        UserError: the grid and its number of points do not agree, or the bitmap is one that the centre predefines.
+        ValueError: section 1 has no valid date.
     """
     parts = [content[start + 6 : start + 8]]
     reference, scale, bitmap = 0.0, 0, 0
@@ -284,7 +296,7 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
         elif number == 6 and section[5] == 0:
             bitmap, bits = position + 6 - start, (0, (length - 6) * 8)
         elif number == 6 and section[5] != 255:
-            raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
+            raise UserError(f"bitmap {section[5]} is one that its centre predefines; write the bits into the message")
         parts.append(section)
     data, size = sections[7]
     return Header(
@@ -301,8 +313,8 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
         init: the init time, from section 1.
 
     Returns:
-        The section with the bytes that were understood blanked, for the key. The level in hPa, the member, and the
-        first and last hour, each None if it is left to ecCodes.
+        The section for the key, with constants in place of the bytes that were understood. The level in hPa, the
+        member, and the first and last hour, each None if it is left to ecCodes.
     """
     template = _integer(section, 7, 2)
     if template not in _TAILS or len(section) < 34:
@@ -312,7 +324,8 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
     value = _integer(section, 24, 4)
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
-    # Member 0 and 255, the missing number, are left to ecCodes. The mark differs from both, so they have other keys.
+    # Members 0 and 255 (the missing number) are left to ecCodes. The constant 254 differs from both, so that such
+    # messages have other keys than those whose member is understood.
     if template in MEMBER_TEMPLATES and section[35] not in (0, 255):
         member, out[35] = section[35], 254
     first, tail = _integer(section, 18, 4), _TAILS[template]
@@ -329,16 +342,20 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
 
 
 MEMBER_TEMPLATES = (1, 11, 60, 61)  # product definition templates that have a perturbation number
-# Product definition templates that are understood here, with the offset in section 4 of the end of their interval.
+# Product definition templates that are understood here. For those of an interval (8, 11, 61), with the offset in
+# section 4 at which the end of the interval is stated; templates 0, 1 and 60 are of a moment and do not use theirs.
 _TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
 _BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)
-_SPARE = 15
+_SPARE = 15  # most bits by which edition 1 fills up section 4 to an even number of octets
 _MISSING = 0xFFFFFFFF  # stands for the row length of a reduced grid, which differs from row to row
 _SOME_VALUES = 256  # bytes of values that ecCodes is given: some packings of edition 1 continue their header there
 
 
 def without_values(content: Content, start: int, length: int, head: Header) -> tuple[bytes, int]:
     """Return the field of `head` as a message whose values are cut off, for questions about its keys.
+
+    A message of edition 1 stays whole if its values are few, or if they are packed as spherical harmonics or by second
+    order packing.
 
     Args:
         content: where the message lies.
@@ -348,6 +365,9 @@ def without_values(content: Content, start: int, length: int, head: Header) -> t
 
     Returns:
         The message, and the number of bytes by which its values begin earlier than in the original message.
+
+    Raises:
+        UserError: no field of the message has its values where `head` says.
     """
     if _octet(content, start + 7) == 2:
         message = single_field(content, start, length, head.data, _SOME_VALUES)
@@ -396,18 +416,18 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
 
 
 def _check_room(room: int, most: int) -> None:
-    """Refuse a section of values that is larger than the message."""
+    """Refuse a section of values that is larger than the message, or smaller than its own header."""
     if not 0 <= room <= most:
         raise UserError(f"damaged sections ({room} bytes of values; the message has space for {most})")
 
 
 def _octet(content: Content, place: int) -> int:
-    """Return the octet at a position."""
+    """Return the octet at a position; an IndexError is raised beyond the end."""
     return content[place : place + 1][0]
 
 
 def _integer(content: Content, start: int, size: int) -> int:
-    """Return a big-endian unsigned integer of `size` octets."""
+    """Return a big-endian unsigned integer of `size` octets; octets beyond the end of the content are left out."""
     return int.from_bytes(content[start : start + size], "big")
 
 
@@ -435,5 +455,5 @@ def _octets_of(time: np.datetime64) -> bytes:
 
 @lru_cache(1024)
 def _time(year: int, month: int, day: int, hour: int, minute: int) -> np.datetime64:
-    """Return a time in seconds; numbers that are no date raise a ValueError."""
-    return np.datetime64(datetime(year, month, day, hour, minute), "s")  # datetime refuses invalid dates
+    """Return a time as datetime64[s]; a ValueError is raised if the numbers are not a valid date."""
+    return np.datetime64(datetime(year, month, day, hour, minute), "s")

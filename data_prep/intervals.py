@@ -1,9 +1,8 @@
-"""Sums and maxima over ranges of steps: the interval of each field of a forecast, and the fields from which it is made.
+"""Find the interval of each sum, mean or maximum over a range of steps, and the fields from which its values are made.
 
-A sum that runs from the start of the forecast is brought to the forecast's own interval, from one of the archive's lead
-times to the next. At 24 and 48 h it becomes the sums over 0-24 and 24-48 h. The same is done for a sum that begins anew
-every few hours: from 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a sum from the start is
-absent.
+Sums that run from the start of the forecast become sums from one of the archive's lead times to the next: those up to
+24 and 48 h become the sums over 0-24 and 24-48 h. The same is done for sums that begin anew every few hours: from 0-3,
+0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. Sums from the start are left out at lead 0.
 """
 
 from __future__ import annotations
@@ -19,16 +18,20 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GUST
 
 NO_INTERVAL = (
-    "sums at lead 0 alone that state no interval, and from the start of the forecast they would be zero; "
+    "sums at lead 0 alone that state no interval; counted from the start of the forecast they would be zero; "
     "give their intervals (time bounds in NetCDF, or intervals={tp: HOURS}; a step range in GRIB)"
 )
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The hours `start` to `end` after the init time that a field covers.
+    """The interval that a field covers, in hours after the init time.
 
-    For a sum that runs from the hour `origin` on, the sum up to the lead `previous` is to be subtracted.
+    Attributes:
+        start: first hour.
+        end: last hour, which is the lead of the field.
+        origin: hour from which the archive's field runs.
+        previous: lead of the sum that runs from the same origin and is subtracted; None if nothing is subtracted.
     """
 
     start: int
@@ -38,7 +41,10 @@ class Interval:
 
 
 def not_at_lead_zero(records: np.ndarray) -> np.ndarray:
-    """Return which records are not sums at the start of the forecast, (N,) bool. Such sums are zero by definition."""
+    """Return which records to keep, (N,) bool: all but sums from the start of the forecast at lead 0.
+
+    Those are zero by definition. A sum over hours before the init time has a negative `lead_start`, and is kept.
+    """
     return ~(IS_ACCUMULATED[records["field"]] & (records["lead"] == 0) & (records["lead_start"] >= 0))
 
 
@@ -56,11 +62,12 @@ def from_start(records: np.ndarray) -> np.ndarray:
 
 
 def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarray:
-    """Return which records are sums that end at none of the hours given for their variable, (N,) bool.
+    """Return which records are sums that end at none of the hours of `cuts`, (N,) bool.
 
     Args:
         records: (N,) table of fields.
-        cuts: for a variable, the hours at which its sums are cut.
+        cuts: for a variable, the hours after the init time at which the intervals of its sums have to end. Variables
+            without an entry are not looked at.
     """
     out = np.zeros(len(records), bool)
     for name, hours in cuts.items():
@@ -70,7 +77,7 @@ def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarra
 
 
 def starts(records: np.ndarray) -> np.ndarray:
-    """Return the hour at which the range of each record begins, (N,).
+    """Return the hour after the init time at which the range of each record begins, (N,) int32.
 
     A sum whose file states no range begins at the start of the forecast.
     """
@@ -85,11 +92,15 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
     Members decide on the intervals; the control decides only for fields that no member has. A control with finer steps
     would otherwise define intervals that no member can fill.
 
+    Args:
+        records: (N,) table of fields, whose sums have a `lead_start` (see `from_start`).
+
     Returns:
         Position in FIELDS -> lead in hours -> Interval.
 
     Raises:
-        UserError: one lead has ranges of several lengths, or some leads have instantaneous values.
+        UserError: a variable has ranges of several lengths at one lead, or intervals at some leads and instantaneous
+            values at others.
     """
     members = records["kind"] == MEMBER
     records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]
@@ -177,7 +188,7 @@ def lead_bounds(
 
 
 def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[str, str]:
-    """Describe variables over intervals for which `leads` skips some intervals between one lead and the next.
+    """Describe variables over intervals for which `leads` skips intervals of the archive, before or between its leads.
 
     Sums are not put together over the skipped intervals, so the values at `leads` do not add up to the whole.
 
@@ -200,11 +211,15 @@ def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[s
 
 
 class Tiles:
-    """The intervals that a truth archive states for one field, which are laid end to end to fill others.
+    """The intervals of a truth archive for one variable and level, which are laid end to end to cover longer ones.
 
     Args:
-        records: (N,) fields that differ only in time.
-        rows: (N,) their positions in the catalogue.
+        records: (N,) records that differ only in time. Instantaneous ones among them are never taken.
+        rows: (N,) their positions in the table of the catalogue.
+
+    Attributes:
+        name: short name of the variable.
+        stated: whether any record covers an interval.
     """
 
     def __init__(self, records: np.ndarray, rows: np.ndarray):
@@ -218,10 +233,14 @@ class Tiles:
         self.stated = bool((records["lead_start"] < records["lead"]).any())
 
     def cover(self, start: np.datetime64, end: np.datetime64) -> tuple[int, ...]:
-        """Return the rows whose intervals fill start to end without gap or overlap; empty if there are none.
+        """Return the rows whose intervals fill start to end without gap or overlap, in order of time.
 
         From the end backwards, the longest interval that fits is taken; of equal intervals, the one of the shortest
-        lead.
+        lead. The result is empty if this leaves a gap, even where shorter intervals would leave none.
+
+        Args:
+            start: beginning of the interval to cover.
+            end: its end.
         """
         rows: list[int] = []
         while end > start:

@@ -1,8 +1,9 @@
 """Run one model year: the nature run and the forecast cycles side by side.
 
-Parts of the archive are written date by date, so a kill costs one date. After each cycle its part is renamed into
-place, and then the state of the year. Each cycle has its own random generator (seed, year, number), so a resumed year
-writes the same bytes as one that was never stopped.
+Parts of the archive are written date by date. After each cycle its part and then the state of the year are renamed into
+place, so a kill costs the cycle that is under way. A kill in the spin-up, or on the way to the next window, costs the
+nature run since the last cycle. Each cycle has its own random generator (seed, year, number), so a resumed year writes
+the same bytes as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class State:
 
     Attributes:
         index: number of the cycle.
-        day: day of the model calendar.
-        nature: the state of the nature run (1KML).
-        rain: its rain of the last 24 h.
-        dev: deviations, from which the next perturbations are bred.
+        day: days since 1970-01-01.
+        nature: the state of the nature run, 1KML (see `data_prep.simulate.model`).
+        rain: (1, Y, X) its rain of the last 24 h on its own grid, m.
+        dev: NKML deviations of N trajectories from their mean, from which the next perturbations are bred.
     """
 
     index: int
@@ -70,7 +71,10 @@ class Weather:
         """Interpolate fields of the model's own grid to the archive's grid.
 
         Args:
-            field_yx: fields on the Gaussian grid.
+            field_yx: (..., Y, X) fields on the Gaussian grid.
+
+        Returns:
+            The fields, (..., rows, columns).
         """
         return bilinear(field_yx, (self.facts.latitude, self.facts.longitude), self.grid)
 
@@ -79,17 +83,18 @@ class Weather:
 
         Args:
             x_nkml: the states of N trajectories.
-            rain_nyx: their rain on the model's own grid.
+            rain_nyx: (N, Y, X) their rain on the model's own grid, m.
 
         Returns:
-            Fields on pressure levels (N, level, Y, X) and at the surface (N, Y, X), by name.
+            Fields on pressure levels (N, level, Y, X) and at the surface (N, Y, X), by name. Their units are those of
+            `to_pressure` and `surface_fields`; `tp` is in m.
         """
         sigma = sigma_fields(x_nkml, self._synthesis, self.facts)
         surface = surface_fields(sigma, self._land, self.facts)
         return to_pressure(sigma, self.levels, self.facts), surface | {"tp": self.from_gaussian(rain_nyx)}
 
     def static(self) -> dict[str, np.ndarray]:
-        """Return the model's orography (m) and the land fraction."""
+        """Return the model's orography (`orog`, m) and land fraction (`lsm`) on the archive's grid, (Y, X) each."""
         return {"orog": self._synthesis.scalar(self.facts.orography_ml), "lsm": self._land}
 
 
@@ -110,7 +115,8 @@ class Chain:
         self.config, self.year, self.nature, self.forecast = config, year, nature, forecast
         self.output = Path(config.output)
         self.encoder = Encoder(*nature.grid)
-        # The last batch is filled with additional trajectories, which are used for breeding.
+        # At least one trajectory more than members is run, and as many more as fill the last batch. The forecasts of
+        # the additional ones are not written, but their deviations count for breeding.
         self.trajectories = -(-(config.members + 1) // BATCH) * BATCH
         self._state_file = self.output / ".parts" / str(year.year) / "state.npz"
 
@@ -119,6 +125,9 @@ class Chain:
 
         Args:
             progress: receives a text, and whether another init time is complete.
+
+        Raises:
+            FloatingPointError: a model blew up.
         """
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = self._load()
@@ -132,14 +141,15 @@ class Chain:
             progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", cycle.written)
 
     def _reach(self, cycle: Cycle, index: int, state: State | None, progress: Callable[[str, bool], None]) -> State:
-        """Bring the nature run to the first day of a window.
+        """Advance the nature run to the first day of a window, and return the state there.
 
-        The last days of the nature run differ as real weather does. Their differences are the first deviations.
+        The first deviations are those of the nature run's last days from their mean: these days differ from each other
+        as real weather does.
         """
         day = state.day if state else self.year.first_day
         x = state.nature if state else self.nature.model.rest(1000 * self.config.seed + self.year.year)[None]
         lagged: deque = deque(maxlen=self.trajectories)
-        rain = np.zeros(0)  # of the last day; it is always set, because a window is at least a day away
+        rain = np.zeros(0)  # of the last day; the loop below always sets it, because a window is at least a day away
         while day < cycle.day:
             x, rain = self.nature.model.advance(x, day)
             lagged.append(x[0])
@@ -184,9 +194,9 @@ class Chain:
         save(self.year.part(self.output, cycle), arrays)
 
     def _truth(self, cycle: Cycle, truths: list) -> dict[str, np.ndarray]:
-        """Encode the truth of each valid time.
+        """Encode the truth of each valid time, and add the fields of the last one for the check of realism.
 
-        The last one is repeated as the first of the next cycle, and `assemble` keeps only one.
+        The last valid time is also the first of the next cycle of the window; `assemble` takes one of the two.
         """
         arrays: dict[str, np.ndarray] = {}
         for k, (x, rain) in enumerate(truths):
@@ -204,7 +214,7 @@ class Chain:
         }
 
     def _load(self) -> State | None:
-        """Return the saved state of the year, or None if it has not begun."""
+        """Return the saved state of the year, or None if no cycle is complete."""
         if not self._state_file.exists():
             return None
         with np.load(self._state_file) as arrays:

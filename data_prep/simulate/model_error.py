@@ -1,4 +1,6 @@
-"""The error of the forecast model, in one place. It was tuned on the realism gate alone and frozen before any training.
+"""The error of the forecast model, in one place.
+
+It was tuned on the realism gate (`data_prep.simulate.realism`) alone, and was frozen before any training.
 
 The values were found on one window of 12 init times (January and February of a model year that no archive contains), at
 48 h and T31:
@@ -8,9 +10,10 @@ The values were found on one window of 12 init times (January and February of a 
       cdl 2.7e-3, epslw 0.06, trshc 7
     the values below                                     0.35 K  0.90, 0.85     5.1, 6.2      0.36, 0.45
 
-The figures are for z500 and t850; bias^2 is without sampling noise. The first model is too good: its ensemble is
-over-dispersive. At T21 the truncation dominates: bias^2 is 13 % with any of the values, and perturbations of 0.35 K are
-far too small.
+The norm is that of the analysis error (`data_prep.simulate.breeding`). The other columns give z500, then t850: `bias^2`
+is the share of the mean squared error that is squared bias, without sampling noise, and the correlation is that of
+spread and absolute error. The first model is too good: its ensemble is over-dispersive. At T21 the truncation
+dominates: bias^2 is 13 % with any of the values, and perturbations of 0.35 K are far too small.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ MODEL_ERROR: dict[str, dict[str, float]] = {
     },
     "mod_radcon": {"epslw": 0.08},  # share of the longwave spectrum that only the boundary layer sees (0.05)
     "vertical_diffusion": {
-        "trshc": 9.0,  # hours of shallow convection (6)
-        "trvdi": 36.0,  # hours of moisture diffusion (24)
+        "trshc": 9.0,  # relaxation time of shallow convection, hours (6)
+        "trvdi": 36.0,  # relaxation time of moisture diffusion, hours (24)
     },
 }
 """Changed values of SPEEDY's parameters, by group; everything else is as in the nature run."""

@@ -22,7 +22,7 @@ class BankBenchmark:
     store: str | None = opt(None, "quality: tensor store with init times in 2001 and 2002; null leaves the section out")
     seeds: int = opt(3, "quality: trainings of each competitor")
     steps: int = opt(160, "quality: steps of each training")
-    ranks: int = opt(4, "links: hosts that vote, joined by links of 100 Mbit")
+    ranks: int = opt(4, "links: number of hosts that vote, joined by links of 100 Mbit/s")
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seeds", "steps", group="bank.")
@@ -33,16 +33,16 @@ class BankBenchmark:
 class CompressionConfig:
     """Compressed Lion against its peers, over emulated links (`benchmark=lion`)."""
 
-    ranks: int = opt(4, "hosts")
+    ranks: int = opt(4, "number of hosts, with one rank on each")
     rates: list[str] = opt(lambda: ["100mbit", "1gbit"], "rates of the links, as tc writes them; [] uses the loopback, whose times say nothing of networks")
-    elements: int = opt(1 << 24, "parameters where communication is timed alone")
+    elements: int = opt(1 << 24, "number of parameters in the section that times communication alone")
     store: str | None = opt(None, "tensor store of the quality section, with init times in 2001 and 2002; null leaves the section out")
-    quality_rate: str | None = opt(None, "rate of the links of the quality section, between processes; null trains over ranks that are threads of one process, whose wall times are predicted")
+    quality_rate: str | None = opt(None, "rate of the links between the processes of the quality section; null trains ranks that are threads of one process, and predicts their wall time")
     quality_ranks: int = opt(4, "ranks of the quality section")
     quality_steps: int = opt(150, "steps of each training")
-    variants: list[str] | None = opt(lambda: ["allreduce", "vote", "lion_cub"], "exchanges of the quality section, which compares them with allreduce (it must be among them); null takes all that it knows")
-    seeds: int = opt(3, "trainings of allreduce, vote and lion_cub; the other exchanges are trained once")
-    minutes: float = opt(60.0, "budget of the quality section; trainings that it does not reach are reported")
+    variants: list[str] | None = opt(lambda: ["allreduce", "vote", "lion_cub"], "exchanges of the quality section, which are compared with allreduce; allreduce must be among them; null takes all exchanges of the section")
+    seeds: int = opt(3, "trainings of allreduce, and of vote and lion_cub under either assignment of samples; the other exchanges are trained once")
+    minutes: float = opt(60.0, "time budget of the quality section; trainings that do not begin within it are left out and reported")
 
     def __post_init__(self) -> None:
         at_least(self, 2, "ranks", "quality_ranks", group="lion.")
@@ -56,13 +56,13 @@ class MlperfConfig:
     """Time to a target score, by the rules of MLPerf HPC (`benchmark=mlperf`)."""
 
     store: str | None = opt(None, "tensor store, with init times in 2001 and 2002; it is copied, and stays as it is")
-    until: float = opt(0.75, "target: validation crps_ratio; one that the start misses and every seed reaches")
+    until: float = opt(0.75, "target, a validation crps_ratio; choose one that the untrained model misses and that every seed reaches")
     seeds: int = opt(5, "runs, each in a process of its own")
-    steps: int = opt(200, "steps of a run that does not reach the target")
-    validate_every: int = opt(5, "steps between validations: one more is how late a target may be noticed")
+    steps: int = opt(200, "number of steps after which a run ends that has not reached the target")
+    validate_every: int = opt(5, "steps between validations; a target is noticed at the first validation after it is reached")
     train: list[str] = opt(list, "further settings of the training, as KEY=VALUE")
     storage_mb_s: float = opt(20.0, "section loading: MB/s of the slow storage")
-    hosts: int = opt(4, "section exchange: hosts")
+    hosts: int = opt(4, "section exchange: number of hosts")
     rate: str | None = opt("100mbit", "section exchange: rate of the links as tc writes it; null uses the loopback")
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class RaceConfig:
 
     caches: list[float] = opt(lambda: [0.1, 0.25, 0.5, 1.0, 2.0], "capacity for cached bytes over all ranks, as shares of the raw dataset")
     workers: list[int] = opt(lambda: [0, 1, 2, 4], "workers that each competitor is tried with; its fastest number is raced")
-    rivals: list[str] = opt(lambda: ["dataloader", "streaming", "insitubatch"], "competitors to race: dataloader, streaming, insitubatch; those that do not install are reported")
+    rivals: list[str] = opt(lambda: ["dataloader", "streaming", "insitubatch"], "competitors to race: dataloader, streaming, insitubatch; those that cannot be installed are reported")
     ranks: int = opt(2, "ranks of the race")
     epochs: int | None = opt(None, "epochs of the race; null takes 10 (3 at size=tiny)")
     rate: str = opt("1gbit", "rate of the links of the hosts section, as tc writes it")
@@ -92,29 +92,29 @@ class RaceConfig:
             require("race.rivals", name, name in known, f"allowed are {', '.join(known)}")
         require("race.ranks", self.ranks, self.ranks in (1, 2, 4, 8), "must be 1, 2, 4 or 8, which share batches of 8 evenly")
         require("race.epochs", self.epochs, self.epochs is None or self.epochs >= 1, "must be 1 or more")
-        require("race.budget_mb", self.budget_mb, self.budget_mb >= 64, "must be 64 or more, else the interpreter's own noise counts")
+        require("race.budget_mb", self.budget_mb, self.budget_mb >= 64, "must be 64 or more: with less, the fluctuations of the interpreter's own memory would decide")
 
 
 @dataclass
 class SkillConfig:
-    """Our model and its rivals, trained and scored alike; nothing that is done already is done again (`benchmark=skill`)."""
+    """Our model and its rivals, trained and scored alike (`benchmark=skill`). Trainings and forecasts that exist are used again."""
 
     store: str | None = opt(None, "tensor store with truth; null takes runs/full-data/store.zarr (made with simulate=full), or the quickstart's runs/quickstart-data/store.zarr")
-    orography: str | None = opt(None, "file with the orography of the ensemble's model, to which the truth's corrects raw surface pressure and 2 m temperature; null takes the one that simulate left beside the store, if any")
+    orography: str | None = opt(None, "file with the orography of the ensemble's model; raw surface pressure and 2 m temperature are corrected for its difference from the truth's; null takes the file that simulate left beside the store, if there is one")
     truth_orography: str | None = opt(None, "file with the truth's orography; null takes that of the store")
-    train: list[str] | None = opt(None, "init times to train on; null takes all years but the last few")
-    validation: list[str] | None = opt(None, "init times that choose; null takes the year before the test years")
-    test: list[str] | None = opt(None, "init times to score; null takes the last quarter of the years, one at least")
-    models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
-    families: Any = opt(None, "distributions of ours that differ from the registry's, which the others keep; {q: censored_normal} where humidity is cut off at zero")
+    train: list[str] | None = opt(None, "init times to train on; null takes all years before that of validation")
+    validation: list[str] | None = opt(None, "init times of validation, by which settings are chosen and trainings end; null takes the year before the test years")
+    test: list[str] | None = opt(None, "init times to score; null takes the last quarter of the years, rounded up")
+    models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "models that take part; unet3d is ours and must be among them")
+    families: Any = opt(None, "distributions of our model that differ from those of the registry, such as {q: censored_normal} where humidity is cut off at zero; its rivals keep those of the registry")
     seeds: int = opt(3, "trainings of each network in its best setting")
     trials: int = opt(4, "settings tried for each network, learning rates first, compared on the validation dates")
-    patience: int = opt(10, "validations, 50 steps apart, without a better score after which a training ends")
+    patience: int = opt(10, "number of validations without a better score after which a training ends; they are 50 steps apart, or fewer in short trainings")
     steps: int = opt(20000, "optimizer steps of a training, at most")
     members: int = opt(5, "size of the reduced ensemble that claims are made for")
-    sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "ensemble sizes that are forecast from, with the first seed")
+    sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "sizes of the reduced ensembles from which forecasts are made, with the first seed")
     bootstrap: int = opt(1000, "draws of the bootstrap")
-    block_days: int = opt(10, "length of the blocks of init times that it draws")
+    block_days: int = opt(10, "length in days of the blocks of init times that the bootstrap draws")
     threads: int = opt(0, "CPU threads; 0 takes all cores")
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class SpatialConfig:
     hosts: list[int] = opt(lambda: [2, 4], "numbers of hosts joined by links")
     shape: list[int] = opt(lambda: [8, 128, 256], "levels, rows and columns of the U-Net that is timed")
     precisions: list[str] = opt(lambda: ["float32", "bfloat16"], "arithmetic of the convolutions that are timed")
-    physicsnemo: str | None = opt(None, "folder with PhysicsNeMo and what it wants, as `pip install --target` leaves it; null leaves it out")
+    physicsnemo: str | None = opt(None, "folder with PhysicsNeMo and its dependencies, as `pip install --target` leaves it; null leaves PhysicsNeMo out")
 
     def __post_init__(self) -> None:
         require("spatial.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
@@ -152,11 +152,11 @@ class SpatialConfig:
 class StragglersConfig:
     """Votes that a quorum ends, against exchanges that wait (`benchmark=stragglers`)."""
 
-    ranks: int = opt(4, "hosts")
+    ranks: int = opt(4, "number of hosts, with one rank on each")
     rate: str | None = opt("none", "rate of the links as tc writes it; none is unshaped, null uses the loopback")
     steps: int = opt(30, "steps of a run; a multiple of bound")
-    step: float = opt(0.05, "seconds of a gradient, asleep")
-    late: float = opt(0.5, "seconds by which the late rank of a step is late")
+    step: float = opt(0.05, "seconds that a gradient takes; ranks sleep for that time")
+    late: float = opt(0.5, "further seconds that the one late rank of each step takes")
     bound: int = opt(10, "votes, or steps of local SGD, after which all ranks meet")
     group: int = opt(2, "hosts that average in each step of WAGMA-SGD; ranks is a power of it")
     elements: int = opt(1_000_000, "parameters")
@@ -177,7 +177,7 @@ class StragglersConfig:
 
 
 class BenchmarkSize(Enum):
-    """How much a benchmark works on: what its claims are made at, a part of it, or seconds."""
+    """The amount of data of a benchmark: that of its claims, a part of it, or as little as takes seconds."""
 
     full = "full"
     small = "small"

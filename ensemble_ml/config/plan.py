@@ -10,16 +10,16 @@ from ensemble_ml.config.training import TrainConfig
 
 @dataclass
 class PlanSettings:
-    """What is planned for, and what is measured."""
+    """The ranks, memory and links to plan for, and which of their speeds are given or measured."""
 
-    ranks: int = opt(0, "ranks to share the work out over; 0 takes those that were started, or one a core or GPU of this machine")
-    ranks_per_node: int = opt(0, "ranks of a node; 0 takes what the launcher reports, or all of them")
+    ranks: int = opt(0, "number of ranks to plan for; 0 takes those that were started, or for a single one as many as this machine has GPUs, or else cores")
+    ranks_per_node: int = opt(0, "ranks on each node; 0 takes the launcher's number, or puts all ranks on one node if a single one was started")
     memory_gb: float = opt(0.0, "memory of a rank, 1e9 bytes; 0 takes its share of this machine's")
-    alpha: float | None = opt(None, "seconds that a message takes; null measures it between the ranks that were started, or between processes of this machine")
+    alpha: float | None = opt(None, "latency of a message, seconds; null measures it between the ranks that were started, or between processes of this machine")
     beta: float | None = opt(None, "seconds that a byte takes: 8e-9 is 1 Gbit/s; null measures it")
     gflops: float = opt(0.0, "arithmetic of a rank, 1e9 operations a second; 0 measures a step at each shard's shape")
     bandwidth: float = opt(0.0, "memory bandwidth of a rank, 1e9 bytes a second, taken with gflops; 0 counts arithmetic alone")
-    seconds: float = opt(60.0, "for all measurements; shapes that they do not reach are reckoned from those that they do")
+    seconds: float = opt(60.0, "time limit of all measurements; shapes that are not measured by then are estimated from those that are")
     cache: str | None = opt(None, "folder of measured times; null takes the user's cache ($XDG_CACHE_HOME or ~/.cache)")
     why: bool = opt(False, "also print the partitions that do not fit, and why")
     simulate: bool = opt(False, "also predict strong and weak scaling, and plot it")
@@ -50,11 +50,11 @@ class PlanConfig(TrainConfig):
 class PlannerBenchmark:
     """The planner's predictions against measured steps, over emulated links."""
 
-    ranks: int = opt(4, "hosts")
-    rates: list[str] = opt(lambda: ["none", "1gbit", "100mbit"], "rates of the links, as tc writes them, none: unshaped; [] uses the loopback")
-    hidden: list[int] | None = opt(None, "channels of the models; null takes those of the size")
-    batches: list[int] | None = opt(None, "batch sizes; null takes those of the size")
-    seconds: float = opt(40.0, "for measuring the local part of a step, each model and batch size")
+    ranks: int = opt(4, "number of hosts, with one rank on each")
+    rates: list[str] = opt(lambda: ["none", "1gbit", "100mbit"], "rates of the links, as tc writes them, or none for links without a limit; [] uses the loopback")
+    hidden: list[int] | None = opt(None, "channels of the models to time; null takes those of the benchmark's size")
+    batches: list[int] | None = opt(None, "batch sizes to time; null takes those of the benchmark's size")
+    seconds: float = opt(40.0, "time for measuring the local part of a step, for each model and batch size")
 
     def __post_init__(self) -> None:
         at_least(self, 2, "ranks", group="planner.")

@@ -5,8 +5,8 @@ is complete and receives the outcome of every vote in order. Receiving is a thre
 sleeps or is stopped does not delay a vote that can close without it.
 
 A star was chosen over collectives because a collective needs every rank's thread in every vote. The price is that the
-link of the first rank carries the ballots of all: P n / 8 bytes each way in a vote of one bit (P ranks, n parameters),
-against n / 4 for each rank of a vote by all_to_all.
+link of the first rank carries the ballots of all others: (P - 1) n / 8 bytes each way in a vote of one bit (P ranks, n
+parameters), against about n / 4 for each rank of a vote by all_to_all.
 
 Messages are 64-bit words. A ballot is
 
@@ -16,7 +16,11 @@ and an outcome is
 
     number of the vote | for each rank, whether its ballot was in | heads (P, h) | winning words
 
-The head of a rank whose ballot was not in is zero.
+The head of a rank whose ballot was not in is zero. If a vote does not get its ballots in time, the outcome is
+
+    -1 | for each rank, whether its ballot is missing | number of the vote
+
+and the hub ends.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ _WORD = 16  # bytes of the secret with which a connection begins, so that no str
 # ranks of equal speed, which differ by a few milliseconds, are all in it. Otherwise, if three of four ballots close a
 # vote, one rank would miss every vote.
 _GRACE = 0.05
-_LEAVE = 5.0  # seconds that the hub waits for slow receivers when it ends
-_FAILED = -1  # in place of the number of a vote: it has failed, and the flags mark the ranks whose ballots are missing
+_LEAVE = 5.0  # seconds that the hub waits for slow receivers when it ends, and for the secret of a new connection
+_FAILED = -1  # stands in place of the number of a vote in the outcome of a vote that has failed
 
 
 class Link(Protocol):
@@ -87,10 +91,10 @@ class Hub:
         size: number of ranks.
         bits: bits of an element in a ballot.
         first: number of the first vote.
-        needed: returns how many ballots close a vote, by its number.
+        needed: takes the number of a vote and returns how many ballots close it.
         seconds: time that a vote may wait for the ballots that it needs.
-        script: the ranks that have to be in a vote, by its number. In a vote without an entry, the ranks whose ballots
-            come first are in it. None has no entries.
+        script: for the number of a vote, the ranks that are in it, whichever ballots come first. Votes without an entry
+            are closed by the first `needed` ballots. None stands for no entries.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class Hub:
         self._thread.join()
 
     def _run(self) -> None:
-        """Close one vote after the other."""
+        """Close one vote after the other, until the hub is closed or a vote has failed."""
         while (voters := self._chosen()) is not None:
             if not voters:
                 absent = torch.ones(self._size, dtype=torch.int64)
@@ -170,7 +174,8 @@ def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> T
 
     Args:
         vote: number of the vote, which decides how ties fall.
-        ballots: ballots by rank.
+        ballots: for each rank that is in the vote, the words of its ballot (1 + h + w,): length h of the head, head,
+            codes.
         size: number of ranks.
         bits: bits of an element in a ballot.
 
@@ -190,7 +195,7 @@ def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], T
     """Take the words of an outcome apart.
 
     Args:
-        words: the words.
+        words: what `outcome` returned, or the outcome of a vote that has failed.
         size: number of ranks.
         head: words of a head.
 
@@ -227,7 +232,11 @@ class LocalLink:
         self._hub.put(self._rank, ballot)
 
     def receive(self) -> Tensor:
-        """Return the outcome of the next vote."""
+        """Wait for the outcome of the next vote, and return it.
+
+        Raises:
+            ConnectionError: the hub has ended.
+        """
         return _taken(self._hub.outboxes[self._rank])
 
     def close(self) -> None:
@@ -268,11 +277,11 @@ class _Served:
         self._own.send(ballot)
 
     def receive(self) -> Tensor:
-        """Return the outcome of the next vote."""
+        """Wait for the outcome of the next vote, and return it (see `Link.receive`)."""
         return self._own.receive()
 
     def close(self) -> None:
-        """End the hub after the other ranks have received all outcomes, or after a few seconds if one does not."""
+        """End the hub when all outcomes have been sent to the other ranks, or after `_LEAVE` seconds at the latest."""
         self._own.close()
         until = time.monotonic() + _LEAVE
         for sender in self._senders:
@@ -283,7 +292,10 @@ class _Served:
             connection.close()
 
     def _pass_on(self, rank: int, connection: socket.socket) -> None:
-        """Hand the ballots of a rank to the hub until it leaves. The heartbeats find a rank that has died."""
+        """Hand the ballots of a rank to the hub until the rank closes its connection.
+
+        A rank that has died is not noticed here but by its missing heartbeats.
+        """
         with suppress(OSError):
             while (words := _words(connection)) is not None:
                 self._hub.put(rank, words)
@@ -309,7 +321,7 @@ class _Remote:
         self.bytes_sent += _send(self._connection, ballot)
 
     def receive(self) -> Tensor:
-        """Return the outcome of the next vote."""
+        """Wait for the outcome of the next vote, and return it (see `Link.receive`)."""
         return _taken(self._outcomes)
 
     def close(self) -> None:
@@ -331,20 +343,21 @@ def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> 
     Args:
         group: the ranks, the first of which is the first of the job.
         make: makes the hub; called on the first rank.
-        seconds: time that ranks wait for each other.
+        seconds: time that ranks wait for each other; infinite for no limit.
 
     Raises:
         UserError: the first rank is not reached.
+        TimeoutError: on the first rank, no further rank has connected within `seconds`.
     """
     limit = None if seconds == float("inf") else seconds
-    told = torch.zeros(1 + _WORD, dtype=torch.int64)
+    announced = torch.zeros(1 + _WORD, dtype=torch.int64)
     listener, word = None, secrets.token_bytes(_WORD)
     if group.rank == 0:
         listener = socket.create_server(("", 0), backlog=group.size)
         listener.settimeout(limit)
-        told[0], told[1:] = listener.getsockname()[1], torch.tensor(list(word))
-    group.broadcast(told).wait()
-    port, *code = told.tolist()
+        announced[0], announced[1:] = listener.getsockname()[1], torch.tensor(list(word))
+    group.broadcast(announced).wait()
+    port, *code = announced.tolist()
     if listener is not None:
         return _Served(make(), listener, word, range(1, group.size))
     host = first_host()

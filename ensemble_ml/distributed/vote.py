@@ -45,7 +45,7 @@ from ensemble_ml.distributed.pack import (
 # c_p = delta / mean|u| of the uniform quantiser with the least squared error; a compromise between the values for a
 # normal and for a Laplace distribution.
 _STEP = {2: 1.38, 4: 0.52, 8: 0.052}
-_TINY = 2.0**-126
+_TINY = 2.0**-126  # the smallest normal number of float32
 _PIECE = 1 << 22  # elements that are packed while the piece before travels
 
 
@@ -65,7 +65,7 @@ def sign_allreduce(
         bits: 1, 2, 4 or 8 bits an element that each rank sends.
         group: the ranks that vote.
         step: number of the step, which decides how ties fall.
-        scale: what a code is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit whatever `bits` is.
+        scale: what delta is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit whatever `bits` is.
         out: memory that the result may use, (n,) float32 with n at least `room(u.numel(), ranks)`.
 
     Returns:
@@ -102,7 +102,7 @@ def room(elements: int, ranks: int) -> int:
 def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
     """Return one-bit ballots (ranks, w) as `cast` does, from any number of floats, which are left unchanged.
 
-    The elements that pad the last words count as exact zeros.
+    Elements that pad the last word of `flat` count as exact zeros. Further words that pad the slices are 0.
     """
     whole = len(flat) // WORD
     packed = torch.zeros(room(len(flat), ranks) // WORD, dtype=torch.int64, device=flat.device)
@@ -114,7 +114,7 @@ def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
 
 
 def share(elements: int, ranks: int) -> int:
-    """Return the number of words in each rank's slice."""
+    """Return the number of words in each rank's slice, at least one."""
     return max(1, -(-words(elements) // ranks))
 
 
@@ -184,10 +184,13 @@ Take = Callable[[Tensor, Tensor], object]
 
 @dataclass
 class _Flight:
-    """The words of one vote under way.
+    """The messages of one vote that are under way.
 
-    These are ballots (ranks, w) to the ranks that count them, or winning words (ranks w,) to all. `heads` (ranks, h)
-    are the headers that came with the ballots, and `take` receives the outcome.
+    Attributes:
+        pending: the collective that moves `words`.
+        words: the ballots that this rank counts, (ranks, bits w), or the winning words of all ranks, (ranks w,).
+        heads: (ranks, h) headers that came with the ballots.
+        take: receives the outcome.
     """
 
     pending: Pending
@@ -204,7 +207,8 @@ class Rounds:
         cast 1 | cast 2, count 1 | cast 3, count 2, take 1 | ... | count n, take n - 1 | take n
 
     Args:
-        groups: the ranks that vote first; then groups whose ranks pass each other the winning words, in this order.
+        groups: first the group whose ranks vote. The ranks of each further group then pass each other the winning
+            words, in the order of the groups.
         bits: bits of an element in a ballot.
         step: number of the step, which decides how ties fall.
         voters: number of ranks, the first ones, whose ballots count; None for all.
@@ -267,15 +271,15 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
     total = codes[0].to(torch.int16 if ranks * 255 < 2**15 else torch.int32)
     for row in codes[1:]:
         total += row
-    # A code c is sent as c + 2^(p-1), so the votes 2 c + 1 of all ranks add up to 2 total - twice. The winning bit is 1
-    # if that is positive, or if it is zero and the tie falls to 1. A tie passes the limit `won`, but not `lost`.
-    twice = ranks * (2**bits - 1)
-    won, lost = (twice + 1) // 2 - 1, twice // 2
+    # A code c is sent as c + 2^(p-1), so the votes 2 c + 1 of all ranks add up to 2 total - balance. The winning bit is
+    # 1 if that is positive, or if it is zero and the tie falls to 1. A tie passes the limit `won`, but not `lost`.
+    balance = ranks * (2**bits - 1)
+    won, lost = (balance + 1) // 2 - 1, balance // 2
     return pack_above(total, won, lost) if tie_bit(step) else pack_above(total, lost, won)
 
 
 def majority(planes: Sequence[Tensor], step: int) -> Tensor:
-    """Return the bits that more than half of the planes hold. Ties fall by the mask of `step`.
+    """Return the bits that more than half of the planes hold, (w,) words. Ties fall by the mask of `step`.
 
     Args:
         planes: one (w,) tensor of words for each rank.

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """The counters of a loader: bytes of samples by where they came from, as storage or caches hold them.
+    """The counters of a loader. Bytes of samples are counted by where they came from, in the size that they have there.
 
     Attributes:
-        storage: Bytes read from slow storage.
+        storage: Bytes read from slow storage, fallbacks included.
         ram: Bytes taken from the rank's own memory.
         disk: Bytes taken from the rank's own local disk.
         peers: Bytes taken from other ranks.
-        fallback: Bytes that a peer should have sent and that were read from slow storage instead.
+        fallback: Bytes that the plan expected from a peer or a cache, and that were read from slow storage instead.
         samples: Number of uses of samples.
-        waited: Seconds in which a batch was requested and not ready.
+        waited: Seconds for which the user of the loader waited for batches.
         lock: Lock for the threads that add to them.
     """
 
@@ -31,7 +31,11 @@ class Counters:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **more: float) -> None:
-        """Add to some of the counters, by name."""
+        """Add to some of the counters.
+
+        Args:
+            **more: Amounts to add, by the name of the counter.
+        """
         with self.lock:
             for name, value in more.items():
                 setattr(self, name, getattr(self, name) + value)

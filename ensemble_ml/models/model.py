@@ -72,7 +72,8 @@ class EnsembleModel(Start):
             x: a batch in physical units, float32 or float64.
 
         Returns:
-            Parameters of the distributions in physical units, never below float32.
+            Location and scale of the truth's distribution, and the full ensemble's spread, as far as the settings ask
+            for them: (B, T, F, Y, X) each, in physical units, never below float32.
 
         Raises:
             UserError: shapes or dtype of `x` are not those that the model takes.
@@ -87,7 +88,8 @@ class EnsembleModel(Start):
         network = self._network(*self.features(x, spread0, heads.climatology))
         if linear is not None:
             mean, spread1 = heads.corrected(mean, spread1, linear)
-            # This spread knows more of the flow than that of the members, so sigma follows it.
+            # The corrected spread depends on all fields around a point, and not only on the members' spread there. It
+            # knows more of the weather, so sigma is based on it.
             spread0 = heads.followed(spread1)
         return heads(mean, spread0, spread1, network, points)
 
@@ -99,11 +101,12 @@ class EnsembleModel(Start):
             plain     scales, shifts and biases: no weight decay
             local     terms of single grid cells: the optimizer's own weight decay
 
-        The local terms are departures from what the training dates give, so the ordinary decay pulls them back to that.
+        A local term is a departure from a statistic of the training dates, so the ordinary decay draws the sum of both
+        to that statistic.
 
         Returns:
-            One dictionary for each group, with `name` and `params`. The groups "plain" and "bank" also have `late`,
-            because the backward pass reaches some of their parameters last.
+            One dictionary for each group that has parameters, with `name` and `params`. "plain" also has `weight_decay`
+            0. "plain" and "bank" have `late`, because the backward pass reaches some of their parameters last.
         """
         groups: dict[str, list[nn.Parameter]] = {"weights": [], "bank": [], "plain": [], "local": []}
         for name, parameter in self.named_parameters():
@@ -119,7 +122,10 @@ class EnsembleModel(Start):
         return made
 
     def settle(self) -> None:
-        """Give the convolutions kernels of their own, where they share a bank. Predictions stay as they are."""
+        """Give the convolutions kernels of their own, where they share a bank, and set `bank` to 0 in the spec.
+
+        Predictions stay as they are.
+        """
         if self.unet.bank is not None:
             self.unet.bank.settle()
             self.unet.bank = None
@@ -127,7 +133,7 @@ class EnsembleModel(Start):
             self.speed.apply(self)
 
     def _parts(self) -> list[_Planes]:
-        """Return the sets of planes that there are: pressure levels, then the surface."""
+        """Return the modules of pressure levels and of the surface, in this order, as far as the model has them."""
         return [part for part in (self.pressure, self.surface) if part is not None]
 
     def _predicted(self, x: EnsembleInput) -> tuple[Tensor, Tensor]:
@@ -141,10 +147,10 @@ class EnsembleModel(Start):
         # The gradient of `split` is one copy; slices would each give a gradient padded to the full size. Channels come
         # last here, so that this copy has the order of axes that the backward pass needs.
         pieces = hidden.permute(0, 2, 3, 4, 1).split([part.planes for part in self._parts()], 3)
-        found = [part.read_out(piece) for part, piece in zip(self._parts(), pieces, strict=True)]
+        outputs = [part.read_out(piece) for part, piece in zip(self._parts(), pieces, strict=True)]
         # The heads read this tensor a dozen times together with tensors in the ordinary order of axes. One copy here is
         # cheaper than a dozen passes over two orders of memory.
-        return torch.cat(found, 3) if len(found) > 1 else found[0].contiguous()
+        return torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0].contiguous()
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """Run stems and U-Net in the precision and memory order of `speed`: (B, hidden, Y, X, Z)."""
@@ -161,7 +167,7 @@ class EnsembleModel(Start):
 
     @property
     def cells(self) -> tuple[int, int]:
-        """Return (Y, X) of inputs and predictions. It is a part of the grid where ranks share the grid."""
+        """Return (Y, X) of inputs and predictions: the whole grid, which `distributed.partition` narrows to a shard."""
         return self.spec.grid.shape
 
     def _check(self, x: EnsembleInput) -> None:
@@ -195,7 +201,7 @@ class _Planes(nn.Module):
 
 
 def _stack_planes(planes: list[Tensor]) -> Tensor:
-    """Join along Z through (B, Y, X, Z, C), so that channels-last memory stays channels last."""
+    """Join planes (B, C, Y, X, Z) along Z, by way of (B, Y, X, Z, C), so that channels-last memory stays so."""
     if len(planes) == 1:
         return planes[0]
     return torch.cat([p.permute(0, 2, 3, 4, 1) for p in planes], 3).permute(0, 4, 1, 2, 3)

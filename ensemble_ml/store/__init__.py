@@ -1,4 +1,6 @@
-"""The tensor store: ensembles as packed integers in a Zarr v3 group, with one shard for each init time.
+"""The tensor store: forecasts and truth in a Zarr v3 group, as packed integers or float32.
+
+Each array of fields has one shard for each init time.
 
 `StoreWriter` writes a store and `open_store` opens it for reading. `Source` is the interface that stores and archives
 share.

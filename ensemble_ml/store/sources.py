@@ -1,8 +1,8 @@
 """Record what the init times of a store were read from: files with their size and modification time, and checksums.
 
-When an interrupted build is continued, it checks whether these files are unchanged. The finished store keeps the sums
-in `sources.json`. That file does not count for the fingerprint of the store, because the same fields may come from
-files at any place.
+A build that is continued after an interruption checks whether these files are unchanged. The finished store keeps the
+list of files, and for each init time the number of fields, bytes and a checksum, in `sources.json`. That file does not
+count for the fingerprint of the store, because the same fields may come from files at any place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ensemble_ml.store.shard import damaged
 
 PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
 
-MEMORY = "an open Dataset ("  # stands for the path of a Dataset in memory; a digest of the Dataset follows
+MEMORY = "an open Dataset ("  # begins the name that a Dataset in memory has in place of a path; its digest follows
 
-Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time in ns
+Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time in ns (see `stamp`)
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Sources:
     Attributes:
         files: the files, in the order in which `places` numbers them.
         places: (N,) PLACE, the file, offset and length of each field.
-        checksum: crc32c over the checksums of the fields, in the order in which they were added.
+        checksum: crc32c over the checksums that were passed to `add`, in this order.
     """
 
     files: Stamps = field(default_factory=dict)
@@ -78,14 +78,15 @@ class Sources:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Return the size and modification time of a file, or of all files of a Zarr folder together.
+    """Return the size and modification time of a file or URL, or of all files of a Zarr folder together.
 
     Args:
-        path: a file, a folder, or the name of a Dataset in memory. A Dataset has neither size nor time. Its name holds
-            a digest, so equal names mean equal data.
+        path: a file, a folder, a URL, or the name of a Dataset in memory. The name of a Dataset holds a digest, so
+            equal names mean equal data.
 
     Returns:
-        Size in bytes and the latest modification time in ns; None if the file cannot be seen.
+        Size in bytes and the latest modification time in ns. A URL has a checksum in place of the time (see
+        `remote_stamp`), and a Dataset has zeros. None if the file cannot be seen.
     """
     if path.startswith(MEMORY):
         return 0, 0
@@ -104,11 +105,12 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
 
     Args:
         files: the files with their stamps at the time of reading.
-        now: present stamps by path, which are looked up only once; new ones are added.
-        lost: whether a file that cannot be seen counts as changed. Another process may have reached it by another path.
+        now: the stamps that were looked up already, by path. New ones are added, so that a file from which many init
+            times come is looked up only once.
+        lost: whether a file that cannot be seen counts as changed. It may be there all the same: the process that read
+            it may have seen it under another path.
     """
     for path, before in files.items():
-        # Many init times may come from the same file, which is looked up only once.
         if path not in now:
             now[path] = stamp(path)
         if now[path] != tuple(before) and (lost or now[path] is not None):
@@ -117,12 +119,12 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
 
 @dataclass
 class SourceTable:
-    """The content of `sources.json`: the files with their stamps, and the sums of each part of each init time.
+    """The content of `sources.json`: the files with their stamps, and what was read for each part of each init time.
 
     Attributes:
         numbers: number of each file, by its path.
-        stamps: size and modification time of each file.
-        dates: sums by init time and part.
+        stamps: size in bytes and modification time in ns of each file, by its path.
+        dates: by init time and part, the result of `Sources.summary` and the numbers of the `files`.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -167,7 +169,7 @@ def read_sources(root: Path) -> dict[str, Any] | None:
         Both, or None if the store was made from fields in memory.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged or cannot be read.
     """
     try:
         found = json.loads((root / SOURCES_FILE).read_text())

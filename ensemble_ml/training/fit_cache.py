@@ -1,10 +1,11 @@
-"""Keeps the results of `climate_fit` on disk, so that the runs of one output folder make the same fit once.
+"""Keep the results of `climate_fit` on disk, so that the runs of one output folder make the same fit only once.
 
-    OUTPUT/.fits/KEY.fit      sha256 of the rest; then arrays as safetensors, and what the fits logged
+    OUTPUT/.fits/KEY.fit      sha256 of all that follows; then a safetensors file with the arrays and the logged lines
 
-KEY is a hash of everything that a fit depends on: the fingerprint of the store, the spec without the settings of the
-U-Net alone, the dates, the numbers of members, the code, and the seed if a point network is fitted. It also holds those
-facts of the machine that decide how much is fitted, and to which last bit.
+KEY is a hash of everything that a fit depends on: the fingerprint of the store, the spec without the settings that no
+fit reads, the dates, the numbers of members, the seed of withheld members, the code, and the seed if a point network is
+fitted. The memory, threads and instructions of the machine count as well: they decide how many points are fitted to,
+and the last bits of the results.
 
 A file is whole or absent. One that cannot be read is replaced by a new fit.
 """
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 FOLDER = ".fits"
 _PACKAGE = __name__.partition(".")[0]
 _SUFFIX, _DIGEST = ".fit", 32  # a sha256 has 32 bytes
-_KEPT = 8  # how many files are kept; the oldest are removed
+_KEPT = 8  # number of files that are kept; those whose last use is longest ago are removed
 _DAY = 86400  # seconds
 _CODE = hash_of_code("training", "models", "loading", "store")
 _OF_THE_NETWORK = (
@@ -67,7 +68,7 @@ def kept_fit(
         reader: reads the store.
         train: indices of the training dates.
         validation: indices of the validation dates.
-        members: number of members of the validation.
+        members: number of members in the validation, at which spread and residuals are compared.
         sizes: numbers of members that the training will show.
         seed: seed of the point network.
         progress: shows how far the fits are, and bounds their time.
@@ -81,36 +82,34 @@ def kept_fit(
     found = session.once(lambda: _read(path))
     if found is not None:
         return found
-    # The lines of the fits are kept with the result, because they say what the fits lacked.
-    told, package = _Told(), logging.getLogger(_PACKAGE)
-    package.addHandler(told)
+    # The lines that the fits log are kept with the result. A run that takes it has to log them too, because they say
+    # what the fits lacked.
+    handler, package = _LineKeeper(), logging.getLogger(_PACKAGE)
+    package.addHandler(handler)
     try:
         team = Team(session.mesh.world, session.world.local_size)
         fit = fit_climate(reader, train, validation, members, sizes, seed, progress, team)
     finally:
-        package.removeHandler(told)
+        package.removeHandler(handler)
     if session.first and (progress is None or not progress.cut):
-        _write(path, fit, told.lines)
+        _write(path, fit, handler.lines)
     return session.once(lambda: fit)
 
 
-class _Told(logging.Handler):
-    """A log handler that keeps lines as (level, text).
-
-    What the fits lacked is as true for the next run that takes them, so it is logged there too.
-    """
+class _LineKeeper(logging.Handler):
+    """A log handler that keeps lines as (level, text)."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line, unless it is about how far a fit was.
+        """Keep a line, unless it reports the progress of a fit, which does not concern the next run.
 
         Args:
             record: the line.
         """
-        if record.name != progress_log.name:  # how far a fit was does not concern the next run
+        if record.name != progress_log.name:
             self.lines.append((record.levelno, record.getMessage()))
 
 
@@ -119,7 +118,7 @@ def _key(
 ) -> str:
     """Return the hash of everything that a fit depends on."""
     spec = reader.spec.to_json()
-    # Settings of the U-Net alone change nothing in the fits, so trials that differ in them share a file.
+    # No fit reads these settings, so trials that differ only in them share a file.
     spec["config"] = {k: v for k, v in spec["config"].items() if k not in _OF_THE_NETWORK}
     given: dict[str, Any] = {
         "store": reader.source.fingerprint(),
@@ -168,7 +167,10 @@ def _read(path: Path) -> Fit | None:
 
 
 def _write(path: Path, fit: Fit, told: Sequence[tuple[int, str]]) -> None:
-    """Write a fit, and remove the oldest files. If the folder cannot be written, the run goes on without it."""
+    """Write a fit, and remove the files that were used longest ago, and drafts of killed runs that are a day old.
+
+    If the folder cannot be written, a warning is logged.
+    """
     climate = {k: v for k, v in vars(fit.climate).items() if v is not None}
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
     arrays["seconds"] = np.array(fit.seconds)

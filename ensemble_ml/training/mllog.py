@@ -56,7 +56,7 @@ class Mllog:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Close the file. Lines that come later are lost."""
+        """Close the file. Later lines wait in memory and are not written."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -65,7 +65,7 @@ class Mllog:
         """Log a fact.
 
         Args:
-            key: its name in `mlperf_logging.mllog.constants`, or a name of our own.
+            key: one of the keys in `mlperf_logging.mllog.constants`, or a key of our own.
             value: any value that JSON has; a number that is not finite becomes null.
             **metadata: what belongs to it, such as epoch_num.
         """
@@ -132,7 +132,7 @@ class RunLog(Mllog):
     def __init__(self, config: TrainConfig):
         super().__init__()
         self._until, self._reached = config.until, False
-        self._steps_per_epoch, self._epoch = 1, 0  # the epoch that is under way, from 1
+        self._steps_per_epoch, self._epoch = 1, 0  # the epoch that is under way, from 1; 0 between epochs
         tracking = config.tracking
         self.point("cache_clear", tracking.cache_clear)
         self.start("init_start")
@@ -153,7 +153,7 @@ class RunLog(Mllog):
             self.point(key, value)
 
     def reads_data(self) -> None:
-        """Log that the clock starts. What comes next may read training data."""
+        """Log the end of initialisation and the start of the measured time. The caller may read training data now."""
         self.end("init_stop")
         self.start("run_start")
 
@@ -171,7 +171,7 @@ class RunLog(Mllog):
             self.point(key, value)
 
     def trains(self, step: int) -> None:
-        """Log that steps begin.
+        """Log the beginning of an epoch.
 
         Args:
             step: steps that are done.
@@ -180,7 +180,7 @@ class RunLog(Mllog):
         self.start("epoch_start", epoch_num=self._epoch)
 
     def stepped(self, step: int, steps: int) -> None:
-        """Log the end of an epoch, and the beginning of the next, where a step is its last.
+        """Log the end of the epoch if a step was its last, and the beginning of the next epoch if there is one.
 
         Args:
             step: steps that are done.
@@ -244,7 +244,9 @@ MUTE = Mute()
 
 
 def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | Mute:
-    """Return the log of a run, which is mute unless this rank writes one.
+    """Return the log of a run. It is mute if `tracking.mllog` is off, on ranks after the first, and for a resumed run.
+
+    For a resumed run a warning is logged.
 
     Args:
         config: settings of the run.

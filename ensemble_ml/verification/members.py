@@ -3,7 +3,8 @@
 Members come first (M, ...). A missing member is NaN and makes the CRPS, energy and variogram scores of the point NaN.
 Leaving the point out is the task of masks.
 
-Sorting uses a network of minima and maxima, which NumPy applies to whole fields at once. It takes O(M log^2 M) passes.
+Up to 64 members are sorted by a network of minima and maxima, which NumPy applies to whole fields at once. It takes
+O(M log^2 M) passes. More members are sorted by np.sort.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[n
 
     Args:
         members: (M, ...) float, which is overwritten.
-        spare: (...) scratch memory of the same type; None allocates it.
+        spare: (...) memory of the same type, which is overwritten as well; None allocates it.
 
     Returns:
-        M fields (...), in ascending order.
+        M fields (...), in ascending order. They are views of `members`, and one of them may be `spare`.
     """
     rows = [members[k] for k in range(len(members))]
     if len(rows) > _NETWORK_UP_TO:
@@ -90,8 +91,8 @@ def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarra
         fair:      mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / (M (M - 1))
         ordinary:  mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / M^2
 
-    The fair score is an unbiased estimate of the score of the distribution that the members come from. It holds for
-    raw, exchangeable members only. It is equation 3 of Ferro (2014), doi:10.1002/qj.2270.
+    The fair score is an unbiased estimate of the score of the distribution that the members come from, if they are raw,
+    exchangeable members. Its formula is equation 3 of Ferro (2014), doi:10.1002/qj.2270.
 
     Args:
         members: (M, ...); two or more if `fair`.
@@ -144,6 +145,8 @@ def crps_members_weighted(
 def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None) -> np.ndarray:
     """Count the members that lie below the truth, (...) int, 0..M.
 
+    A comparison with NaN is false, so a missing member counts as lying above the truth, and a missing truth has rank 0.
+
     Args:
         members: (M, ...).
         y: (...) truth.
@@ -167,7 +170,7 @@ def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None
 
 
 def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> np.ndarray:
-    """Compute the energy score of vectors along the second axis, (...) float64.
+    """Compute the energy score of vectors along the second axis, (...) float64 in the units of the variables.
 
         mean |X - y| - mean |X - X'| / 2      with Euclidean norms
 
@@ -199,8 +202,8 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
 
         sum_ij (|y_i - y_j|^p - mean_m |x_mi - x_mj|^p)^2
 
-    All pairs (i, j) have the same weight, and each pair counts twice. Scheuerer & Hamill (2015),
-    doi:10.1175/MWR-D-14-00269.1.
+    All pairs (i, j) have the same weight, and each pair counts twice. The unit is that of the variables to the power of
+    2 p, so bring the variables to one scale first. Scheuerer & Hamill (2015), doi:10.1175/MWR-D-14-00269.1.
 
     Args:
         members: (M, V, ...).

@@ -2,6 +2,8 @@
 
 A metric serves the scores, the draws of the bootstrap and the comparisons alike, because it sees nothing but means. The
 split into statistic, mean and metric follows WeatherBench-X.
+
+Axes: B draw of the bootstrap, D initialisation time, C column (a lead, variable and level).
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ class Metric:
 
         Returns:
             (C,) score of each column, or (B, C) with draws; NaN or infinite where the means allow no score.
+
+        Raises:
+            KeyError: The state lacks a statistic (see `available`).
+            ValueError: The state has no such weighting.
         """
         means = (state.mean(Key(entrant, statistic), weighting, draws) for statistic in self.needs)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -94,11 +100,11 @@ METRICS: dict[str, Metric] = {
 def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the geometric mean of score ratios over columns, (...); NaN if no column is left.
 
-    Columns whose ratio in the first row is not finite and positive (no truth, or nothing predicted) are left out of all
-    rows. Every draw of a bootstrap thus averages the same fields.
+    Only the columns that are `comparable` are averaged over, in all rows alike. Every draw of a bootstrap thus averages
+    the same fields.
 
     Args:
-        ratio: (..., C) ratios of scores.
+        ratio: (..., C) ratios of scores; the first row decides which columns are left out.
         columns: Positions on C to average over.
     """
     columns = comparable(ratio, columns)
@@ -111,8 +117,10 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return those of `columns` whose ratio in the first row is finite and positive, as positions on C.
 
+    A column without a truth, or in which nothing is predicted, has no such ratio.
+
     Args:
-        ratio: (..., C) ratios of scores.
+        ratio: (..., C) ratios of scores. The first row is that of the scores themselves; others are of draws.
         columns: Positions on C.
     """
     first = ratio.reshape(-1, ratio.shape[-1])[0]

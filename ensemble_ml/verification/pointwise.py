@@ -34,17 +34,17 @@ def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, .
     Args:
         first: An array.
         *others: More arrays.
-        widths: Positions of arrays that are scales. For these a shifted zero point, as of Celsius and kelvin, does not
-            matter.
+        widths: Positions of the arrays that are scales of a distribution; `first` has position 0. A scale is a
+            difference, so it may be in kelvin where another array is in degrees Celsius.
 
     Raises:
         ValueError: Two arrays state different units.
     """
-    told = {place: str(array.attrs["units"]) for place, array in enumerate((first, *others)) if "units" in array.attrs}
-    truth = max(told, default=0)
-    for place, units in told.items():
-        if not same_units(units, told[truth], differences=not {place, truth}.isdisjoint(widths)):
-            raise ValueError(f"units {units!r} and {told[truth]!r} differ; bring the data to one of them")
+    stated = {place: str(one.attrs["units"]) for place, one in enumerate((first, *others)) if "units" in one.attrs}
+    last = max(stated, default=0)
+    for place, units in stated.items():
+        if not same_units(units, stated[last], differences=not {place, last}.isdisjoint(widths)):
+            raise ValueError(f"units {units!r} and {stated[last]!r} differ; bring the data to one of them")
 
 
 def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
@@ -62,7 +62,7 @@ def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr
 
 
 def bare(score: xr.DataArray) -> xr.DataArray:
-    """Remove units, standard name and family of the variable.
+    """Remove all attributes, such as units and standard name.
 
     xarray may pass attributes on, but those of a score differ from those of its variable.
 
@@ -79,7 +79,7 @@ def in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
     """Return `score` with the units of `data`, if it has any.
 
     Args:
-        data: The array that the score is in the units of.
+        data: An array whose units the score has as well.
         score: The score.
     """
     units = data.attrs.get("units")
@@ -92,16 +92,16 @@ def pointwise(
     """Apply a function to arrays point by point.
 
     Args:
-        function: A function of NumPy arrays.
+        function: A function of NumPy arrays that returns float64.
         *arrays: Its arguments. Their coordinates must agree.
         core: Dimension of the members, which only the first array has and which the function receives as first axis.
-        widths: Positions of arrays that are scales.
+        widths: Positions of arrays that are scales (see `check_units`).
 
     Returns:
-        float64 values at each point, without attributes.
+        The function's values at each point, without attributes.
 
     Raises:
-        ValueError: Units differ.
+        ValueError: Units or coordinates differ, or the first array has no dimension `core`.
     """
     check_units(*arrays, widths=widths)
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
@@ -143,17 +143,17 @@ def vectors(
     """Apply a function to members (M, V, ...) and truth (V, ...) of vectors, point by point.
 
     Args:
-        function: A function of members and truth.
-        forecast: Members with vectors.
-        observed: Truth with vectors.
+        function: A function of members and truth as NumPy arrays that returns float64.
+        forecast: Members, with the dimensions `member` and `variable` among others.
+        observed: Truth, with the dimension `variable` among others.
         member: Name of the member dimension.
-        variable: Name of the dimension of the vectors.
+        variable: Name of the dimension along which vectors lie.
 
     Returns:
-        float64 values at each point, without attributes.
+        The function's values at each point, without attributes.
 
     Raises:
-        ValueError: A dimension is missing, or units differ.
+        ValueError: A dimension is missing, or units or coordinates differ.
     """
     check_dim(forecast, member)
     for side in (forecast, observed):

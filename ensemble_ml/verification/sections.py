@@ -1,4 +1,4 @@
-"""Write the sections of the report beyond the scores: strata, members together, ensemble size and the extreme case."""
+"""Return sections of the report as HTML: strata, scores of members as vectors, ensemble sizes and the extreme case."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
     Args:
         content: The content of scores.json.
         scores: The scores.
+
+    Returns:
+        HTML; empty if there are no strata.
     """
     cards = {}
     for forecast in scores.forecasts:
@@ -36,7 +39,8 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
 def _strata_table(scores: Scores, forecast: str, rows: list[dict[str, Any]]) -> str:
     """Return a table of the gain of a forecast at one lead, with strata as rows; empty without rows."""
     heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in rows))
-    # scores.json holds no barred side, so it is worked out again for the marks of the table.
+    # A forecast that had more input than its reference must not be marked as surely better (see `Interval.barred`).
+    # scores.json does not state this, so it is worked out again.
     barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
     lines, marks = [], []
     for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in rows):
@@ -69,8 +73,8 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     """
     cards = {}
     for lead in scores.leads:
-        found = [row for row in content["vectors"] if row["lead_hours"] == lead]
-        cards[(f"{lead} h",)] = _vector_table(scores, found) if found else ""
+        rows = [row for row in content["vectors"] if row["lead_hours"] == lead]
+        cards[(f"{lead} h",)] = _vector_table(scores, rows) if rows else ""
     shown = choice([LEAD], cards, (f"{scores.headline_lead} h",))
     return f"<h2>Members together</h2>{shown}" if shown else ""
 
@@ -94,7 +98,7 @@ def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
         lines.append([escape(short_name(entrant)), *("" if gain is None else number(gain) for gain in gains)])
         marks.append([None, *(_mark(gain) for gain in gains)])
     heads = [f"{words[metric]} vs {short_name(other)}" for metric in words for other in others]
-    caption = f"gain in % over {found[0]['fields']} fields, each by the deviation of its climate"
+    caption = f"gain in % over {found[0]['fields']} fields, each divided by the standard deviation of its climate"
     # Scores of vectors may be over fewer fields and points than all others, and the caption has to say so.
     for paired in [row["paired"] for row in found if row["metric"] == "variogram"][:1]:
         caption += f"; variogram over {len(paired)} of them"
@@ -111,6 +115,7 @@ def _gain(ratio: float, low: float, high: float, blocks: int, barred: int) -> In
 
 
 def _mark(gain: Interval | None) -> str | None:
+    """Return the CSS class of a gain that is surely positive ("b") or negative ("w"), None for any other."""
     if gain is None or not gain.excludes(0):
         return None
     return "b" if gain.value > 0 else "w"
@@ -119,13 +124,13 @@ def _mark(gain: Interval | None) -> str | None:
 def by_members(scores: Scores) -> str:
     """Return a section on scores against the number of members that forecasts were made from.
 
-    Baselines are not shown.
+    Baselines, and forecasts that do not state that number, are not shown.
 
     Args:
         scores: The scores.
 
     Returns:
-        HTML; empty if all forecasts were made from the same number of members.
+        HTML; empty if fewer than two different numbers of members are stated.
     """
     sizes = {label: scores.given[label] for label in scores.forecasts if label in scores.given}
     if len(set(sizes.values())) < 2:
@@ -161,8 +166,8 @@ def extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
     (north, west, south, east), (lat, lon) = case.region, case.place
     lead = (
         f"{case.column.title} from {case.date}, {case.column.lead_hours} h ahead, {south:g} to {north:g}°N and "
-        f"{west:g} to {east:g}°E: of all test dates and boxes of 30 by 60 degrees the one in which the raw "
-        f"{scores.full} members are furthest from their climate (mean |EFI| {case.mean_index:.2f}). The cross marks "
+        f"{west:g} to {east:g}°E. Of all test dates and boxes of 30 by 60 degrees, the raw {scores.full} members are "
+        f"furthest from their climate here (mean |EFI| {case.mean_index:.2f}). The cross marks "
         f"{abs(lat):g}°{'N' if lat >= 0 else 'S'} {lon:g}°E, where EFI is {case.index_at_place:+.2f}."
     )
     lines = []

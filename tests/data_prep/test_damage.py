@@ -171,7 +171,7 @@ def test_a_level_of_no_pressure(tmp_path, edition):
 def test_a_climate_of_no_year(tmp_path):
     content = bytearray(MESSAGES[0])
     content[20] = 255
-    with pytest.raises(UserError, match="year 255 of its century: is none"):
+    with pytest.raises(UserError, match="year 255 of its century: does not exist"):
         GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
 
 

@@ -1,7 +1,7 @@
 """EMOS as a model, with coefficients for each ensemble size, lead, field and grid point.
 
-They are fitted to all training dates at once (`training.emos_fit`), not step by step, and have no gradient. An ensemble
-of another size takes the coefficients of the nearest size, by its logarithm.
+They are fitted to the training dates before the first step (`training.emos_fit`), and have no gradient. An ensemble of
+another size takes the coefficients of the size whose logarithm is nearest.
 
 Axes: K ensemble size, B date, T lead, F field, Y latitude, X longitude.
 """
@@ -21,7 +21,7 @@ from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.rival import Rival
 
-SIZES = (1, 2, 3, 5, 10)  # sizes before the fit, and of checkpoints that do not state theirs
+SIZES = (1, 2, 3, 5, 10)  # sizes before the fit; their number is that of the rows of every model
 COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
 
 
@@ -31,14 +31,15 @@ class EmosModel(Rival):
         location = m + a + (b - 1) m + season
         scale^2  = c + d s^2
 
-    Before the fit, c = d = 1 and all other coefficients are zero. `models.rivals.emos` explains the symbols.
+    Before the fit, a = 0, b = c = d = 1 and there is no season. `models.rivals.emos` explains the symbols. The
+    parameter `coefficients` holds b - 1 in place of b.
 
     Args:
         spec: the inputs and outputs of the model.
         climate: statistics of the training dates.
 
     Raises:
-        UserError: `model.postprocess` is off, so there is no truth to fit to.
+        UserError: `model.postprocess` is off, so there is no truth to fit to; or `climate` does not fit `spec`.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -56,8 +57,8 @@ class EmosModel(Rival):
     def put(self, size: int, lead: int, field: int, fitted: Emos, reference: Tensor | float = 0.0) -> None:
         """Store the coefficients that were fitted for one ensemble size, lead and field.
 
-        Coefficients broadcast against the map. The reference r of each point becomes a part of its intercept, because r
-        + a + b (m - r) equals m + [a - (b - 1) r] + (b - 1) m.
+        Each coefficient is one number for all points, or one for each point. The reference r of each point becomes a
+        part of its intercept, because r + a + b (m - r) = m + [a - (b - 1) r] + (b - 1) m.
 
         Args:
             size: row of the ensemble size.
@@ -79,9 +80,17 @@ class EmosModel(Rival):
         return min(range(len(sizes)), key=lambda i: abs(math.log(count / sizes[i])))
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict location, scale and, if `model.spread` is on, the spread.
+        """Predict the distribution of the truth and, if `model.spread` is on, the spread of the full ensemble.
 
-        The scale has a small lower bound, relative to the typical spread of the field.
+        Args:
+            x: a batch in physical units.
+
+        Returns:
+            Location and scale (B, T, F, Y, X) in physical units; the scale is at least 0.001 of the field's typical
+            spread. The spread, which EMOS does not predict, is that expected from the members (`Reduced.s1`).
+
+        Raises:
+            UserError: the shapes of `x` are not those of the spec.
         """
         rows = [self.row(float(count)) for count in x.count]
         fields, season = self.reduced(x), seasonal_terms(x.day_of_year)[..., None, None, None, None]
@@ -102,9 +111,9 @@ def rows_for(members: int, sizes: Collection[int]) -> list[int]:
         members: a size that is always kept.
         sizes: other sizes.
     """
-    found = sorted({members, *sizes})
-    while len(found) > len(SIZES):
+    chosen = sorted({members, *sizes})
+    while len(chosen) > len(SIZES):
         # The smallest size, the largest one and `members` always stay.
-        inner = [at for at in range(1, len(found) - 1) if found[at] != members]
-        found.pop(min(inner, key=lambda at: found[at + 1] / found[at - 1]))
-    return found
+        inner = [at for at in range(1, len(chosen) - 1) if chosen[at] != members]
+        chosen.pop(min(inner, key=lambda at: chosen[at + 1] / chosen[at - 1]))
+    return chosen
