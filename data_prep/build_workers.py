@@ -1,8 +1,8 @@
 """Workers that build the init times: threads, processes, a Dask cluster by its address, or SLURM jobs.
 
 All of them are executors of `concurrent.futures` (Dask's by `Client.get_executor`) with one task for each init time, so
-one loop serves them all. A worker in another process opens the archives itself, once; it is only sent the
-configuration.
+one loop serves them all. A worker in another process opens the archives itself, once; it is sent the configuration
+and digests, and no data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Workers:
     """The functions by which a build uses its workers.
 
     `submit` takes an init time. `ahead()` returns how many may be submitted at a time; it is called anew each time,
-    because workers may join a cluster during the build. `stop` asks the tasks under way to give up.
+    because workers may join a cluster during the build. `stop` asks threads to give up the init times under way;
+    other workers finish theirs.
     """
 
     submit: Callable[[int], Future[bool]]
@@ -52,7 +53,8 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         The workers.
 
     Raises:
-        UserError: the scheduler cannot be reached, or a package is not installed.
+        UserError: the scheduler cannot be reached, or SLURM jobs cannot be submitted.
+        ModuleNotFoundError: a package is not installed.
     """
     with ExitStack() as stack:
         if config.executor is Executor.threads:
@@ -77,7 +79,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def ahead() -> int:
-            """Return the number of init times to submit at a time: two for each worker, so that none has to wait."""
+            """Return the number of init times to submit at a time: two for each worker or thread of a cluster."""
             return 2 * (max(1, sum(client.nthreads().values())) if config.scheduler else count)
 
         same = job.plan.digest, job.files
@@ -85,7 +87,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
 
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
-    """Return workers that are threads of this process: two init times at a time, and all cores for compression."""
+    """Return threads of this process: a few for init times, and `config.workers` (all cores if 0) for compression."""
     count = config.workers or cores()
     keep_freed_memory(arenas=1)
     packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))

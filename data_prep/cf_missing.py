@@ -40,16 +40,19 @@ def open_netcdf(path: str) -> xr.Dataset:
 
 
 def is_zarr_store(path: str) -> bool:
-    """Return whether a path is that of a Zarr store: a folder or a URL."""
+    """Return whether a path is that of a Zarr store: a folder, or a URL of no GRIB or NetCDF file."""
     return os.path.isdir(path) or (is_remote(path) and not is_file(path))
 
 
 def open_zarr(path: str) -> xr.Dataset:
-    """Open a Zarr store with NetCDF's conventions lazily, with zeros as values.
+    """Open a Zarr store with NetCDF's conventions lazily, with zeros as values in variables that are not packed.
 
     Zarr's own libraries state a fill value of zero for any array that was given none. In version 2, xarray takes it for
-    the mark of a missing value if no attribute has one. That would hide the equator, the first member, and points
+    the mark of missing values if no attribute states one. That would hide the equator, the first member, and points
     without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
+
+    Raises:
+        UserError: a chunk of a coordinate is absent from a remote store.
     """
     if is_remote(path):
         where: Any = open_remote(path)
@@ -71,7 +74,8 @@ def open_zarr(path: str) -> xr.Dataset:
 def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
     """Refuse a remote store that lacks a chunk of a coordinate, which would read as the fill value many times over.
 
-    Values that all equal the fill value need no chunk. Of a coordinate, that can only be a single one.
+    A chunk whose values all equal the fill value may be absent. The values of a coordinate differ, so only a coordinate
+    of a single value can lack its chunk.
 
     Args:
         path: the store.
@@ -110,7 +114,7 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
 
 
 def _check_written(axis: xr.DataArray) -> None:
-    """Refuse a coordinate that is shorter than its dimension.
+    """Refuse a coordinate with values that were never written.
 
     The library's fill values, or xarray's for dates, would otherwise become leads and members.
     """
@@ -133,7 +137,7 @@ def unsigned(about: Mapping[str, Any]) -> bool:
 
 
 def _as_values(array: xr.DataArray) -> None:
-    """Give missing values the type of the values.
+    """Give the attributes that mark missing values the type of the values.
 
     1e20 as float64 or as text equals no float32 value, and -1 equals no unsigned integer. xarray converts the
     `_FillValue` of unsigned integers itself.
@@ -158,10 +162,10 @@ def _as_values(array: xr.DataArray) -> None:
 def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     """Return the smallest and largest valid value by CF's valid_range, valid_min and valid_max.
 
-    Limits of the type integer apply to packed values, other limits to unpacked ones.
+    Integer limits apply to packed values, other limits to unpacked ones.
 
     Returns:
-        Both limits in the units of `array`, infinite if none is stated.
+        Both limits in the units of `array`, widened for rounding; infinite if none is stated.
     """
     both = np.ravel(array.attrs.get("valid_range", ()))
     low, high = both if len(both) == 2 else (None, None)

@@ -23,7 +23,7 @@ _CYCLE_50R1 = np.datetime64("2026-05-12T06", "s")  # first init time of ECMWF's 
 
 
 def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], role: str) -> None:
-    """Make ECMWF's deterministic run the control of an ensemble that has none. In other cases it has no member number.
+    """Make ECMWF's deterministic run the control of an ensemble that has none. Otherwise it gets no member number.
 
     Before IFS cycle 50r1 the ensemble had a control of its own. Since then the control and the deterministic run are
     the same forecast, and ECMWF distributes only the latter (ECMWF, "Find out how to access ECMWF real-time open data",
@@ -31,7 +31,7 @@ def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], 
 
     Args:
         path: the archive, for messages.
-        table: (N,) RECORD, whose kinds are changed.
+        table: (N,) RECORD, of which `kind` and `numbered` are changed.
         origins: the origins that the table points to.
         role: role of the archive, such as `FORECAST`.
     """
@@ -51,13 +51,13 @@ def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], 
 
 
 def of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table` without extremes and means over time if the archive has instantaneous values of the same variable.
+    """Return `table`, (N,) RECORD, without values over time of a variable that also has instantaneous values.
 
     NetCDF gives both the same name: the Met Office has files of the temperature at each hour, and of its maximum in the
-    hour before. They are different quantities. The instantaneous value is kept, but of gusts the largest.
-    Records that are left out are counted in `skipped`.
+    hour before. They are different quantities. If any lead has both, the instantaneous values are kept, but of gusts
+    the largest. Records that are left out are counted in `skipped`.
     """
-    named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # in GRIB the keys differ
+    named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # in GRIB the parameters differ
     if not named.any():
         return table
     by_name = named[table["file"]]
@@ -81,11 +81,11 @@ def of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: di
 
 
 def of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table` without the records that state no member number, if other records state one.
+    """Return `table`, (N,) RECORD, without records that state no member number, if others state one.
 
-    A deterministic run, a statistic of all members, or an analysis would otherwise count as a member 0 without any
-    other fields. Records that are left out are counted in `skipped`. If the only number is 0, all records stay, because
-    some files give this number to a deterministic run.
+    A deterministic run, a statistic of all members, or an analysis would otherwise count as a member 0 that lacks
+    most fields. Records that are left out are counted in `skipped`. If the only number is 0, and not of a control, all
+    records stay, because some files give this number to a deterministic run.
     """
     others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
     gone = ~table["numbered"] & others.any()

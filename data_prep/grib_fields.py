@@ -15,7 +15,7 @@ from data_prep.grib_sections import MEMBER_TEMPLATES
 from data_prep.records import MEMBER_TYPES, OF_STEP_TYPE, other_step_type
 from ensemble_ml.fields import Field
 
-Get = Callable[..., Any]  # (key, default, type) -> value of the key in one message
+Get = Callable[..., Any]  # (key, default, kind) -> value of the key in one message
 
 PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run or one ensemble member, on a level
     0: "analysis or forecast at a point in time",
@@ -27,10 +27,11 @@ PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run or one e
 }
 PROCESSED_DATA = ("an", "fc", "af", "cf", "pf", "cp")  # edition 2, code table 1.4, codes 0 to 5
 _MISSING = 255  # the missing value of any code of one octet
-GENERATING_PROCESSES = (0, 1, 2, 3, 4, 11, 12, 13, 14, 15, *range(192, 256))  # code table 4.3: analyses and forecasts
+# Code table 4.3: analyses and forecasts; from 192 on, codes of local use, and a missing one.
+GENERATING_PROCESSES = (0, 1, 2, 3, 4, 11, 12, 13, 14, 15, *range(192, 256))
 REFERENCE_TIMES = (0, 1)  # code table 1.2: an analysis, or the start of a forecast
 TIME_INCREMENTS = (2, 255)  # code table 4.11: successive times of one run; the others combine several runs
-STREAMS = (  # MARS streams of one run or ensemble; others are monthly means, hindcast statistics, several models
+STREAMS = (  # MARS streams of one run or ensemble; others are monthly means, anomalies, hindcast statistics
     "oper", "scda", "dcda", "lwda", "wave", "scwv", "enfo", "enfh", "efov", "efhc", "eefo", "eefh", "enda", "elda",
     "waef", "enwh", "mofc", "mnfc", "mnfh", "seas", "mmsf",
 )  # fmt: skip
@@ -73,12 +74,12 @@ PRESSURE_LEVELS = ("isobaricInhPa", "isobaricInPa")
 
 
 def levels_of(field: Field) -> tuple[str, ...]:
-    """Return the kinds of level on which a message can hold `field`, as ecCodes' typeOfLevel names them."""
+    """Return ecCodes' typeOfLevel of the levels on which a message can hold `field`, some with a height in m."""
     return LEVELS.get(field.name, _AT_THE_SURFACE) if field.surface or field.static else PRESSURE_LEVELS
 
 
 def on_its_level(field: Field, kind: str, level: int) -> bool:
-    """Return whether `field` on a level of this kind is the registry's variable.
+    """Return whether the registry's variable `field` lies on a level.
 
     Args:
         field: the variable whose parameter the message bears.
@@ -115,7 +116,7 @@ def is_control(get: Get) -> bool:
 def is_single_run(get: Get) -> bool:
     """Return whether a message is of ECMWF's operational deterministic forecast.
 
-    From cycle 50r1 on, this is the control of the ensemble (see `data_prep.catalogue`).
+    From cycle 50r1 on, this is the control of the ensemble (see `data_prep.ensemble_of`).
     """
     labels = {"centre": "ecmf", "class": "od", "expver": "0001", "stream": "oper", "dataType": "fc"}
     return all(get(key) == value for key, value in labels.items())
@@ -152,7 +153,7 @@ def _other_product(get: Get) -> str:
 
 
 def _other_definition(get: Get) -> str:
-    """Return the local definition by which a message is not a field of a run; empty if none does that."""
+    """Return the local definition that makes a message no field of a run; empty if none does."""
     number, centre = get("localDefinitionNumber"), get("centre")
     if number is None or not get("localUsePresent", 1) or number in LOCAL_DEFINITIONS.get(centre, ()):
         return ""
@@ -164,5 +165,5 @@ def _other_definition(get: Get) -> str:
 
 
 def method_of(get: Get) -> str:
-    """Return whether a message is a mean, maximum or minimum over time; empty for instantaneous values and sums."""
+    """Return "mean", "maximum" or "minimum" for such values over time; empty for instantaneous values and sums."""
     return OF_STEP_TYPE.get(str(get("stepType", "")), "")

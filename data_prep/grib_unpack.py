@@ -1,7 +1,8 @@
 """Unpacking of the integers and bitmaps of GRIB messages with NumPy.
 
 Integers of n bits follow each other without gaps, most significant bit first (simple packing, data template 7.0).
-Integers of whole octets are read as a view. Otherwise 8 / gcd(n, 8) neighbouring integers form a group of whole octets.
+Integers of 8 and 16 bits are read as a view, those of 24 are copied. Of other widths, 8 / gcd(n, 8) neighbouring
+integers form a group of whole octets.
 The k-th integers of all groups need the same shift, so they are unpacked with one NumPy operation.
 """
 
@@ -23,7 +24,7 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
     """Unpack unsigned integers of 1 to 24 bits.
 
     Args:
-        octets: (packed_size,) uint8.
+        octets: uint8, `packed_size(points, bits)` of them.
         bits: bits of each integer.
         points: number of integers.
 
@@ -42,7 +43,7 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
     members = 8 // math.gcd(bits, 8)  # integers of a group
     width = members * bits // 8  # octets of a group
     groups = -(-points // members)
-    padded = np.zeros((groups + 1) * width + 3, np.uint8)  # the last integer's window may reach beyond the group
+    padded = np.zeros((groups + 1) * width + 3, np.uint8)  # the last group may be incomplete
     padded[: len(octets)] = octets
     if bits <= 16:
         out = np.empty((groups, members), np.uint16)

@@ -6,11 +6,12 @@ incomplete gamma function and its softplus are good to 4e-10 and 1e-9, and the s
 distributions that come from its `ndtr` to 6e-8 of the scale.
 
     phi, Phi   density and distribution function of the standard normal distribution
-    y          observation, in scales v
+    y          observation
+    v          y / scale
     z          (y - location) / scale
-    l          -location / scale, which is zero in standard units
+    l          -location / scale, where zero lies in standard units
     x          location / scale
-    r(x)       log(1 + exp(2 x)) / 2, which is close to x except for small x, and never negative
+    r(x)       log(1 + exp(2 x)) / 2, which approaches x for large x, and is always above zero
     c          `GAMMA_SHIFT`
 
 Sources of the CRPS:
@@ -26,9 +27,9 @@ Sources of the CRPS:
   its own scale is scale / r. From r = 100 on it is scored as a normal distribution, whose score differs by at most two
   thousandths of the scale there.
 
-The CRPS is written so that float32 keeps its digits. Where zero lies in the upper tail (l > 0), it goes through the
-Mills ratio Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), and never through a quotient of two vanishing numbers.
-Both branches of every `where` are finite, and so are their gradients.
+The CRPS is written so that float32 keeps its digits. Where zero lies in the upper tail (l > 0), that of the truncated
+normal goes through the Mills ratio Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), and not through a quotient of
+two vanishing numbers. Both branches of every `where` are finite, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -53,10 +54,9 @@ _NOTHING = 40.0  # standard units beyond which the tail of a normal distribution
 class Maths:
     """The functions of one library. Values are its tensors or arrays.
 
-    `at_least` and `at_most` clip by a number, `double` converts to float64, `like` to the
-    type of its second argument, `ratio` is r(x), and `incomplete` and
-    `next_incomplete` are the regularised lower incomplete gamma functions of shapes k and k + 1. The latter is given
-    the former.
+    `at_least` and `at_most` clip by a number, `double` converts to float64, `like` to the type of its second argument,
+    and `ratio` is r(x). `incomplete` and `next_incomplete` are the regularised lower incomplete gamma functions of
+    shapes k and k + 1; the third argument of `next_incomplete` is the value of `incomplete`.
     """
 
     where: Any
@@ -130,7 +130,7 @@ def crps_truncated(m: Maths, z: Any, l: Any, above: Any) -> Any:
     low = low / mass**2
     # Integrals of the survival function S through the Mills ratio:
     # 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z mills(z)) / mills(l).
-    # In float64, because terms as large as l leave a score of 1 / l and slopes of 1 / l^2.
+    # In float64, because terms as large as l cancel to a score of 1 / l and slopes of 1 / l^2.
     above = m.double(above)
     high_z = high_l + above
     ratio = mills(m, high_l)
@@ -149,7 +149,7 @@ def censored_moments(m: Maths, lower: Any, nearest: Any, upper: Any) -> tuple[An
     """Return mean and variance of the standard normal distribution censored at `lower` and `upper`.
 
     The mean is counted from c = `nearest`, the point between the bounds that is nearest to zero. E[(Y - c)^n] is the
-    sum of integrals of n (t - c)^(n - 1) (1 - Phi(t)) over t > c, and of its mirror image below c.
+    integral of n (t - c)^(n - 1) (1 - Phi(t)) from c to `upper`, plus (-1)^n times its mirror image below c.
     """
     up, above = excess(m, nearest, upper)
     down, below = excess(m, -nearest, -lower)
@@ -169,7 +169,7 @@ def excess(m: Maths, start: Any, end: Any) -> tuple[Any, Any]:
 def excess_between(m: Maths, location: Any, mean: Any, scale: Any) -> tuple[Any, Any]:
     """Return how far the mean of the distribution censored at zero and one exceeds `mean`, and its slope.
 
-    The slope is the derivative of that mean by the location. Nothing is at scale one here.
+    The slope is the derivative of that mean by the location. All arguments are in the units of the variable.
     """
     lower, upper = -location / scale, (1 - location) / scale
     return scale * excess(m, lower, upper)[0] - mean, m.at_least(m.ndtr(-lower) - m.ndtr(-upper), TINY)

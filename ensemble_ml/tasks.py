@@ -1,4 +1,4 @@
-"""The tasks of the command line. Each has a function that runs it, and the text of its help page.
+"""The tasks of the command line. Each has a function that runs it, and two texts for its help page.
 
 A task imports its modules only when it runs. This makes `--help` quick, and a missing optional dependency affects only
 the task that needs it.

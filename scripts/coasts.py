@@ -22,7 +22,10 @@ TOLERANCE, SMALLEST = 0.3, 3.0  # degrees and square degrees: what a world map o
 
 
 def rings(data: bytes):
-    """Return all rings of a file of polygons (ESRI Shapefile Technical Description, 1998, shape type 5)."""
+    """Yield the rings of a file of polygons, (N, 2) longitude and latitude in degrees.
+
+    Source of the format: ESRI Shapefile Technical Description, 1998, shape type 5.
+    """
     at = 100
     while at < len(data):
         length = 2 * struct.unpack(">i", data[at + 4 : at + 8])[0]
@@ -34,7 +37,7 @@ def rings(data: bytes):
 
 
 def main(wheel: str) -> None:
-    """Write the coasts as (N, 2) int16 longitudes and latitudes in tenths of a degree, lines parted by a marker."""
+    """Write the coasts as (N, 2) int16 longitudes and latitudes in tenths of a degree, each line ended by 32767."""
     shapes = rings(zipfile.ZipFile(wheel).read(SHAPES))
     # A buffer of a hundredth of a degree closes the gaps between neighbours, whose borders are no coasts.
     land = union_all([area.buffer(0.01) for ring in shapes for area in polygonize([LinearRing(ring)]).geoms])

@@ -56,7 +56,6 @@ def simulate(config: SimulateConfig) -> Path:
     years = model_years(config)
     number, shares = config.share
     mine = years[number::shares]
-    # Years whose parts are all complete are not run again.
     missing = [year for year in mine if not year.complete(output)]
     if missing or not all((output / ".parts" / name).exists() for name in STATIC):
         if find_spec("jcm") is None:

@@ -58,7 +58,7 @@ def exchange_traffic(
         late: for each parameter, whether it belongs to the last buckets (see `buckets`).
 
     Returns:
-        The messages of each bucket, and whether the backward pass hides them.
+        The messages of each bucket (none for an exchange without buckets), and whether the backward pass hides them.
 
     Raises:
         UserError: the settings do not fit the ranks.

@@ -2,7 +2,7 @@
 
 In the forward pass the strips are sent first. The whole shard is then convolved with zeros in place of the halo, and
 the few outer rows (or columns) of the result that depend on the halo are computed again once it has arrived. So most of
-the work is one call at the usual shape. Computing the interior alone would copy it, and the result once more. In the
+the work is one call at the usual shape. The interior alone would have to be copied, and so would its result. In the
 backward pass the gradient of the input comes first, and its halo travels back to the neighbours while the gradient of
 the weights is computed.
 
@@ -62,7 +62,7 @@ def halo_conv(
 
     Args:
         x: (B, C, ...) the shard.
-        weight: the kernel of a stock convolution in two or three dimensions.
+        weight: (O, C / groups, ...) the kernel of a stock convolution in two or three dimensions.
         bias: its bias, or None.
         window: stride, padding, dilation and groups.
         rows: how latitude is padded; None if it is not split.
@@ -71,7 +71,7 @@ def halo_conv(
         overlap: compute while the halo travels, where that is possible.
 
     Raises:
-        UserError: this rank's shard is thinner than the halo that a neighbour needs of it.
+        UserError: this rank's shard is thinner than a neighbour's halo, or than the rows that a pole mirrors.
     """
     sides = check(x, rows, columns)
     split = any(side.meets and side.comm.size > 1 for side in sides)

@@ -3,11 +3,11 @@
 `partition_model` changes the classes of the layers that look beyond a point, and of those that keep one number a grid
 point. Parameters, buffers and their names stay whole on every rank, so a checkpoint does not depend on the partition.
 Each rank computes exactly its shard of what one process would. Convolutions get their neighbours' rows through a halo
-exchange (`halo`), pooling and upsampling never cross a border (`shard`), and terms of a grid point's own are sliced. On
+exchange (`halo`), pooling and upsampling never cross a border (`shard`), and terms of single grid points are sliced. On
 one rank the model is left unchanged.
 
 The gradient of a parameter on one rank is that rank's part of a sum: the sum over the ranks of `mesh.model` is the
-gradient of the whole. A term of a grid point's own has a gradient only on the rank that holds the point. An exchange
+gradient of the whole. A term of a single grid point has a gradient only on the rank that holds the point. An exchange
 may leave it there (`shard.own_part`); other ranks' values of it are then stale until they are brought together
 (`State.complete`).
 """
@@ -140,7 +140,11 @@ class PartPadder(Padder):
     part_shard: Shard
 
     def sides(self, x_BCYXZ: Tensor) -> tuple[Side, Side, Across]:
-        """Return the arguments of `halo` for this rank: rows, columns, and the rule across the poles."""
+        """Return the arguments of `halo` for this rank: rows, columns, and the rule across the poles.
+
+        Raises:
+            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
+        """
         g, mesh = self.geometry, self.part_mesh
         if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
             raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")

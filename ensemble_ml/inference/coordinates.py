@@ -80,11 +80,11 @@ def height_of(name: str) -> Coordinate | None:
 
 
 def _times(header: Header) -> Iterator[Coordinate]:
-    """Yield the init times, the lead times and the valid times.
+    """Yield the init times, the lead times, the valid times and their bounds.
 
     A file has one init time, and files of several init times concatenate along this axis. Valid times have both axes,
-    init time and lead. As an axis of their own they would overlap between files. Whoever opened many files as one would
-    get the union of all valid times, most of it empty.
+    init time and lead. As an axis of their own they would overlap between files, and many files opened as one would
+    have the union of all valid times as their axis, with most values missing.
     """
     starts = np.atleast_1d(np.asarray(header.init_time)).astype("datetime64[s]").astype(np.int64)
     leads = np.asarray(header.leads, np.int64)

@@ -36,8 +36,8 @@ class Sample:
 
     Attributes:
         start: the init time and its members.
-        members: raw members, as the source has them. They take most of the memory of a date, so M is 0 if nothing needs
-            them.
+        members: raw members, (M, T_in, ...), as the source has them. They take most of the memory of a date, so M is 0
+            if nothing needs them.
         mean: (T_in, F, Y, X) mean of the members.
         spread: (T_in, F, Y, X) standard deviation of the members.
         remarks: sentences for the file, about values beyond the training range.
@@ -84,8 +84,8 @@ class Samples:
             start: the init time and its members.
 
         Raises:
-            UserError: a value is NaN or infinite and the model has no mask there. The message names the variable,
-                level, lead and date.
+            UserError: a field is missing, or a value is infinite, or NaN where its variable has no mask. The message
+                names the variable, level, lead, date and member.
         """
         members = self.reader.forecast(start.date, start.positions)
         mean, spread = self.reader.reduced(members)
@@ -137,7 +137,6 @@ class Samples:
         excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
         found: dict[str, tuple[float, str]] = {}
         for index, (name, level) in enumerate(self.spec.names):
-            # Of all levels of a variable, only the one with the largest excess is described.
             if excess[index] > _MARGIN and excess[index] > found.get(name, (0.0, ""))[0]:
                 above = high[index] - limits[index, 1] >= limits[index, 0] - low[index]
                 value = high[index] if above else low[index]
@@ -153,15 +152,14 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         spec: the inputs and outputs of the model.
 
     Returns:
-        The inputs of the model, with the axis B in front. Members are included only if the model takes them, and absent
-        ones are filled up to the largest number.
+        The inputs of the model, with the axis B in front. Members are included only if the model takes them, and filled
+        up with zeros to the largest number.
     """
 
     def stack(arrays: Iterable[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(list(arrays)))
 
     single, every = spec.config.one_member, spec.takes_members
-    # Dates may differ in their numbers of members. Shorter ones are filled up so that they can be stacked.
     most = max(len(s.start.positions) for s in samples)
     given = [s.members for s in samples]
     return EnsembleInput(

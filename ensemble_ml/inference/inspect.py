@@ -19,7 +19,7 @@ def describe_checkpoint(path: str) -> dict[str, Any]:
     it may hold scores.
 
     Args:
-        path: a checkpoint, or a run.
+        path: a checkpoint, a run, or the folder of a run's checkpoints.
 
     Raises:
         UserError: there is no checkpoint, or it is damaged.
@@ -54,7 +54,7 @@ def _span(dates: list[str]) -> dict[str, Any]:
 
 
 def checkpoint_text(found: dict[str, Any]) -> str:
-    """Return the description as text: the path, the scores on the validation dates, then the model card.
+    """Return the description as text: path, step and validation scores in a line, then the model card.
 
     Args:
         found: the result of `describe_checkpoint`.

@@ -1,4 +1,4 @@
-"""Plan the forecasts of all init times, and write the header of each."""
+"""Plan the forecasts of all init times, and make the header of each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
 
     @cached_property
     def dates(self) -> dict[str, Dates]:
-        """Return the init times that the weights have seen, by the names of the attributes of a file."""
+        """Return the init times that had a part in training, by the names of the attributes of a file."""
         earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
         own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
         return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
@@ -68,7 +68,7 @@ def plan_job(
         source: the reduced ensemble, on the model's grid.
         spec: the inputs and outputs of the model.
         meta: the content of checkpoint.json.
-        told: whether warnings are logged.
+        told: whether to warn of few members and of thresholds far from the training range.
 
     Returns:
         The job, and the init times with their members.
@@ -81,7 +81,7 @@ def plan_job(
     job = Job(config, source, meta, spec, wanted, places, identity(config, wanted, meta, source))
     trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
     starts = plan_starts(source, spec, config, trained)
-    # Only one rank logs; otherwise each warning would appear once for each rank.
+    # Otherwise each of these warnings would appear once for each rank.
     if told:
         _tell_of_few(starts, meta)
         if "input_range" in meta:

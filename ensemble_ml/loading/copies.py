@@ -1,9 +1,9 @@
 """Choose copies of samples that other ranks hold, for memory that is left over.
 
-Copies are chosen by their next use, so that a rank asks its peers for each of them only once. The choice is a pure
+A rank copies samples in the order of their first use, and asks its peers for each copy only once. The choice is a pure
 function of the plan, so every rank knows all copies.
 
-Axes: F samples, N copies.
+Axes: A uses, F samples, N copies, P ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Copies:
 
     keys: np.ndarray
     offset: np.ndarray
-    count: int  # F
+    count: int
 
     def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples that `rank` copies, (n,) ascending, and their offsets, (n,)."""
@@ -36,7 +36,7 @@ class Copies:
         return self.keys[here] - rank * self.count, self.offset[here]
 
     def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the uses that concern a copy kept by their user.
+        """Find the uses for which the rank keeps a copy of the sample itself.
 
         Args:
             user: (A,) rank of each use.
@@ -65,7 +65,7 @@ def choose(
     Args:
         users: Function from an epoch to its samples (F,) in the order of use, and the rank that uses each (F,).
         epochs: Number of epochs.
-        owner: (F,) rank that holds each sample.
+        owner: (F,) rank that holds each sample, or `NOBODY`; the latter are not copied.
         sizes: (F,) bytes of each sample.
         used: (P,) bytes of each rank's memory that its own samples take.
         room: Bytes of memory of each rank.

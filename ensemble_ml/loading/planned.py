@@ -224,7 +224,6 @@ class Engine:
             return read_sample(units.over(draw, packed), draw)
         except UserError as error:  # the checksum of a chunk failed: the copy is damaged, or the store itself
             log.warning("loading: %s; it is read anew", error)
-            # If the store itself is damaged, the second attempt raises the error to the user.
             fresh = [self.cache.again(unit) for unit in units.of(draw).tolist()]
             return read_sample(units.over(draw, fresh), draw)
 

@@ -1,11 +1,11 @@
 """Hold packed samples in memory or on local disk, where other processes of the same node can read them.
 
-There is one file for each rank and tier. It begins with a header of one word for each sample that it may hold; the
-samples follow, at the offsets that the plan assigns.
+There is one file for each rank and tier. Its header has two words that identify it, and one for each sample that it
+may hold. The samples follow, at the offsets that the plan assigns.
 
 In memory the file is a memfd. Other processes of the same user open it by its path under /proc, and the kernel frees it
-when the last process that holds it ends, even by a crash. On disk the file outlives the process, and a run with the
-same plan finds it filled.
+when the last process that holds it ends, even by a crash. On disk the file may be kept, and a run
+with the same plan then finds it filled.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def header(self) -> int:
-        """Return the bytes before the first sample, in whole pages."""
+        """Return the number of bytes before the first sample, in whole pages."""
         return -(-(16 + 8 * len(self.samples)) // PAGE) * PAGE
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the whole file."""
+        """Return the number of bytes of the whole file."""
         return self.header + int((self.offset + self.size).max(initial=0))
 
     def find(self, sample: int) -> int:
@@ -70,6 +70,9 @@ class Slab:
     """The samples of one rank in one tier. Any thread may read and write.
 
     A reader never sees a half-written sample: its header word is set after its bytes, and holds their checksum.
+
+    Raises:
+        ValueError: The slab is opened for reading only, and the file is not the slab of this shape and key.
     """
 
     def __init__(self, fd: int, shape: Shape, *, writable: bool):
@@ -89,7 +92,7 @@ class Slab:
 
     @classmethod
     def in_memory(cls, shape: Shape) -> Slab:
-        """Make a slab that vanishes with the process."""
+        """Make a slab that vanishes with the last process that has it open."""
         fd = memory_file()
         os.ftruncate(fd, shape.bytes)
         return cls(fd, shape, writable=True)
@@ -171,7 +174,7 @@ class Slab:
     def get(self, sample: int) -> memoryview | None:
         """Return a sample in place, valid until `close`.
 
-        None stands for a sample that is not stored yet, or whose bytes no longer fit its checksum.
+        None stands for a sample that is not of this slab, is not stored yet, or whose bytes no longer fit its checksum.
         """
         place = self.shape.find(sample)
         word = int(self._words[2 + place]) if place >= 0 else 0

@@ -17,11 +17,12 @@ PATIENCE = 5.0  # seconds that a loader's end may wait for storage; a job that m
 def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
     """Run `work` on `count` daemon threads, which end with the process.
 
-    The threads belong to the scheduler's batch class, so a thread that wakes up does not take the core from another
-    thread. When the user requests a batch, the buffer of the last one is freed, which wakes a thread. In the normal
-    class that thread, and those that it woke in turn, repeatedly kept the user's thread from its core for 4 ms.
-    Measured on Linux 6.18 with two ranks of four threads on two cores: 2 to 3 % of a step of 40 ms, although the batch
-    was ready; with the batch class 0.5 %. The threads' share of the cores is the same in both classes.
+    Where the system allows it, the threads belong to the scheduler's batch class, so a thread that wakes up does not
+    take the core from another thread. When the user requests a batch, the buffer of the last one is freed, which wakes
+    a thread. In the normal class that thread, and those that it woke in turn, repeatedly kept the user's thread from
+    its core for 4 ms. On Linux 6.18, with two ranks of four threads on two cores, this took 2 to 3 % of a step of 40
+    ms, although the batch was ready. With the batch class it took 0.5 %. The threads' share of the cores is the same in
+    both classes.
     """
 
     def run() -> None:

@@ -1,11 +1,12 @@
 """Compute the model climate: what the ensemble forecasts at this time of the year in other years, point by point.
 
 The model climate of an init time consists of quantiles over all members of certain other init times. These lie within
-some days of its calendar date, in every other year, and begin at the same hour of the day (the climate of noon is not
+some days of its calendar date, in all other years, and begin at the same hour of the day (the climate of noon is not
 that of midnight). The extreme forecast index (EFI) compares a forecast with these quantiles.
 
-An init time belongs to the year whose anniversary of the calendar date is nearest. The end of December therefore counts
-with the following January, and is never used for it. The anniversary of 29 February is the 28th in other years.
+An init time counts to the year of the nearest anniversary of the calendar date. So late December counts to the same
+year as the January after it, and neither is in the other's climate. The anniversary of 29 February is the 28th in other
+years.
 
 A store may hold the quantiles already (`prepare climate_days=9`). Otherwise they are computed on request, one lead and
 variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept as far as that
@@ -42,7 +43,7 @@ class ModelClimate:
         days: Days from the calendar date within which an init time may lie.
         probabilities: Probabilities of the quantiles, ascending within [0, 1].
         memory: Bytes of values held at a time, and as many bytes of members kept for later.
-        seasons: Init times of other years by init time, as far as they are known. Several climates may share it.
+        seasons: Cache of the init times of other years, by init time. Several climates may share it.
 
     Raises:
         UserError: The source has init times of one year only, or the probabilities are not ascending within [0, 1].
@@ -112,7 +113,8 @@ class ModelClimate:
             Pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.
 
         Raises:
-            UserError: There is no init time of another year in the window, or something selected is not there.
+            UserError: There is no init time of another year in the window, or something selected is not there or
+                cannot be read.
         """
         lay = self.source.layout
         leads = lay.lead_hours if selection.lead_hours is None else selection.lead_hours

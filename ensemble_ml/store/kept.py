@@ -14,7 +14,7 @@ import numpy as np
 
 from ensemble_ml.store.shard import ShardFile, damaged
 
-_BLOCK = 1 << 16  # bytes; below the limit of memory, a request is extended to whole blocks, by less than two blocks
+_BLOCK = 1 << 16  # bytes; while memory is left, a request is extended to whole blocks, by less than two blocks
 
 
 class KeptShards:
@@ -31,7 +31,11 @@ class KeptShards:
         self.blocks: dict[tuple[str, int], np.ndarray] = {}
 
     def __call__(self, path: str) -> _KeptShard:
-        """Open a shard."""
+        """Open a shard.
+
+        Raises:
+            UserError: The file cannot be opened.
+        """
         return _KeptShard(self, path)
 
 
@@ -49,7 +53,7 @@ class _KeptShard:
         """Read `size` bytes from `start` on, (size,) uint8.
 
         Raises:
-            UserError: The file ends before them.
+            UserError: The file ends before them or cannot be read, or the store has been replaced.
         """
         end = start + size
         if end > self.size:

@@ -226,7 +226,7 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
 
     Args:
         values: (..., Y, X) float32.
-        mask: (..., Y, X) bool, points that do not count and become the integer 0; None for none.
+        mask: (..., Y, X) bool, True at points that do not count and become the integer 0; None for none.
 
     Raises:
         UserError: A value that is not masked is NaN or infinite.
@@ -240,8 +240,8 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     scale = _power_of_two(span)
     codes = np.empty(values.shape, np.uint16)
     fields, ends = values.reshape(-1, *values.shape[-2:]), (low.reshape(-1, 1, 1), scale.reshape(-1, 1, 1))
-    # A few fields at a time, so that the float64 intermediate stays small, but not one by one: fields of 64 x 32 points
-    # would take longer to call for than to pack. A constant field gets zeros.
+    # A few fields at a time, so that the float64 intermediate stays small, but not one by one: the calls
+    # for fields of 64 x 32 points would take longer than their packing. A constant field gets zeros.
     for part in parts_of(len(fields), fields[:1].size):
         steps = np.where(ends[1][part] > 0, ends[1][part], 1.0)
         codes.reshape(fields.shape)[part] = np.rint((fields[part] - ends[0][part]) / steps)
@@ -249,7 +249,7 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
 
 
 def parts_of(count: int, points: int) -> Iterator[slice]:
-    """Yield slices of so many fields that are worked on at once: together about `_SLAB` points, or one field.
+    """Yield slices of the fields to work on at once: together at most `_SLAB` points, or one larger field.
 
     Args:
         count: Number of fields.

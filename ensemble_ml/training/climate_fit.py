@@ -18,12 +18,12 @@
     c           factor of each field with the smallest CRPS of its own distribution
 
 Two more fits follow. a and b of `models.dry` say how much and how often the truth is above zero where the corrected
-mean is not. The point network (`point_targets`) says what is left of S, which errors to expect, and how large they are.
+mean is not. The point network (`point_targets`) predicts what is left of S, the error of the mean, and its size.
 
-c is chosen on dates that the other fits have not seen: the validation dates, or a fifth of the training dates if there
-are none. It thereby allows for heavy tails and for zeros. The CRPS that remains is the scale of the loss. The inflation
-is fitted to residuals without their own date in the bias. Otherwise sigma would be too small by as much as the bias was
-fitted to noise.
+c is chosen on dates to which neither linear correction nor point network is fitted: the validation dates, or a fifth of
+the training dates if there are none. It thereby allows for heavy tails and for zeros. The CRPS that remains is the
+scale of the loss. The inflation is fitted to residuals without their own date in the bias. Otherwise the bias would fit
+some of the noise, and sigma would be too small.
 
 Dates are read one at a time: at most `most_dates` of them, evenly spaced. Several ranks share them (`team`).
 
@@ -62,7 +62,7 @@ from ensemble_ml.training.truth_fit import Left, Truth
 
 log = logging.getLogger(__name__)
 
-SAMPLE_DATES = 24  # this suffices for one number a field
+SAMPLE_DATES = 24  # this suffices for a fit of one number a field
 _KEPT_SHARE = 0.25  # of free memory; sums and points of the fits need the rest
 _DRY_DATES = 10  # this suffices for how often and how much it rains, because each date has many dry points
 _WIDTH, _WIDTH_AGAIN = "calibration factors of sigma", "calibration factors with the network"  # names of stages
@@ -74,9 +74,9 @@ class Fit:
 
     Attributes:
         climate: all arrays that the model is built with.
-        spread_error: (N + 1, T_out, F), row M holds the mean squared error of s1 from M members as a forecast of the
-            full spread. It is the scale of the spread loss. Rows of sizes that were not asked for repeat that of
-            `members`.
+        spread_error: (N + 1, T_out, F), row M holds the mean squared error of the full spread as the untrained model
+            predicts it from M members. It is the scale of the spread loss. Rows of sizes that were not asked for
+            repeat that of `members`.
         input_range: (F, 2), smallest and largest value of the inputs.
         seconds: time that the fit took.
     """
@@ -99,14 +99,14 @@ def fit_climate(
 ) -> Fit:
     """Fit everything that `Climate` holds on the dates `train`.
 
-    The validation dates choose k of s1, the penalty of the ridge regression, the fractions of the point network, and
-    the width of sigma.
+    The validation dates choose k of s1, the penalties of the ridge regression, the fractions of the point network, the
+    width of sigma, and a and b of `models.dry`.
 
     Args:
         reader: reads the store.
         train: indices of the training dates.
         validation: indices of the validation dates.
-        members: M, the number of first members at which spread and residuals are compared.
+        members: M, the number of members of a date whose mean and spread are corrected.
         sizes: numbers of members that the training will draw.
         seed: seed of the point network and of the points that it is fitted to.
         progress: shows how far the fits are, and limits their time.
@@ -267,7 +267,6 @@ def _truth_terms(
     truth.tell_of_zeros(sample)
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
-    # The factor of sigma is chosen on dates that the other fits have not seen.
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
     unseen = spaced(chosen_by, SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)
@@ -292,8 +291,8 @@ def _widened(
 ) -> tuple[Tensor, Tensor]:
     """Return the inflation at which the CRPS is smallest, and that CRPS (T, F).
 
-    Terms that were fitted to training dates are too certain of these, so other dates choose the factor. Fields that few
-    of these dates have take it from training dates.
+    Terms that were fitted to training dates are too certain of these, so the factor is chosen on `unseen`. Fields that
+    few of the dates of `unseen` have take it from `sample`.
     """
     factor, error, count = truth.best_factor(unseen, inflation, stage)
     few = count < FEWEST_TO_WIDEN

@@ -25,8 +25,8 @@ def region_masks(
     Args:
         grid: Grid of the fields.
         land: (Y, X) land fraction. A point is land from one half on. None leaves out land and sea.
-        boxes: [north, west, south, east] in degrees by name. West may lie east of east, across Greenwich or the date
-            line.
+        boxes: [north, west, south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the
+            date line.
         taken: Names that boxes may not have, besides those of the other regions.
 
     Returns:

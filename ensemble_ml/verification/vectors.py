@@ -45,7 +45,8 @@ class Known:
 
     Attributes:
         correction: Correction of the reduced ensemble.
-        scale: (Z,) standard deviation of the climate on the fit dates; zero where the truth does not vary.
+        scale: (Z,) standard deviation of the climate on the fit dates, in the units of the variable; zero where the
+            truth does not vary.
     """
 
     correction: Correction
@@ -144,7 +145,7 @@ def score_vectors(
 
 
 def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
-    """Return the scores of `METRICS` at each point, (3, Y, X), or two without the variogram of a single field.
+    """Return the scores of `METRICS` at each point, (3, Y, X); (2, Y, X) if a single field has no variogram.
 
     The values have no meaning where `whole` is false.
     """
@@ -164,7 +165,8 @@ def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Se
 def _paired(every: Sequence[int | None]) -> list[int]:
     """Choose the fields of the variogram by their levels.
 
-    All fields are chosen if they are few. Otherwise those at the surface and at the level nearest to 500 hPa are.
+    All fields are chosen if they are few. Otherwise the first `_MOST_FIELDS` of those at the surface and at the level
+    nearest to 500 hPa are.
     """
     if len(every) <= _MOST_FIELDS:
         return list(range(len(every)))
@@ -175,7 +177,7 @@ def _paired(every: Sequence[int | None]) -> list[int]:
 def _date(
     setting: Setting, groups: Sequence[tuple[Group, Known]], labels: Sequence[str], date: int, kept: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Read the members (M, V, Y, X) of every entrant and the truth (V, Y, X), each divided by its scale.
+    """Read the members (M, V, Y, X) of every entrant and the truth (V, Y, X), each field divided by its scale.
 
     Only the fields that `kept` marks are returned. Also return where all of them are complete, (Y, X) bool.
     """

@@ -9,7 +9,7 @@ are:
     linear upsampling         left = 1                        right = 1
     nearest upsampling        none
 
-    k   kernel size
+    k   kernel size, gaps of the dilation included
     s   stride
     p   padding
 
@@ -81,7 +81,7 @@ def partition(
     overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
-        # The number of ranks over which the values lie that the layer combines.
+        # The number of ranks that hold the values which the layer combines.
         sharers = mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
         if kind is None or (kind is not PartDropout and sharers == 1):
             continue
@@ -115,7 +115,7 @@ def _rate(layer: Any, axis: int) -> Fraction:
 
 
 def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that a layer changes to, or None if it acts on each point.
+    """Return the class that a layer changes to, or None if it stays as it is.
 
     Raises:
         UserError: the layer cannot be partitioned.
@@ -185,9 +185,9 @@ def _surrounded(x: Tensor, sides: Sequence[Side]) -> Tensor:
 
 
 def _check_part(side: Side, length: int, step: int, reach: int) -> None:
-    """Raise a UserError if a shard is not a multiple of the stride, or is too short for a single result.
+    """Raise a UserError if a shard before the last is no multiple of the stride, or one is too short for a result.
 
-    If a shard before the last is no multiple of the stride, the next one does not begin at a multiple.
+    Otherwise the next shard would not begin at a multiple.
     """
     if side.comm.rank < side.comm.size - 1 and length % step:
         raise UserError(
@@ -413,7 +413,7 @@ def _extent(length: int, comm: Any, device: torch.device) -> tuple[int, int]:
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """Return the finaliser of splitmix64 (Steele, Lea and Flood 2014), on words of 64 bits that wrap."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood 2014) to words of 64 bits, which wrap."""
 
     def shifted(x: Tensor, bits: int) -> Tensor:
         return (x >> bits) & ((1 << (64 - bits)) - 1)  # the mask removes sign bits, which torch shifts in
