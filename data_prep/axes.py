@@ -91,7 +91,7 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
 
 
 def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
-    """Return `level`, or a coordinate along it in units of pressure if `level` has no units and may only count."""
+    """Return `level`, or a coordinate along it in units of pressure if `level` has no units."""
     if not level.attrs.get("units"):
         for other in array.coords.values():
             if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*PASCAL, *HECTOPASCAL):
@@ -132,7 +132,7 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
         axes: its axes by their roles, which are changed.
 
     Raises:
-        UserError: both init time and lead differ from one valid time to the next.
+        UserError: both init time and lead differ from one valid time to the next, or a time is absent.
     """
     init = axes["init"]
     if init is None or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
@@ -162,8 +162,8 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
 def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.DataArray]]:
     """Return the parts of a variable along an axis of hindcast years, each with init times of its own.
 
-    EUPPBench's hindcasts have the date of the model's version as init time, and an axis `year` beside it. Which dates
-    were forecast then, only the valid time tells, which has that axis, too.
+    EUPPBench's hindcasts have the date of the model's version as init time, and an axis `year` beside it. Only the
+    valid time, which has that axis too, tells which dates were forecast.
 
     Args:
         array: the data variable.
@@ -172,7 +172,7 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         For each year its position along the axis, and the variable there. Without such an axis, the variable as it is.
 
     Raises:
-        UserError: valid times at different leads give different init times.
+        UserError: valid times are absent, or give different init times at different leads.
     """
     valid, init, lead = array.coords.get("valid_time"), find_axis(array, "init"), find_axis(array, "lead")
     if YEAR not in array.dims or valid is None or YEAR not in valid.dims or init is None or lead is None:
@@ -213,7 +213,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
         axes: its axes by their roles, which are changed.
 
     Raises:
-        UserError: init times differ along the dimension, or each valid time comes with each lead.
+        UserError: both differ along the dimension, or valid times and several leads have dimensions of their own.
     """
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
@@ -293,7 +293,11 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
 
 
 def _read_init(axis: xr.DataArray | None) -> np.ndarray:
-    """Return init times as datetime64[s]; without an axis, the epoch."""
+    """Return init times as datetime64[s]; without an axis, the epoch.
+
+    Raises:
+        UserError: a time is absent, or no date of the standard calendar.
+    """
     if axis is None:
         return np.array(0, "datetime64[s]")
     if not np.issubdtype(axis.dtype, np.datetime64):
@@ -307,7 +311,7 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def _to_minutes(times: np.ndarray) -> np.ndarray:
-    """Return times rounded to the nearest minute if that is near, else to the nearest second."""
+    """Return times rounded to the nearest minute if that is within 3.6 s, else to the nearest second."""
     exact = times.astype("datetime64[ms]").astype(np.int64)
     # Times in days as floating-point numbers miss the hour by a rounding error.
     minutes = np.rint(exact / _MINUTE) * _MINUTE
@@ -317,7 +321,11 @@ def _to_minutes(times: np.ndarray) -> np.ndarray:
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:
-    """Return member numbers as int32; without an axis, 0."""
+    """Return member numbers as int32; without an axis, 0.
+
+    Raises:
+        UserError: a member is not numbered with an integer.
+    """
     if axis is None:
         return np.array(0)
     try:
@@ -331,7 +339,11 @@ def _read_member(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
-    """Return leads as int32 hours; without an axis, 0."""
+    """Return leads as int32 hours; without an axis, 0.
+
+    Raises:
+        UserError: a lead is absent or no whole number of hours, or the units are not known.
+    """
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
@@ -364,7 +376,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     """Return levels as int32 hPa, BETWEEN for those that are not whole; without an axis, 0.
 
     Raises:
-        UserError: the axis has other units than those of pressure, or counts levels.
+        UserError: the axis has other units than those of pressure, counts levels, or has no level of whole hPa.
     """
     if axis is None:
         return np.array(0)
@@ -373,7 +385,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
     of_model = any(words in said.lower() for words in ("model level", "sigma", "hybrid"))
-    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # such levels were interpolated
+    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # with that name they are interpolated
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
@@ -398,7 +410,11 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> None:
-    """Refuse an axis with absent values, which was made longer than what was written."""
+    """Refuse an axis with absent values: it was made longer than what was written.
+
+    Raises:
+        UserError: `absent` is true somewhere.
+    """
     if absent.any():
         raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent ({how}); leave them out")
 
@@ -426,7 +442,7 @@ def known_axes() -> str:
 
 
 def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
-    """Return the dimension of the array for each role that is a dimension.
+    """Return the dimension of the array for each role that has one.
 
     Raises:
         UserError: a dimension has two roles.

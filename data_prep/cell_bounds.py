@@ -90,8 +90,8 @@ def _hours_of_range(array: xr.DataArray) -> set[int]:
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
     """Return whether values cover intervals and not moments.
 
-    CF cell_methods decide; without them, the variable itself. Bounds of an axis do not decide, because they apply to
-    all variables of a file, and some of these may be moments.
+    Hours that the variable states decide; without them, CF cell_methods; without these, the registry. Bounds of an axis
+    do not decide, because they apply to all variables of a file, and some of these may be moments.
 
     Args:
         array: a data variable.
@@ -240,13 +240,13 @@ def widths(
         places: for each dimension, the positions along it of the N fields.
 
     Returns:
-        (N,) int32, or None if no coordinate has bounds and no name states the hours.
+        (N,) int32, or None if nothing states the hours.
 
     Raises:
-        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names; or it is a value
-            since the model's previous step, which the file does not tell.
-        UserError: an interval does not end at its coordinate, bounds are not a pair for each value, or the variable's
-            name states other hours.
+        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names; it is a mean since
+            the model's previous step, which the file does not tell; or its comment leaves out an hour of the day.
+        UserError: an interval does not end at its coordinate or has no whole hours, bounds are not a pair for each
+            value, or the variable's name states other hours.
     """
     own = _own_intervals(array, places)
     if own is None:
@@ -315,7 +315,11 @@ def _periods(array: xr.DataArray) -> dict[int, int]:
 
 
 def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
-    """Return the hours that each field's values cover, (N,) int32, by the time of day; None if none are stated."""
+    """Return the hours that each field's values cover, (N,) int32, by the time of day; None if none are stated.
+
+    Raises:
+        OfSomethingElse: the comment leaves out an hour of the day at which values end.
+    """
     periods, init, lead = _periods(array), find_axis(array, "init"), find_axis(array, "lead")
     if not periods or init is None or lead is None:
         return None
@@ -326,7 +330,7 @@ def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) 
     hour = leads[places.get(lead.dims[0] if lead.dims else None, along)]
     ends = ((start + hour) % 24).tolist()
     if not set(ends) <= set(periods):
-        text = f"{array.name}: its comment says over which hours values are at some hours of the day, not at all"
+        text = f"{array.name}: its comment says over which hours values are at some hours of the day only"
         raise OfSomethingElse(text, "over hours that its comment does not say")
     return np.minimum([periods[end] for end in ends], hour).astype(np.int32)
 

@@ -86,9 +86,10 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A grid, with the mapping from a message's order of points to the program's. It uses views and no index arrays.
+    """A grid, with the mapping from a message's order of points to the program's.
 
-    `shift` is the number of columns that come before the program's first column in the message.
+    Only Gaussian grids need index arrays. `shift` is the number of columns that come before the program's first column
+    in the message.
     """
 
     scan: Scan
@@ -116,7 +117,7 @@ class Place:
         return (rows.start, rows.stop) if self.southwards else (height - rows.stop, height - rows.start)
 
     def put(self, values: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write rows of a message into `out`, with a single copy.
+        """Write rows of a message into `out`, with a single copy, or two on Gaussian grids. Return `out`.
 
         Args:
             values: the points of these rows in the message's order.
@@ -273,7 +274,11 @@ def _understood() -> Iterator[None]:
 
 
 def _init(date: int, time: int) -> np.datetime64:
-    """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM)."""
+    """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM).
+
+    Raises:
+        UserError: there is no such date.
+    """
     try:
         day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
     except ValueError as error:
@@ -364,7 +369,7 @@ def _origin(get: Get) -> Origin:
     subcentre = str(get("subCentre", ""))
     subcentre = "" if subcentre in UNSTATED_SUBCENTRES else subcentre
     stream, system = str(get("stream") or ""), get("systemNumber") or get("system")
-    if stream in _ONE_RUN:  # a control may be a run of its own
+    if stream in _ONE_RUN:
         ensemble = ""
     else:
         # Hindcasts of one date are made anew with each version of the model. ECMWF states its date as `referenceDate`.
@@ -380,7 +385,7 @@ _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams of d
 def _numbered(get: Get, member: int | None) -> bool:
     """Return whether a message states that it is a member.
 
-    In edition 1, ECMWF's section 1 has an octet for the member in any stream, so a number 0 says nothing there.
+    In edition 1, ECMWF's section 1 has an octet for the member in any stream. In those of single runs, 0 says nothing.
     """
     stated = member is not None and (get("edition") != 1 or get("stream", None) not in _ONE_RUN)
     return get("dataType") in ("cf", "pf") or bool(member) or stated
@@ -401,7 +406,11 @@ def _field_and_level(field: Field, level_type: str, level: int) -> tuple[int, in
 
 
 def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
-    """Return factor and shift from the units of a message to those of the registry."""
+    """Return factor and shift from the units of a message to those of the registry.
+
+    Raises:
+        UserError: no conversion is known.
+    """
     field = FIELDS[index]
     if field.name == "orog" and number == 129:
         return 1 / GRAVITY, 0.0
@@ -416,6 +425,9 @@ def _steps(text: str) -> tuple[int, int, bool]:
 
     Returns:
         The first and last hour, and whether the text is a range.
+
+    Raises:
+        UserError: the text is of another form, or not of whole hours.
     """
     hours = []
     for part in text.split("-"):

@@ -18,7 +18,11 @@ _STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # these counts of records stand for a
 
 
 def check_whole(path: str) -> None:
-    """Refuse a classic NetCDF file that is shorter than its header states. Other formats pass."""
+    """Refuse a classic NetCDF file that is shorter than its header states. Other formats pass.
+
+    Raises:
+        UserError: the file is cut short, or its header is damaged.
+    """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         try:
@@ -71,7 +75,7 @@ class _Header:
         return begin, width * math.prod(extents[1:] if records else extents), records
 
     def _elements(self) -> int:
-        """Return the length of a list; an absent list has the tag zero."""
+        """Return the length of a list, after its tag; both are zero for an absent list."""
         self._number(4)
         return self._number(self._count)
 

@@ -337,26 +337,6 @@ def _check_times(truth: ArchiveTruth | StoreTruth) -> None:
         raise UserError(f"truth {truth.path}: {periods}; give the truth of those times, or none (truth=null)")
 
 
-def open_static(
-    paths: Any, source: Source, *, regrid: bool = False, index: FileIndex | None = None
-) -> dict[str, np.ndarray]:
-    """Read static fields (orography, land mask) from a file.
-
-    Args:
-        paths: the file or files.
-        source: the forecast, whose grid the fields have to fit.
-        regrid: whether fields on another grid are regridded; otherwise they are refused.
-        index: keeps the tables of files; None keeps none.
-
-    Returns:
-        Fields by name, (Y, X) float32.
-
-    Raises:
-        UserError: the file is missing or damaged, holds no static field, or has another grid.
-    """
-    return _static_fields(_static_catalogue(paths, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
-
-
 def open_orographies(
     forecast: str | None, truth: str | None, source: Source, *, regrid: bool = False, index: FileIndex | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
@@ -373,13 +353,17 @@ def open_orographies(
         Both fields, (Y, X) float32, or None.
 
     Raises:
-        UserError: as in `open_static`; or one of the two does not exist.
+        UserError: a file is missing or damaged, holds no static field, or has another grid; or one of the two does not
+            exist.
     """
     if forecast is None:
         return None
     found = []
     for key, path in (("orography", forecast), ("truth_orography", truth)):
-        fields = source.static() if path is None else open_static(path, source, regrid=regrid, index=index)
+        if path is None:
+            fields = source.static()
+        else:
+            fields = _static_fields(_static_catalogue(path, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
         if "orog" not in fields:
             where = f"{key}={path}: holds no orography" if path else f"{key}: not given, and {source.path} has none"
             raise UserError(f"{where}; give a file with the height of the ground, or its geopotential")

@@ -94,8 +94,8 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     # With a row on each pole, the factor must divide the intervals between rows, so that both rows stay.
     both = grid.north is grid.south
     if both:
-        _check_factor("rows", rows, len(latitude) - 1, "intervals between rows")
-    _check_factor("columns", columns, len(longitude), "columns")
+        _check_factor(rows, len(latitude) - 1, "intervals between rows")
+    _check_factor(columns, len(longitude), "columns")
     kept = latitude[::rows] if grid.north is Edge.POLE_ROW else latitude[::-1][::rows][::-1]
     return covered(grid, kept, longitude[::columns])
 
@@ -201,13 +201,13 @@ def eastward(longitude: np.ndarray) -> np.ndarray:
 
 def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
     """Return the centres of blocks of `factor` points of an axis."""
-    _check_factor(name, factor, len(axis), name)
+    _check_factor(factor, len(axis), name)
     if len(axis) // factor < 2:
         raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; take less")
     return axis.reshape(-1, factor).mean(1)
 
 
-def _check_factor(name: str, factor: int, count: int, what: str) -> None:
+def _check_factor(factor: int, count: int, what: str) -> None:
     """Refuse a factor that does not divide the grid; the message lists factors that do."""
     if factor < 1 or count % factor:
         fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]

@@ -1,4 +1,4 @@
-"""Conversion of values to strict JSON, which has no NaN and no infinity: null stands for them (RFC 8259)."""
+"""Conversion of values to strict JSON, which has no NaN and no infinity (RFC 8259): null stands for them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python scripts/readme_table.py [--check]
 
-Results to publish stand in benchmarks/results/NAME.json, or NAME-SECTION.json where a section was run alone, copies of
-runs/benchmark/NAME/results.json. `--check` changes nothing and fails where a table is not what the files say.
+Published results are copies of runs/benchmark/NAME/results.json: benchmarks/results/NAME.json, or NAME-SECTION.json if
+that section was run alone. `--check` changes nothing and fails where a table is not what the files say.
 """
 
 import json
@@ -17,11 +17,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
-UNSAID = " ..."  # behind a command of which the results do not say with which other settings it was run
+UNSAID = " ..."  # follows a command whose other settings were not recorded
 NOT_RECORDED = " Dots after a command: its other settings were not recorded, and may not be the default ones."
-LOST = "Lost: "  # how a benchmark's note begins that tells where another does better
-POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
-# What the front page shows of each benchmark: the beginnings of the claims, after what all of them have in common.
+LOST = "Lost: "  # beginning of a note on what another does better
+POSITIVE = 1e-9  # target of claims that a value lies above zero, such as the end of an interval
+# What the front page shows of each benchmark: the first claim that contains each of these texts.
 FRONT = {
     "quickstart": [
         "CRPS lower than that of the raw 10",
@@ -43,7 +43,7 @@ def row(claim: dict, figures: dict) -> str:
     if value == target and claim["value"] != claim["target"]:
         value = f"{claim['value']:.5g}"
     said, unit = claim["claim"].replace("|", "\\|"), claim["unit"]
-    if unit in ("yes", "true"):  # of what is or is not
+    if unit in ("yes", "true"):  # the claim is true or false
         value, target, unit = "yes" if claim["value"] else "no", "yes", ""
     holds, ends = "yes" if claim["holds"] else "**no**", reach(claim, figures)
     measured = f"{value} {unit}".rstrip()
@@ -54,7 +54,7 @@ def row(claim: dict, figures: dict) -> str:
 
 
 def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
-    """Return the smallest and largest value of the figure that has a claim's median and unit, or None without one."""
+    """Return the range of the figure that has a claim's median and unit; None if there is none, or it does not vary."""
     for figure in figures.values():
         ends = figure["min"], figure["max"]
         alike = figure["median"] == claim["value"] and figure["unit"] == claim["unit"]
@@ -73,7 +73,7 @@ def shown(value: float | str | None) -> str:
 
 
 def command(name: str, content: dict) -> str:
-    """Return the command that made a file of results, with folders shortened and without the folder of the results."""
+    """Return the command that made a file of results, with paths cut to their last part, and no output or workspace."""
     if content.get("command"):
         words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
         shown = (re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
@@ -86,18 +86,22 @@ def command(name: str, content: dict) -> str:
 
 
 def commit(content: dict) -> str:
-    """Return the commit that was measured, with a + where files had changed since."""
+    """Return the commit that was measured, with a + if files differed from it."""
     whole = content["commit"]
     return whole[:7] + "+" * whole.endswith("+")
 
 
 def rows(claims: list[dict], figures: dict) -> list[str]:
-    """Return a line for each claim. Lines that an older file has twice (at least, and at most) stand once."""
+    """Return a line for each claim. Equal lines stand once: older files claim some figures at least and at most."""
     return list(dict.fromkeys(row(claim, figures) for claim in claims))
 
 
 def published() -> dict[str, dict]:
-    """Return the contents of all results files by their names."""
+    """Return the contents of all results files by their names.
+
+    Raises:
+        SystemExit: a file is not of size=full.
+    """
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     for name, content in found.items():
         if content.get("size", "full") != "full":
@@ -106,7 +110,7 @@ def published() -> dict[str, dict]:
 
 
 def front(found: dict[str, dict]) -> list[str]:
-    """Return the table of the front page: the first claim of each beginning that it shows."""
+    """Return the table of the front page: the first claim that contains each text of `FRONT`."""
     lines = ["| simulated ensemble | claim | measured | target | holds |", "|---|---|---|---|---|"]
     for name, beginnings in FRONT.items():
         claims, figures = found[name]["claims"], found[name]["figures"]
@@ -120,7 +124,7 @@ def front(found: dict[str, dict]) -> list[str]:
 
 
 def summary(found: dict[str, dict]) -> list[str]:
-    """Return the tables of skill, of how many claims hold and of those that do not, and what competitors do better."""
+    """Return the tables of skill, of the number of claims that hold, of those that fail, and what others do better."""
     lines = []
     for name in ("quickstart", "skill"):
         claims, figures = found[name]["claims"], found[name]["figures"]
@@ -162,7 +166,7 @@ def everything(found: dict[str, dict]) -> list[str]:
 
 
 def main() -> int:
-    """Write the tables, or with --check name the pages whose table is another. Return the exit status."""
+    """Write the tables, or with --check print the pages whose tables are out of date. Return the exit status."""
     found, wrong = published(), False
     pages = {
         ROOT / "README.md": front(found),

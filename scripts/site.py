@@ -37,5 +37,5 @@ def commands() -> str:
 
 
 def read(name: str) -> str:
-    """Return a page of the top folder, with links as they are between pages of the site."""
+    """Return a page of the top folder, with links to docs/ as they are within the site."""
     return re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())

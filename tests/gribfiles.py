@@ -67,9 +67,14 @@ def message(
     eccodes.codes_set_values(handle, np.asarray(values, float).ravel())
     if decimal is not None:
         eccodes.codes_set(handle, "changeDecimalPrecision", decimal)
-    result = eccodes.codes_get_message(handle)
+    return finished(handle)
+
+
+def finished(handle: int) -> bytes:
+    """Return the message of a handle, and release it."""
+    content = eccodes.codes_get_message(handle)
     eccodes.codes_release(handle)
-    return result
+    return content
 
 
 def _product(name: str, edition: int, member: int | None, kind: str, step: int | str, level: int) -> dict[str, Any]:
@@ -167,8 +172,13 @@ def surface(name="t2m", **attributes):
     return data
 
 
+def archive_of(data, folder, **settings):
+    """Write a data set as a file, and open it as an archive."""
+    data.to_netcdf(folder / "a.nc")
+    return open_archive(folder / "a.nc", **settings)
+
+
 def opened(data, folder, **settings):
     """Return the archive of a file, and the reasons for which variables of it are left out."""
-    data.to_netcdf(folder / "a.nc")
-    source = open_archive(folder / "a.nc", **settings)
+    source = archive_of(data, folder, **settings)
     return source, list(source.catalogue.readers[0].skipped)

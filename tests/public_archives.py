@@ -1,104 +1,18 @@
 """Small archives with the names, axes, attributes and packing of public ones, and smooth weather in them.
 
-WeatherBench 2's IFS ENS as Zarr, NOAA's GEFS as GRIB edition 2, and what cfgrib makes of ECMWF's as NetCDF, each with
-the analyses that belong to it.
+Zarr stores and NetCDF files, such as WeatherBench 2's IFS ENS and what cfgrib makes of ECMWF's GRIB, with the analyses
+that belong to them. `public_grib` has those that are GRIB.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import eccodes
 import numpy as np
 import xarray as xr
-from gribfiles import message, write
-
-LEVELS = (500, 850)
-# Value at the poles, what is added at the equator, and deviation of the day's weather, in the units of the archives.
-WEATHER = {
-    ("t", 500): (238.0, 30.0, 4.0),
-    ("t", 850): (262.0, 28.0, 4.0),
-    ("z", 500): (5.05e4, 6.5e3, 500.0),
-    ("z", 850): (1.33e4, 1.5e3, 300.0),
-    ("u", 500): (8.0, 4.0, 6.0),
-    ("u", 850): (4.0, 1.0, 4.0),
-    ("v", 500): (0.0, 0.0, 5.0),
-    ("v", 850): (0.0, 0.0, 4.0),
-    ("q", 500): (4e-4, 2e-3, 1e-4),
-    ("q", 850): (2e-3, 8e-3, 5e-4),
-    ("t2m", 0): (256.0, 42.0, 3.0),
-    ("msl", 0): (1.01e5, 300.0, 700.0),
-    ("u10", 0): (2.0, -1.0, 3.0),
-    ("v10", 0): (0.0, 0.0, 3.0),
-}
-RAIN = 0.004  # m in a day where it rains much
-
-
-def globe(degrees: float, *, northwards: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return latitudes, both poles included, and longitudes of a global grid."""
-    latitude = np.linspace(90, -90, round(180 / degrees) + 1)
-    return latitude[:: -1 if northwards else 1], np.arange(0, 360, degrees)
-
-
-def days(count: int, first: str = "2020-01-01") -> np.ndarray:
-    """Return the midnights of so many days that follow each other."""
-    return np.datetime64(first, "ns") + np.arange(count) * np.timedelta64(24, "h")
-
-
-def hours(*values: int) -> np.ndarray:
-    """Return leads as xarray has them."""
-    return np.array(values, "timedelta64[h]").astype("timedelta64[ns]")
-
-
-def waves(grid: tuple[np.ndarray, np.ndarray], *key: Any) -> np.ndarray:
-    """Return a smooth field (Y, X) of mean zero and deviation of about one, always the same for the same `key`."""
-    rng = np.random.default_rng(zlib.crc32(repr(key).encode()))
-    lat, lon = np.deg2rad(grid[0])[:, None], np.deg2rad(grid[1])[:, None]
-    number = np.arange(1, 6)  # waves around the globe, of which nothing is left at the poles: each is one point
-    tilt, phase, size = rng.uniform(-2, 2, 5), rng.uniform(0, 2 * np.pi, 5), rng.normal(size=5)
-    around = (size * np.cos(lat) ** number * np.exp(1j * (tilt * lat + phase))) @ np.exp(1j * number * lon).T
-    return (rng.normal() * np.sin(lat) + around.real) / np.sqrt(2)
-
-
-def weather(
-    name: str, level: int, valid: np.datetime64, grid: tuple[np.ndarray, np.ndarray], member: int = -1, lead: int = 0
-) -> np.ndarray:
-    """Return a field (Y, X): the truth at a time, or what a member has of it, whose error grows with its lead.
-
-    Rain is the sum over the day that ends at `valid`, in metres.
-    """
-    of_day = waves(grid, name, level, str(valid))
-    if member >= 0:
-        of_day = of_day + (0.2 + lead / 120) * waves(grid, name, level, str(valid), member, lead)
-    if name == "tp":
-        return RAIN * np.clip(of_day - 0.3, 0, None)
-    pole, equator, deviation = WEATHER[name, level]
-    return pole + equator * np.cos(np.deg2rad(grid[0]))[:, None] ** 2 + deviation * of_day
-
-
-def _filled(
-    name: str,
-    levels: Sequence[int],
-    times: np.ndarray,
-    grid: Any,
-    members: Sequence[int] = (),
-    leads: Sequence[int] = (),
-) -> np.ndarray:
-    """Return (D, M, T, Z, Y, X) float32 of forecasts, (D, Z, Y, X) of a truth, which has no members."""
-    if not len(members):
-        return np.stack([[weather(name, z, time, grid) for z in levels] for time in times]).astype(np.float32)
-    shape = len(times), len(members), len(leads), len(levels), len(grid[0]), len(grid[1])
-    values = np.empty(shape, np.float32)
-    for at in np.ndindex(shape[:4]):
-        date, member, lead, level = at
-        valid = times[date] + np.timedelta64(leads[lead], "h")
-        values[at] = weather(name, levels[level], valid, grid, members[member], leads[lead])
-    return values
-
+from public_weather import LEVELS, days, filled, globe, hours
 
 # --- WeatherBench 2 ---------------------------------------------------------------------------------------------------
 
@@ -129,9 +43,9 @@ def weatherbench(
     grid = globe(degrees, northwards=True)
     starts, numbers = days(dates), np.arange(1, members + 1)
     axes = {"time": starts, "number": numbers, "prediction_timedelta": hours(*leads), "level": list(LEVELS)}
-    ensemble = _wb2(axes, grid, lambda name, levels: _filled(name, levels, starts, grid, numbers, leads))
+    ensemble = _wb2(axes, grid, lambda name, levels: filled(name, levels, starts, grid, numbers, leads))
     every = days(dates + max(leads) // 24)
-    truth = _wb2({"time": every, "level": list(LEVELS)}, grid, lambda name, levels: _filled(name, levels, every, grid))
+    truth = _wb2({"time": every, "level": list(LEVELS)}, grid, lambda name, levels: filled(name, levels, every, grid))
     if whole:
         day = ensemble["total_precipitation_6hr"] * 4
         about = {"long_name": "Total precipitation", "standard_name": "unknown", "units": "m"}
@@ -170,130 +84,6 @@ def _wb2(axes: dict[str, Any], grid: Any, fill: Any) -> xr.Dataset:
     return data
 
 
-# --- GEFS -------------------------------------------------------------------------------------------------------------
-
-_GEFS = {  # keys of ecCodes, and what the index beside a file calls it
-    ("z", 500): ({"shortName": "gh", "typeOfLevel": "isobaricInhPa", "level": 500}, "HGT:500 mb"),
-    ("z", 850): ({"shortName": "gh", "typeOfLevel": "isobaricInhPa", "level": 850}, "HGT:850 mb"),
-    ("t", 500): ({"shortName": "t", "typeOfLevel": "isobaricInhPa", "level": 500}, "TMP:500 mb"),
-    ("t", 850): ({"shortName": "t", "typeOfLevel": "isobaricInhPa", "level": 850}, "TMP:850 mb"),
-    ("t2m", 0): ({"shortName": "2t"}, "TMP:2 m above ground"),
-    ("u10", 0): ({"shortName": "10u"}, "UGRD:10 m above ground"),
-    ("v10", 0): ({"shortName": "10v"}, "VGRD:10 m above ground"),
-    ("msl", 0): ({"shortName": "prmsl", "typeOfLevel": "meanSea"}, "PRMSL:mean sea level"),
-}
-_PERTURBED, _MEAN, _DEVIATION = {"typeOfEnsembleForecast": 3}, {"derivedForecast": 0}, {"derivedForecast": 4}
-_CONTROL = {"typeOfEnsembleForecast": 1}
-CONTROL_TYPE, PERTURBED_TYPE = 3, 4  # code table 1.4
-
-
-def gefs(
-    folder: Path, *, degrees: float, dates: int, members: int, leads: Sequence[int] = (24, 48)
-) -> tuple[Path, Path]:
-    """Write GEFS and analyses as NOAA has them, one file a member and lead with its index; return both folders.
-
-    Beside the members lie the control and the ensemble's mean and spread. Heights are in geopotential metres, rain is
-    the sum over the last six hours.
-    """
-    grid = globe(degrees)
-    for start in days(dates):
-        ensemble = folder / "ensemble" / f"gefs.{_compact(start)}" / "00" / "atmos" / "pgrb2ap5"
-        for lead in leads:
-            fields = {
-                key: np.stack([_gefs_field(key, start, grid, m, lead) for m in range(members + 1)])
-                for key in (*_GEFS, ("tp", 0))
-            }
-            made = {
-                f"ge{'p' if m else 'c'}{m:02d}": (
-                    _PERTURBED if m else _CONTROL, {key: values[m] for key, values in fields.items()}, m
-                )
-                for m in range(members + 1)
-            }  # fmt: skip
-            made["geavg"] = _MEAN, {key: values.mean(0) for key, values in fields.items()}, None
-            made["gespr"] = _DEVIATION, {key: values.std(0) for key, values in fields.items()}, None
-            for name, (keys, values, member) in made.items():
-                path = ensemble / f"{name}.t00z.pgrb2a.0p50.f{lead:03d}"
-                _write_with_index(path, start, lead, grid, keys, values, member)
-    truth = folder / "truth"
-    for time in days(dates + max(leads) // 24):
-        path = truth / f"gfs.{_compact(time)}" / "00" / "atmos" / "gfs.t00z.pgrb2.0p50.anl"
-        _write_with_index(path, time, 0, grid, None, {key: _gefs_field(key, time, grid) for key in _GEFS}, None)
-    return folder / "ensemble", truth
-
-
-def _compact(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[D]")).replace("-", "")
-
-
-def _gefs_field(key: tuple[str, int], start: np.datetime64, grid: Any, member: int = -1, lead: int = 0) -> np.ndarray:
-    values = weather(*key, start + np.timedelta64(lead, "h"), grid, member, lead)
-    scale = {"z": 1 / 9.80665, "tp": 1000 / 4}  # gpm; kg m-2 in a quarter of the day
-    return values * scale.get(key[0], 1.0)
-
-
-def _write_inventory(path: Path, messages: Sequence[bytes], about: Sequence[str]) -> None:
-    """Write the index of a file as wgrib2 does."""
-    begin = np.cumsum([0, *map(len, messages)]).tolist()
-    lines = (f"{number}:{at}:{text}" for number, (at, text) in enumerate(zip(begin, about, strict=False), 1))
-    path.with_name(f"{path.name}.idx").write_text("\n".join(lines) + "\n")
-
-
-def _write_with_index(
-    path: Path, start: np.datetime64, lead: int, grid: Any, product: dict[str, int] | None,
-    fields: dict[tuple[str, int], np.ndarray], member: int | None,
-) -> None:  # fmt: skip
-    messages, lines = [], []
-    for key, values in fields.items():
-        about, called = _GEFS.get(key, ({"shortName": "tp"}, "APCP:surface"))
-        over = (lead - 6, lead) if key[0] == "tp" else None
-        messages.append(_noaa(values, grid, start, lead, about, product, member, over))
-        until = f"{over[0]}-{over[1]} hour acc fcst" if over else f"{lead} hour fcst" if lead else "anl"
-        lines.append(f"d={_compact(start)}00:{called}:{until}:ENS={member}")
-    write(path, messages)
-    _write_inventory(path, messages, lines)
-
-
-def _noaa(
-    values: np.ndarray, grid: Any, start: np.datetime64, lead: int, about: dict[str, Any],
-    product: dict[str, int] | None, member: int | None, over: tuple[int, int] | None,
-) -> bytes:  # fmt: skip
-    """Encode one message of NOAA's: complex packing with spatial differencing; `product` is None of an analysis."""
-    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
-    derived = product is not None and member is None
-    template = 0 if product is None else (12 if derived else 11) if over else (2 if derived else 1)
-    keys: dict[str, Any] = {"centre": "kwbc", "tablesVersion": 2, "productDefinitionTemplateNumber": template}
-    keys |= {
-        "significanceOfReferenceTime": 1,
-        "typeOfGeneratingProcess": 4,
-        "dataDate": int(_compact(start)),
-        "dataTime": 0,
-    }
-    if product is None:
-        keys |= {"typeOfProcessedData": 0, "significanceOfReferenceTime": 0, "typeOfGeneratingProcess": 0}
-    elif not derived:
-        keys["typeOfProcessedData"] = PERTURBED_TYPE if member else CONTROL_TYPE
-    keys |= {**about, **(product or {}), "stepRange": f"{over[0]}-{over[1]}" if over else str(lead)}
-    if product is not None:
-        keys["numberOfForecastsInEnsemble"] = 30
-        if not derived:
-            keys["perturbationNumber"] = member
-    lat, lon = grid
-    keys |= {"Ni": len(lon), "Nj": len(lat), "jScansPositively": 0}
-    keys |= {"latitudeOfFirstGridPointInDegrees": lat[0], "latitudeOfLastGridPointInDegrees": lat[-1]}
-    keys |= {"longitudeOfFirstGridPointInDegrees": lon[0], "longitudeOfLastGridPointInDegrees": lon[-1]}
-    keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
-    for key, value in keys.items():
-        eccodes.codes_set(handle, key, value)
-    if over:
-        eccodes.codes_set(handle, "typeOfStatisticalProcessing", 1)
-    eccodes.codes_set(handle, "bitsPerValue", 16)
-    eccodes.codes_set_values(handle, values.astype(float).ravel())
-    eccodes.codes_set(handle, "packingType", "grid_complex_spatial_differencing")
-    result = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return result
-
-
 # --- cfgrib -----------------------------------------------------------------------------------------------------------
 
 CFGRIB = {  # paramId, name, units, standard name as ecCodes has them
@@ -330,10 +120,10 @@ def cfgrib(
     for stem, (names, level, height) in _FILES.items():
         levels = LEVELS if height is None else (0,)
         axes = {"time": starts, "number": numbers, "step": hours(*leads)}
-        values = {name: _filled(name, levels, starts, grid, numbers, leads) for name in names}
+        values = {name: filled(name, levels, starts, grid, numbers, leads) for name in names}
         _cfgrib(values, axes, level, height, grid).to_netcdf(folder / "ensemble" / f"{stem}.nc")
         if names != ("tp",):
-            values = {name: _filled(name, levels, every, grid) for name in names}
+            values = {name: filled(name, levels, every, grid) for name in names}
             _cfgrib(values, {"time": every}, level, height, grid).to_netcdf(folder / "truth" / f"{stem}.nc")
     return folder / "ensemble", folder / "truth"
 
@@ -385,7 +175,7 @@ def neuralgcm(folder: Path, *, degrees: float = 30) -> Path:
     data = xr.Dataset(coords=axes | {"longitude": grid[1], "latitude": grid[0]})
     for name in ("t", "z", "u", "v", "q"):
         called = "specific_humidity" if name == "q" else WB2_UPPER[name][0]
-        values = _filled(name, LEVELS, starts, grid, numbers.tolist(), leads)
+        values = filled(name, LEVELS, starts, grid, numbers.tolist(), leads)
         data[called] = (*axes, "longitude", "latitude"), values.transpose(1, 0, 2, 3, 5, 4)
     data["specific_cloud_ice_water_content"] = data["specific_humidity"] / 1000
     path = folder / "neuralgcm_ens.zarr"
@@ -454,7 +244,7 @@ def dynamical(folder: Path, model: str, *, degrees: float = 30, leads: Sequence[
     order = _DYNAMICAL_ORDER[model]
     usual = ("init_time", "ensemble_member", "lead_time", "latitude", "longitude")
     for name, (of, level, *words) in DYNAMICAL.items():
-        values = _filled(of, (level,), starts, (lat, lon), numbers.tolist(), leads).squeeze(3)
+        values = filled(of, (level,), starts, (lat, lon), numbers.tolist(), leads).squeeze(3)
         if words[3] == "degree_Celsius":
             values = values - np.float32(273.15)
         elif of == "z":
@@ -533,7 +323,7 @@ def dynamical_46_days(folder: Path, *, degrees: float = 30, version: int = 3, sh
         upper = {"pressure_level": ("pressure_level", np.array(LEVELS), upright)} if group != "/" else {}
         data = groups[group] = xr.Dataset(coords=axes | upper, attrs={"forecast_resolution": "Forecast step 24 hourly"})
         for name, (of, level, *words) in variables.items():
-            values = _filled(of, level or (0,), starts, grid, numbers.tolist(), leads)
+            values = filled(of, level or (0,), starts, grid, numbers.tolist(), leads)
             if words[3] == "degree_Celsius":
                 values = values - np.float32(273.15)
             values = values * np.float32({"z": 1 / 9.80665, "tp": 1000 / 86400}.get(of, 1.0))
@@ -594,7 +384,7 @@ def mogreps(folder: Path, *, degrees: float = 30, names: Sequence[str] = tuple(M
 def _mogreps(about: tuple[Any, ...], start: np.datetime64, lead: int, grid: Any, numbers: np.ndarray) -> xr.Dataset:
     called, of, levels, units, height, over, how = about
     upper = isinstance(levels, tuple)
-    values = _filled(of, levels if upper else (0,), np.array([start]), grid, numbers.tolist(), (lead,))[0, :, 0]
+    values = filled(of, levels if upper else (0,), np.array([start]), grid, numbers.tolist(), (lead,))[0, :, 0]
     values = values / np.float32(9.80665) if of == "z" else np.abs(values) / 30 if units == "m s-1" else values
     axes: dict[str, Any] = {"realization": ("realization", numbers, {"standard_name": "realization", "units": "1"})}
     if upper:
@@ -656,7 +446,7 @@ def euppbench(folder: Path, *, years: int = 0) -> Path:
         data["number"].attrs = {"standard_name": "realization", "long_name": "ensemble member numerical id"}
         data["number"].attrs["units"] = "1"
         for name, (of, units, number, step) in variables.items():
-            made = _filled(of, (500 if of == "z" else 0,), starts, grid, numbers.tolist(), leads)
+            made = filled(of, (500 if of == "z" else 0,), starts, grid, numbers.tolist(), leads)
             made = np.abs(made) / 30 if name == "p10fg6" else made
             about = {
                 "GRIB_paramId": number,
@@ -695,7 +485,7 @@ def earth2studio(folder: Path, *, degrees: float = 30) -> Path:
     data = xr.Dataset(coords=axes)
     names = {"t2m": ("t2m", 0), "z500": ("z", 500), "t850": ("t", 850), "u500": ("u", 500), "u10m": ("u10", 0)}
     for called, (of, level) in (names | {"msl": ("msl", 0)}).items():
-        values = _filled(of, (level,), starts, grid, range(2), leads).squeeze(3)
+        values = filled(of, (level,), starts, grid, range(2), leads).squeeze(3)
         data[called] = tuple(axes), values.swapaxes(0, 1)
     data["tcwv"] = xr.full_like(data["t2m"], 25.0)
     path = folder / "earth2studio.zarr"
@@ -716,12 +506,12 @@ def arco_era5(folder: Path, *, degrees: float = 30) -> Path:
     data["level"].attrs = {"units": "millibars", "long_name": "pressure_level"}
     for name, (called, long_name, standard_name, units) in (WB2_UPPER | WB2_SURFACE).items():
         upper = name in WB2_UPPER
-        values = _filled(name, LEVELS if upper else (0,), times, grid)
+        values = filled(name, LEVELS if upper else (0,), times, grid)
         about = {"long_name": long_name, "short_name": name, "standard_name": standard_name, "units": units}
         data[called] = (tuple(axes), values, about) if upper else (("time", *tuple(axes)[2:]), values[:, 0], about)
     flat = ("time", "latitude", "longitude")
     rain = {"long_name": "Total precipitation", "short_name": "tp", "units": "m"}
-    data["total_precipitation"] = flat, _filled("tp", (0,), times, grid)[:, 0] / 24, rain
+    data["total_precipitation"] = flat, filled("tp", (0,), times, grid)[:, 0] / 24, rain
     data["soil_temperature_level_1"] = data["2m_temperature"].assign_attrs(
         long_name="Soil temperature level 1", short_name="stl1", standard_name="surface_temperature"
     )
@@ -729,113 +519,3 @@ def arco_era5(folder: Path, *, degrees: float = 30) -> Path:
     path = folder / "full_37-1h-0p25deg-chunk-1.zarr-v3"
     data.chunk({"time": 1}).to_zarr(path, zarr_format=3)
     return path
-
-
-# --- GRIB of GEFSv12's reforecast and of ECMWF's open data ------------------------------------------------------------
-
-
-def gefs_reforecast(folder: Path, *, finest: float = 15) -> Path:
-    """Write GEFSv12's reforecast: one variable and member a file, fields above 700 hPa on a coarser grid."""
-    start = days(1, "2000-01-05")[0]
-    fine, coarse = globe(finest), globe(2 * finest)
-    files = {
-        "tmp_pres": (fine, [("t", 850)]), "tmp_pres_abv700mb": (coarse, [("t", 500)]),
-        "hgt_pres_abv700mb": (coarse, [("z", 500)]), "tmp_2m": (fine, [("t2m", 0)]), "apcp_sfc": (fine, [("tp", 0)]),
-    }  # fmt: skip
-    for member in range(3):
-        name = f"p{member:02d}" if member else "c00"
-        for stem, (grid, keys) in files.items():
-            made = []
-            for lead in (3, 6):
-                for key in keys:
-                    about = _GEFS.get(key, ({"shortName": "tp"}, ""))[0]
-                    over = ((lead - 1) // 6 * 6, lead) if key[0] == "tp" else None
-                    product = _PERTURBED if member else _CONTROL
-                    values = _gefs_field(key, start, grid, member, lead)
-                    if over and lead > over[0] + 3:  # the sum goes on
-                        values = values + _gefs_field(key, start, grid, member, lead - 3)
-                    made.append(_noaa(values, grid, start, lead, about, product, member, over))
-            path = folder / "2000010500" / name / "Days:1-10" / f"{stem}_2000010500_{name}.grib2"
-            write(path, made)
-            _write_inventory(path, made, [f"d=2000010500:{stem}"] * len(made))
-    return folder
-
-
-def ecmwf_open_data(folder: Path, *, degrees: float = 30, since_50r1: bool = False) -> Path:
-    """Write ECMWF's open ensemble with its index: CCSDS packing, heights in gpm.
-
-    From cycle 50r1 on, the control is the deterministic run, in files of its own; it lies beside its members.
-    """
-    start = days(1, "2026-11-01" if since_50r1 else "2025-11-01")[0]
-    for lead in (0, 3, 6):
-        perturbed = [("enfo", "pf", member) for member in (1, 2)]
-        runs = {"enfo-ef": perturbed if since_50r1 else [("enfo", "cf", 0), *perturbed]}
-        if since_50r1:
-            runs["oper-fc"] = [("oper", "fc", None)]
-        for name, members in runs.items():
-            stream = name.partition("-")[0]
-            stem = f"{_compact(start)}000000-{lead}h-{name}"
-            path = folder / _compact(start) / "00z" / "ifs" / "0p25" / stream / f"{stem}.grib2"
-            keys = [(member, key) for member in members for key in _OPEN if lead or key[0] != "tp"]
-            made = [_open_data(key, start, lead, globe(degrees), *member) for member, key in keys]
-            write(path, made)
-            begin = np.cumsum([0, *map(len, made)]).tolist()
-            lines = [
-                {"type": member[1], "stream": stream, "step": str(lead), "param": key[0], "_offset": at,
-                 "_length": len(message)}
-                for (member, key), at, message in zip(keys, begin, made, strict=False)
-            ]  # fmt: skip
-            path.with_suffix(".index").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return folder
-
-
-_OPEN = {
-    ("z", 500): {"shortName": "gh", "typeOfLevel": "isobaricInhPa", "level": 500},
-    ("t", 850): {"shortName": "t", "typeOfLevel": "isobaricInhPa", "level": 850},
-    ("t2m", 0): {"shortName": "2t"},
-    ("msl", 0): {"shortName": "msl"},
-    ("tp", 0): {"shortName": "tp"},
-}  # fmt: skip
-
-
-def _open_data(
-    key: tuple[str, int], start: np.datetime64, lead: int, grid: Any, stream: str, kind: str, member: int | None
-) -> bytes:
-    handle = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
-    template = (11 if key[0] == "tp" else 1) if member is not None else 8 if key[0] == "tp" else 0
-    keys: dict[str, Any] = {"centre": "ecmf", "tablesVersion": 28, "setLocalDefinition": 1, "localDefinitionNumber": 1}
-    keys |= {"productDefinitionTemplateNumber": template, "class": "od", "expver": "0001", "stream": stream}
-    keys |= {"type": kind, "significanceOfReferenceTime": 1, "dataDate": int(_compact(start)), "dataTime": 0}
-    keys |= _OPEN[key] | {"stepRange": f"0-{lead}" if key[0] == "tp" else str(lead)}
-    if member is not None:
-        keys |= {"numberOfForecastsInEnsemble": 51, "perturbationNumber": member}
-    lat, lon = grid
-    keys |= {"Ni": len(lon), "Nj": len(lat), "jScansPositively": 0}
-    keys |= {"latitudeOfFirstGridPointInDegrees": lat[0], "latitudeOfLastGridPointInDegrees": lat[-1]}
-    keys |= {"longitudeOfFirstGridPointInDegrees": lon[0], "longitudeOfLastGridPointInDegrees": lon[-1]}
-    keys |= {"iDirectionIncrementInDegrees": lon[1], "jDirectionIncrementInDegrees": lat[0] - lat[1]}
-    for name, value in keys.items():
-        eccodes.codes_set(handle, name, value)
-    until = range(3, lead + 1, 3) if key[0] == "tp" else (lead,)  # rain is the sum of what fell every three hours
-    values = sum(weather(*key, start + np.timedelta64(hour, "h"), grid, member or 0, hour) for hour in until)
-    values = values * {"z": 1 / 9.80665, "tp": 1000 * 3 / 24}.get(key[0], 1.0)
-    eccodes.codes_set(handle, "bitsPerValue", 16)
-    eccodes.codes_set_values(handle, values.astype(float).ravel())
-    eccodes.codes_set(handle, "packingType", "grid_ccsds")
-    result = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return result
-
-
-def ens10(folder: Path, *, degrees: float = 30) -> Path:
-    """Write two start dates of ENS-10: GRIB edition 1, files without a suffix, hindcast members and two leads."""
-    grid = globe(degrees)
-    for start in ("19980101", "19980105"):
-        made = [
-            message(name, weather(name, level, np.datetime64("1998-01-01", "ns"), grid, member, lead), grid=grid,
-                    date=int(start), step=lead, member=member, level=level or 500, bits=16, decimal=None)
-            for name, level in (("t", 500), ("z", 500), ("t2m", 0), ("msl", 0))
-            for member in range(3) for lead in (0, 24)
-        ]  # fmt: skip
-        write(folder / f"output.{start}", made)
-    return folder

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import public_archives
+import public_grib
+import public_weather
 import pytest
 import xarray as xr
 
@@ -69,7 +71,7 @@ def first_hour(tmp_path, capfd, caplog):
         inspected = json.loads(capfd.readouterr().out)
         caplog.clear()
         ensemble_ml("prepare", input=archive, truth=truth, output=store)
-        *first, validation, one, other = np.datetime_as_string(public_archives.days(train + 3), "D").tolist()
+        *first, validation, one, other = np.datetime_as_string(public_weather.days(train + 3), "D").tolist()
         split = {"data.train": f"[{first[0]}/{first[-1]}]", "data.validation": f"[{validation}]"}
         ensemble_ml("train", run="first", output=runs, steps=3, threads=1, **{"data.store": store}, **split, **model)
         best = runs / "first" / "checkpoints" / "best"
@@ -87,7 +89,7 @@ def assert_store_is_what_was_inspected(hour):
     assert promised["dates"]["count"] == len(layout.init_time)
     assert tuple(promised["members"]) == layout.realization == tuple(range(1, MEMBERS + 1))
     assert tuple(promised["lead_hours"]) == layout.lead_hours
-    assert tuple(promised["levels"]) == layout.levels == public_archives.LEVELS
+    assert tuple(promised["levels"]) == layout.levels == public_weather.LEVELS
     assert (tuple(promised["variables"]), tuple(promised["surface"])) == (layout.variables, layout.surface)
     assert promised["lead_bounds"] == hour.store.lead_bounds
     assert promised["grid"] == layout.grid.describe()
@@ -113,19 +115,19 @@ def assert_forecasts_are_weather(hour, names):
         low, high = plausible(field(name))
         assert low < mean.min() and mean.max() < high, name
         assert (forecasts[f"{name}_stddev"] > 0).all() and (forecasts[f"{name}_ensemble_spread"] >= 0).all(), name
-        for level in public_archives.LEVELS if "level" in mean.dims else (0,):
-            if (name, level) in public_archives.WEATHER:
+        for level in public_weather.LEVELS if "level" in mean.dims else (0,):
+            if (name, level) in public_weather.WEATHER:
                 assert_nearer_than_another_day(mean, name, level, grid)
 
 
 def assert_nearer_than_another_day(mean, name, level, grid):
     """Rows or members that were mixed up would be as far from the truth as the weather of another day."""
-    deviation = public_archives.WEATHER[name, level][2]
+    deviation = public_weather.WEATHER[name, level][2]
     for start in mean["forecast_reference_time"].values:
         for lead in mean["forecast_period"].values:
             values = mean.sel(forecast_reference_time=start, forecast_period=lead)
             values = values.sel(level=level) if level else values
-            truth = public_archives.weather(name, level, start + lead, grid)
+            truth = public_weather.weather(name, level, start + lead, grid)
             assert np.sqrt(np.square(values.values - truth).mean()) < deviation, (name, level, start, lead)
 
 
@@ -148,7 +150,7 @@ def test_what_cfgrib_makes_of_an_ensemble_as_netcdf(first_hour, caplog, tmp_path
 @pytest.mark.slow
 def test_gefs_as_grib(first_hour, caplog, tmp_path):
     """Heights become geopotential; the control stands apart; mean and spread of the ensemble are left out."""
-    paths = public_archives.gefs(tmp_path, degrees=5, dates=FEW + 3, members=MEMBERS, leads=LEADS)
+    paths = public_grib.gefs(tmp_path, degrees=5, dates=FEW + 3, members=MEMBERS, leads=LEADS)
     hour = first_hour(*paths, train=FEW)
     assert_store_is_what_was_inspected(hour)
     verified = {"t", "z", "t2m", "u10", "v10", "msl"}

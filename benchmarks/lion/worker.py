@@ -124,7 +124,7 @@ def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[flo
 
 def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack) -> Callable[[], None]:
     """Return a function that runs one training step with an exchange."""
-    model, loss = _network(session, job)
+    model, loss = _network(job)
     if name == DDP:
         return _ddp(model, loss)
     exchange = make_exchange(OptimConfig(lr=1e-5, **ENTRANTS[name]), session.topology, reduction=Reduction.mean)
@@ -155,7 +155,7 @@ def _ddp(model: EnsembleModel, loss: Callable[[nn.Module], Tensor]) -> Callable[
     return step
 
 
-def _network(session: Session, job: dict[str, Any]) -> tuple[EnsembleModel, Callable[[nn.Module], Tensor]]:
+def _network(job: dict[str, Any]) -> tuple[EnsembleModel, Callable[[nn.Module], Tensor]]:
     spec = benchmark_spec(*job["shape"], **job["config"])
     torch.manual_seed(0)
     model = EnsembleModel(spec, Climate.default(spec))

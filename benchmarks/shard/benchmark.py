@@ -8,9 +8,7 @@ of one all-reduce for each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +16,13 @@ import torch
 from benchmarks.common.hosts import Hosts
 from benchmarks.common.jobs import hand_out
 from benchmarks.common.results import LOST, Figure, times_as_long
-from benchmarks.common.sections import Bench, run_sections
+from benchmarks.common.sections import Bench, benchmark
 from benchmarks.common.turns import take_turns
 from benchmarks.shard.pretraining import pretraining
 from benchmarks.shard.worker import DDP, ONE_UNIT, OURS, RECOMPUTE
 from benchmarks.spatial.network import network, training_loss
 from benchmarks.step.benchmark import benchmark_spec, random_batch
-from ensemble_ml.config import BenchmarkConfig, DataConfig, ParallelConfig, PlanSettings, Precision, TrainConfig
+from ensemble_ml.config import DataConfig, ParallelConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Topology, solo
 from ensemble_ml.distributed.costs import Link, Links
 from ensemble_ml.models import Speed
@@ -43,21 +41,6 @@ _MESHES = [
 _GFLOPS, _ALPHA, _BETA = 1.12e5, 2e-5, 2e-11
 _ROOM = 0.95 * 150.0  # GB, of the 139 GiB of an H200
 _LARGE = {"hidden": 1152, "max_hidden": 9216, "blocks": 2, "depth": 3, "linear": False, "recompute": True}
-
-
-def run(config: BenchmarkConfig) -> Path:
-    """Run all sections, or those of `only`, and write results.json and report.html.
-
-    Args:
-        config: the settings of the benchmark.
-
-    Returns:
-        The path of results.json.
-
-    Raises:
-        UserError: `only` names an unknown section, or a rank failed.
-    """
-    return run_sections(Bench(config, Path(config.output) / "shard"), SECTIONS).publish("Large networks")
 
 
 def _job(bench: Bench, work: str, degrees: dict[str, int], **settings: Any) -> Any:
@@ -201,11 +184,14 @@ def large_step(device: str, shape: tuple[int, int, int], repeats: int, **config:
     return sum(p.numel() for p in model.parameters()), seconds
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "exactness": _exactness,
-    "memory": _memory,
-    "steps": _steps,
-    "plan": _plan,
-    "pretraining": pretraining,
-    "gpu": _gpu,
-}
+run = benchmark(
+    "Large networks",
+    {
+        "exactness": _exactness,
+        "memory": _memory,
+        "steps": _steps,
+        "plan": _plan,
+        "pretraining": pretraining,
+        "gpu": _gpu,
+    },
+)

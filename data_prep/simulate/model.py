@@ -136,12 +136,11 @@ class Atmosphere:
         Values that do not differ between members stay outside vmap. SPEEDY's radiation, which is due every third step,
         then remains a branch. Batched, both sides of the branch would be computed at each step.
         """
-        axes = jax.tree_util.tree_map_with_path(_member_axis, self._carry)
+        axes = jax.tree.map(_member_axis, self._carry)
         state_axes = jax.tree.map(lambda _: 0, _unpack(x_nkml[0]))
         step = jax.vmap(self._step, (state_axes, axes, None), (state_axes, axes, 0))
-        carry = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if _member_axis(path, leaf) is None else jnp.stack([leaf] * len(x_nkml)),
-            self._carry,
+        carry = jax.tree.map(
+            lambda leaf: leaf if _member_axis(leaf) is None else jnp.stack([leaf] * len(x_nkml)), self._carry
         )
 
         def body(state_carry, index):
@@ -201,7 +200,7 @@ def _diffusion(truncation: int) -> DiffusionFilter:
     return DiffusionFilter(**times, **{f"{name}_order": order for name, order in _DIFFUSION_ORDER.items()})
 
 
-def _member_axis(path, leaf) -> int | None:
+def _member_axis(leaf) -> int | None:
     """Return the axis of members in a leaf of the physics' carry; None for the step counter and other scalars."""
     return None if jnp.ndim(leaf) == 0 else 0
 

@@ -19,7 +19,7 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator,
 from ensemble_ml.distributed.exchange import ADDS_UP, BucketExchange, GradientAverage, Reduction
 from ensemble_ml.distributed.hub import join_hub
 from ensemble_ml.distributed.mesh import new_group, patience
-from ensemble_ml.distributed.momentum import MomentumPlan
+from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.powersgd import PowerSGD
 from ensemble_ml.distributed.quorum import Join, Quorum, QuorumVote, quorum_of
 from ensemble_ml.distributed.topology import Topology
@@ -205,7 +205,7 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
     if not isinstance(exchange, BucketExchange):
         return None
     if isinstance(exchange, Vote) and kept is MomentumKept.mean:
-        exchange.average_momenta()
+        average(exchange.momenta, exchange.group)
         return None
     found = exchange.local_state()
     if not found:

@@ -50,14 +50,9 @@ Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; ()
 AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
 
 
-def link_of(links: Links, axes: tuple[str, ...]) -> Link:
-    """Return the link of messages along `axes`."""
-    return links.get(axes) or links[()]
-
-
 def message_seconds(message: Message, links: Links) -> float:
     """Return the seconds of one collective."""
-    link, size = link_of(links, message.axes), max(message.sent, message.received)
+    link, size = links.get(message.axes) or links[()], max(message.sent, message.received)
     if message.kind == "all_to_all":
         return link.exchange(size)
     return link.collective(size, message.ranks)

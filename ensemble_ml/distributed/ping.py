@@ -68,7 +68,7 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
 
 def _fitted(group: Communicator, make: Make, world: Communicator, device: torch.device) -> Link:
-    """Fit latency, seconds a byte, and free bytes to the times of messages of three sizes."""
+    """Fit a link, which counts two latencies an exchange, to the times of messages of three sizes."""
     small, middle, large = (_seconds(make(group, size), group, world, device) for size in (_SMALL, _MIDDLE, _LARGE))
     beta = max(0.0, (large - middle) / (_LARGE - _MIDDLE))
     # The line through the middle and the large size meets the time of the small one at the number of free bytes.
@@ -101,7 +101,7 @@ def _seconds(run: Callable[[], object], group: Communicator, world: Communicator
 
 
 def _round(run: Callable[[], object], group: Communicator, device: torch.device) -> float:
-    """Return the seconds of some runs, begun by all ranks of the group at the same time."""
+    """Return the seconds of `_ROUNDS` runs, begun by all ranks of the group at the same time."""
     group.barrier()
     settle(device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Exchanges that vote on Lion's signs: ours, and the published ones that it is compared with.
+"""Exchanges that vote on Lion's signs: our own, and two published ones to compare it with.
 
 Every rank forms u from its own gradient and momentum, and the ranks vote on the sign of u:
 
@@ -12,7 +12,7 @@ header of a few words: whether this rank's numbers are finite, and which paramet
 facts together with the votes, and leave out the same steps.
 
 `clip` bounds the norm of the rank's own gradient, which serves as an estimate of the whole batch's. With
-`clip_by=total` it is the norm of the whole gradient, and the votes wait for the end of the backward pass. With
+`clip_by=total` it is the norm over all parameters, and the votes wait for the end of the backward pass. With
 `clip_by=bucket` each bucket is clipped to its share sqrt(elements / all elements) of `clip`. If ranks share a sample,
 or average before they vote, no rank has a gradient of its own before a bucket is averaged, so only `bucket` works.
 """
@@ -31,7 +31,7 @@ from ensemble_ml.config import ClipBy, VoteScale
 from ensemble_ml.distributed.buckets import Bucket
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
-from ensemble_ml.distributed.momentum import MomentumPlan, average
+from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
 from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
 from ensemble_ml.errors import UserError
@@ -46,7 +46,7 @@ class Vote(BucketExchange):
     Args:
         group: the ranks that vote.
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
-        scale: what codes are multiples of.
+        scale: what codes are multiples of, mean|u| or max|u|; `sign` sends one bit whatever `bits` is.
         inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
@@ -97,7 +97,7 @@ class Vote(BucketExchange):
 
     @property
     def voters(self) -> int:
-        """Return the number of ranks of `group`, the first ones, whose ballots count.
+        """Return how many ranks of `group`, from the first on, have ballots that count.
 
         In a short batch some ranks have no sample. Their ballots would consist of momentum alone and could outvote the
         gradients of the others.
@@ -152,7 +152,7 @@ class Vote(BucketExchange):
         return [self._signs[p] for p in params]
 
     def after_step(self) -> dict[str, Any]:
-        """Average momenta where the plan says so, and return a record for the log."""
+        """Average momenta where the plan says so, and return a record for the log; empty if none were due."""
         done = self.plan.follow(self.momenta, self.group, self.step)
         if done is None:
             return {}
@@ -162,10 +162,6 @@ class Vote(BucketExchange):
     def momenta(self) -> list[Tensor]:
         """Return this rank's momentum of each parameter."""
         return [self._lion.momentum(p) for p in self.params]
-
-    def average_momenta(self) -> None:
-        """Replace the momenta by their mean over the ranks."""
-        average(self.momenta, self.group)
 
     def local_state(self) -> dict[str, Tensor]:
         """Return the momenta of this rank."""
@@ -231,7 +227,7 @@ class Vote(BucketExchange):
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
-        """Scale gradients of a share of the batch to the size of the whole batch's gradient; zero stays zero."""
+        """Scale gradients of a share of the batch to the size of the whole batch's; without a share, to zero."""
         if self.reduction is Reduction.sum and self.inner.size == 1:
             whole = self._whole(self.share or 0.0)
             for p in params:
@@ -239,7 +235,7 @@ class Vote(BucketExchange):
                     p.grad *= whole
 
     def _whole(self, share: float) -> float:
-        """Return the factor that scales a sum over `share` of the batch to the size of a sum over all of it."""
+        """Return the factor from a sum over `share` of the batch to the size of one over all of it; 0 for no share."""
         if self.share is None:
             return float(self.group.size)
         return 1 / share if share else 0.0
@@ -277,7 +273,7 @@ class Vote(BucketExchange):
     def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
         """Return the header (h,) of a ballot.
 
-        It holds whether a number is not finite, then one bit for each parameter that this rank used.
+        It holds whether a number is not finite, then one bit for each parameter: whether this rank used it.
         """
         bits = sum(int(u) << i for i, u in enumerate(used))
         # 63 bits a word, since words are signed.
@@ -293,7 +289,7 @@ class Vote(BucketExchange):
         self._rounds.cast(torch.cat([header.expand(self.group.size, -1), ballots], 1), len(header), take)
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
-        """Divide the views by delta, so that codes are their floors."""
+        """Divide the views by delta (see `vote`), so that codes are their floors."""
         sizes = integers([max(v.numel(), 1) for v in views], magnitude.device)
         if self.scale is VoteScale.linf:
             magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
@@ -317,7 +313,7 @@ class Vote(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
-        # A ballot stands for all inner ranks, which have `inner.size` consecutive numbers (see `choice._groups`).
+        # A ballot stands for all inner ranks, which have consecutive numbers (see `choice.consecutive_groups`).
         rows = torch.nonzero(sick).flatten().tolist()
         culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
@@ -329,7 +325,10 @@ class LionCub(Vote):
 
     With eight bits, codes are limited to floor(127 / ranks) steps on either side, so that an int8 all-reduce cannot
     overflow. No step is left beyond 127 ranks. With one bit, signs go through all_to_all, are unpacked and added as
-    int8, and go back through all_gather.
+    integers, and go back through all_gather.
+
+    Raises:
+        UserError: `bits` is 8, and there are more than 127 ranks.
     """
 
     def __init__(self, group: Communicator, *, bits: int = 8, **settings: object):

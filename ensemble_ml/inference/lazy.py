@@ -27,6 +27,7 @@ from ensemble_ml.inference.job import Job, header_of_all
 from ensemble_ml.inference.outputs import kinds_of, outputs
 from ensemble_ml.inference.predict import batch_size, forward, put_on_device, torch_threads
 from ensemble_ml.inference.starts import Start
+from ensemble_ml.inference.targets import member_numbers
 from ensemble_ml.machine import return_freed_memory
 from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.store.source import Fields
@@ -155,8 +156,7 @@ def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = Non
             found[f"{name}_{kind.value}"] = dimensions(head, one), values, attributes(head, one)
         if (height := height_of(name)) is not None:
             found[height.name] = height.dims, height.values, dict(height.attributes)
-    members = " ".join(str(job.source.layout.realization[position]) for position in starts[0].positions)
-    about = global_attributes(head) | {"members_in": members}
+    about = global_attributes(head) | {"members_in": member_numbers(starts[0], job.source)}
     # The coordinates are encoded as in a file, so decoding gives the same Dataset as opening the files.
     return xr.decode_cf(xr.Dataset(found, attrs=about), decode_timedelta=True)
 

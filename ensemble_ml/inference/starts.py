@@ -52,8 +52,8 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
     Args:
         source: the reduced ensemble.
         spec: the inputs and outputs of the model.
-        bounds: intervals of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`); None if
-            the checkpoint does not state them.
+        bounds: intervals (hours) of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`);
+            None if the checkpoint does not state them.
 
     Raises:
         UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums are
@@ -229,7 +229,7 @@ def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wa
 def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -> dict[int, str]:
     """Describe, for each member that lacks a field of the model, the first such field."""
     layout = source.layout
-    pressure, surface = source.present(Part.FORECAST, date)
+    pressure, surface = source.present(Part.FORECAST, date)  # (M, T, V, Z) and (M, T, S)
     leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
     variables = [layout.variables.index(name) for name in spec.variables]
     levels = [layout.levels.index(level) for level in spec.levels] if variables else []

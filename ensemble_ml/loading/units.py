@@ -42,7 +42,7 @@ class _Date:
 
 
 class Units:
-    """The units that `reader` needs of the init times `dates`.
+    """The units that `reader` needs of the init times `dates`, indices (D,) in ascending order.
 
     Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
     of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) are the packed
@@ -161,7 +161,7 @@ class Pieces(Shard):
         self._offsets = [offset for offset, _ in self._pieces]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Return `size` bytes of the file from `start` on, (size,) uint8; in place where one run holds them all."""
+        """Return `size` bytes of the file from `start` on, (size,) uint8; without a copy if one run holds them all."""
         # `read_chunks` first reads the index, which is in memory.
         if start == self.size - len(self._index):
             return self._index

@@ -44,7 +44,7 @@ class Contents:
         specs: Arrays of fields.
         files: Files by name.
         moments: Moments of the forecast by kind, (T, V, Z).
-        errors: Largest error of quantising by variable.
+        errors: Largest error of quantising by variable, in its units.
         masked: Variables with points that have no value.
         static: Names of the static fields.
         provenance: Where the data came from.
@@ -52,7 +52,7 @@ class Contents:
         verify: Function that reads all files and raises a UserError where one has changed.
         source: Store to read from; None for a half-built one.
         sources: Contents of `sources.json`.
-        climate_days: Window of the model climate, 0 where there is none.
+        climate_days: Half-width in days of the model climate's window; 0 if the store holds none.
         lead_bounds: [first, last] hour for each lead of a variable over intervals.
     """
 
@@ -98,7 +98,7 @@ def has_contents(path: str) -> bool:
 
 
 def _half_built(path: str) -> Path | None:
-    """Return the folder in which the store at `path` is being built."""
+    """Return the folder in which the store at `path` is being built; None if there is none."""
     for work in (building_folder(Path(path)), Path(path)):
         if (work / "plan.json").is_file() and (work / "entries").is_dir():  # training writes a plan.json, too
             return work

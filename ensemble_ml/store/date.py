@@ -43,7 +43,7 @@ class _Cell:
     lead: int
     variable: int
     block: PackedBlock
-    exact: np.ndarray  # (M, Z)
+    exact: np.ndarray  # (M, Z) bool (`exact_fields`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +76,6 @@ class DateWriter:
         specs: Its arrays.
         date: Index into `layout.init_time`.
         pool: Threads that compress.
-
-    Raises:
-        UserError: A value is not a number, or the system cannot write a file.
     """
 
     def __init__(self, root: Path, layout: Layout, specs: Specs, date: int, pool: ThreadPoolExecutor):
@@ -102,6 +99,7 @@ class DateWriter:
 
         Raises:
             UserError: A present field holds NaN or infinity that is not masked, or the system cannot write a file.
+            ValueError: The block has another shape.
         """
         spec = self._specs[part, kind]
         wanted = (spec.fields[0], spec.fields[3], *spec.grid)
@@ -124,6 +122,9 @@ class DateWriter:
 
         Returns:
             The entry of the date.
+
+        Raises:
+            UserError: The system cannot write a file.
         """
         while self._under_way:
             self._write()
@@ -145,7 +146,10 @@ class DateWriter:
         self._shards.clear()
 
     def _admit(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> PackedBlock:
-        """Bring a block to the packing of the store. Absent or masked values become 0 or NaN."""
+        """Bring a block to the packing of the store.
+
+        Absent fields become 0, or NaN in float32. Masked points of float32 become NaN.
+        """
 
         def where(index: tuple[int, ...]) -> str:
             """Name a field of the block for a message."""
@@ -261,7 +265,7 @@ def refused(root: Path, name: str, error: OSError) -> UserError:
 
 
 def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
-    """Compress one block of rows of all members, and compute its moments.
+    """Compress one block of rows of all members, and compute its mean, spread and moments.
 
     Args:
         cell: Fields of one lead and variable.

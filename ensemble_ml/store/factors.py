@@ -1,4 +1,4 @@
-"""Write and read the numbers that each field has one of: reference, scale, decimal, and whether it is present.
+"""Write and read the factors, one of each for every field: reference, scale, decimal, and whether it is present.
 
 They lie in Zarr arrays (D, ...) beside the fields. A chunk covers as many dates as make it about 128 KB, so a reader of
 one date of an archive of thousands does not load the numbers of all. A loader, which uses all dates, keeps them all.
@@ -63,13 +63,13 @@ def write_factors(
                 for date, entry in held:
                     if spec.name in entry.factors:
                         values[date - first] = entry.factors[spec.name][key]
-                array[first:stop] = spec.drop_fields(values)
+                array[first:stop] = values.reshape(len(values), *spec.factors_on_disk)
         yield from held
 
 
 def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr.Array:
     """Create the array of one factor."""
-    shape = spec.drop_shape()
+    shape = spec.factors_on_disk
     dtype = bool if key == "present" else np.float64
     return group.create_array(
         f"{spec.name}_{key}",
@@ -145,7 +145,7 @@ class FactorReader:
             return held[number][place]
 
     def _chunk(self, name: str, spec: ArraySpec, number: int) -> np.ndarray:
-        """Read and check one chunk of a factor, (dates, M, T, V, Z)."""
+        """Read one chunk of a factor, (dates, M, T, V, Z); refuse a damaged one."""
         array, first = self._array(name), number * self._together
         file = "/".join([name, "c", str(number), *["0"] * (array.ndim - 1)])
         if file in self._files:  # Zarr writes no file for a chunk of fill values only
@@ -156,7 +156,7 @@ class FactorReader:
             raise damaged(self._root / name, str(error)) from error
 
     def _array(self, name: str) -> zarr.Array:
-        """Open the array of a factor, once."""
+        """Open the array of a factor, once; refuse a damaged one."""
         try:
             if name not in self._arrays:
                 self._arrays[name] = zarr.open_array(self._root / name, mode="r")

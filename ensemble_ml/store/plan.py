@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class BuildPlan:
                 f"{', '.join(map(str, years)) or 'none'} alone: give more years, or leave it out"
             )
         for name, values in self.static.items():
-            check_finite(np.asarray(values), where=partial(_describe_static, name))
+            check_finite(np.asarray(values), where=lambda _: f"static field {name}")  # noqa: B023 - called at once
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -179,11 +179,6 @@ def read_facts(path: Any) -> dict[str, Any]:
 def _digest(values: np.ndarray) -> str:
     """Return a short hash of a static field."""
     return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()[:16]
-
-
-def _describe_static(name: str, _: tuple[int, ...]) -> str:
-    """Name a static field for a message."""
-    return f"static field {name}"
 
 
 def _short(value: Any) -> str:

@@ -123,12 +123,9 @@ class ArraySpec:
         """Return the path of the shard of one init time, relative to the store."""
         return f"{self.name}/c." + ".".join(map(str, (date, *[0] * (len(self.on_disk) - 1))))
 
-    def drop_fields(self, array: np.ndarray) -> np.ndarray:
-        """Reshape one number for each field (D, M, T, V, Z) to the axes on disk."""
-        return array.reshape(array.shape[0], *self._drop(self.fields))
-
-    def drop_shape(self) -> tuple[int, ...]:
-        """Return the shape of one number for each field of a date, without the axes that are not on disk."""
+    @property
+    def factors_on_disk(self) -> tuple[int, ...]:
+        """Return the shape on disk of one number for each field of an init time."""
         return self._drop(self.fields)
 
     def _drop(self, axes: tuple) -> tuple:

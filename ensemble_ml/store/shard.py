@@ -33,11 +33,6 @@ CHECKSUM = 4  # bytes of a crc32c
 _LARGEST_READ = 2 << 20  # bytes of one request; larger ones gain nothing, and their buffers do not fit the CPU cache
 
 
-def with_checksum(data: bytes) -> bytes:
-    """Append the crc32c of `data` to it."""
-    return data + checksum(data)
-
-
 def checksum(data: bytes) -> bytes:
     """Return the crc32c of `data` as it lies on disk."""
     return google_crc32c.value(data).to_bytes(CHECKSUM, "little")

@@ -12,7 +12,7 @@ import numpy as np
 from numcodecs import blosc
 
 from ensemble_ml.store.schema import ArraySpec
-from ensemble_ml.store.shard import ABSENT, LEVEL, checksum, with_checksum
+from ensemble_ml.store.shard import ABSENT, LEVEL, checksum
 
 _AT_ONCE = 512  # buffers of one system call; Linux allows 1024
 _RESERVED = 64 << 20  # bytes of disk reserved at a time
@@ -92,7 +92,8 @@ class ShardWriter:
         Returns:
             Bytes of the shard, and its digest (see `shard.digest_shard`).
         """
-        tail = with_checksum(self._index.tobytes())
+        index = self._index.tobytes()
+        tail = index + checksum(index)
         self._write([tail])
         os.ftruncate(self._file, self._offset + len(tail))  # frees what was reserved beyond the end
         os.fsync(self._file)

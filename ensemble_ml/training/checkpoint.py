@@ -114,7 +114,7 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
 
 def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
     """Read the checkpoint in `folder`, which messages call `path`."""
-    meta = _read_meta(path, folder)
+    meta = load_meta(path, folder)
     state_dict = _read_tensors(path, folder / MODEL, meta)
     extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
     return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
@@ -138,7 +138,7 @@ def find_checkpoint(path: str | Path) -> Path:
     steps = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     best = steps / "best"
     if (best / META).is_file():
-        log.info("checkpoint %s: takes its best, %s (step %d)", path, best, _read_meta(best)["step"])
+        log.info("checkpoint %s: takes its best, %s (step %d)", path, best, load_meta(best)["step"])
         return best
     others = sorted(entry.name for entry in steps.iterdir() if (entry / META).is_file())
     if others:
@@ -160,18 +160,6 @@ def load_spec(path: str | Path) -> ModelSpec:
         UserError: the checkpoint is absent or damaged, or has another format.
     """
     return ModelSpec.from_json(load_meta(path)["spec"])
-
-
-def load_meta(path: str | Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's JSON, without reading its weights.
-
-    Args:
-        path: the checkpoint.
-
-    Raises:
-        UserError: the checkpoint is absent or damaged, or has another format.
-    """
-    return _read_meta(Path(path))
 
 
 def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
@@ -244,7 +232,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
     Args:
         model: the model, changed in place.
         checkpoint: the checkpoint.
-        climate: load the buffers, too, which hold what was fitted before the first step.
+        climate: load the buffers that fits give, too (`fitted_buffers`).
 
     Raises:
         UserError: names or shapes differ.
@@ -266,7 +254,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
 
 
 def fitted_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a model that fits give, by name: not those that training changes, which norms have.
+    """Yield the buffers of a model that fits give, by name. Those of batch norms, which training changes, are left out.
 
     Yields:
         Name and buffer.
@@ -302,7 +290,7 @@ def step_of(link: Path) -> float | None:
     try:
         name = os.readlink(link).removeprefix(STEP)
         return int(name.removesuffix(BEFORE)) - 0.5 * name.endswith(BEFORE) if (link / META).is_file() else None
-    except (OSError, ValueError):  # no link, or that of a copy without links
+    except (OSError, ValueError):  # no link, or a folder in its place, as in a copy without links
         return None
 
 
@@ -316,7 +304,7 @@ def mend_links(folder: Path) -> None:
         folder: the folder of checkpoints.
 
     Raises:
-        UserError: such a folder differs from the checkpoint of the same step beside it.
+        UserError: such a folder is damaged, or differs from the checkpoint of the same step beside it.
     """
     for link in ("last", "best"):
         copy, aside = folder / link, folder / f"{PARTIAL}copy-{link}"
@@ -325,7 +313,7 @@ def mend_links(folder: Path) -> None:
         # A tool that follows links leaves two folders in the place of one folder and a link to it. Three cases follow:
         # both are equal, so the copy is moved aside; the step's own folder is missing; or it is damaged and the copy is
         # whole.
-        step = folder / f"{STEP}{_read_meta(copy)['step']:08d}"
+        step = folder / f"{STEP}{load_meta(copy)['step']:08d}"
         # An earlier attempt that was killed may have left it.
         shutil.rmtree(aside, ignore_errors=True)
         if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
@@ -362,7 +350,7 @@ def refuse_unread(folder: Path) -> None:
     if not steps:
         return
     try:
-        _read_meta(steps[0])
+        load_meta(steps[0])
         why = f"checkpoint {steps[0]}: some of its files are not as they were written"
     except UserError as error:
         why = str(error)
@@ -418,19 +406,23 @@ def is_target(folder: Path, name: str) -> bool:
 def _whole(path: Path) -> bool:
     """Return True if all files of a checkpoint are as they were written."""
     try:
-        files = _read_meta(path)["files"]
+        files = load_meta(path)["files"]
     except UserError:
         return False
     return all((path / name).is_file() and hash_file(path / name) == found for name, found in files.items())
 
 
-def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
-    """Return the JSON of the checkpoint in `folder`, which messages call `path`.
+def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
+    """Return the contents of a checkpoint's JSON, without reading its weights.
+
+    Args:
+        path: the checkpoint, as messages call it.
+        folder: where it lies; None if at `path`.
 
     Raises:
-        UserError: it is absent or damaged, or it has another format.
+        UserError: the checkpoint is absent or damaged, or has another format.
     """
-    folder = folder or path
+    folder = folder or Path(path)
     if not folder.exists():
         raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
     if not (folder / META).is_file():
@@ -454,7 +446,7 @@ def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a file, copied, after a check of its hash."""
+    """Return the tensors of a file, copied; refuse a file that is absent or damaged."""
     if not file.is_file():
         raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
     if hash_file(file) != meta["files"].get(file.name):
@@ -467,7 +459,7 @@ def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Ten
         raise _damaged(path, file.name) from error
 
 
-def _damaged(path: Path, name: str) -> UserError:
+def _damaged(path: str | Path, name: str) -> UserError:
     """Return the error for a file that is not as it was written."""
     return UserError(f"checkpoint {path}: {name} is damaged (it is not what was written); use another checkpoint")
 

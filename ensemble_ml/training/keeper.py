@@ -91,7 +91,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """
     partial = _partial(folder, snapshot)
     shutil.rmtree(partial, ignore_errors=True)
-    return _finish(folder, snapshot, _write_common(partial, snapshot))
+    return _finish(folder, snapshot, _write_common(partial, snapshot), None)
 
 
 @dataclass(eq=False)
@@ -282,7 +282,7 @@ def _other(final: Path, files: Mapping[str, str]) -> bool:
     return any(there.get(name) != files[name] for name in (MODEL, TRAINING))
 
 
-def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
+def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None) -> Path:
     """Write the JSON, rename the folder, and change the links."""
     final = folder / snapshot.name
     partial = _partial(folder, snapshot)

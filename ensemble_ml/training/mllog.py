@@ -127,11 +127,10 @@ class RunLog(Mllog):
 
     Args:
         config: settings of the run.
-        clock: returns seconds since 1970.
     """
 
-    def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.time):
-        super().__init__(clock)
+    def __init__(self, config: TrainConfig):
+        super().__init__()
         self._until, self._reached = config.until, False
         self._steps_per_epoch, self._epoch = 1, 0  # the epoch that is under way, from 1
         tracking = config.tracking

@@ -49,13 +49,9 @@ class Progress:
         """Return a line that describes what is running now."""
         return self._doing()
 
-    def longest(self, most: int = 4) -> str:
-        """Return a line that names the stages that took longest, with their times.
-
-        Args:
-            most: how many stages to name.
-        """
-        stages = sorted(self.took.items(), key=lambda item: -item[1])[:most]
+    def longest(self) -> str:
+        """Return a line that names the four stages that took longest, with their times."""
+        stages = sorted(self.took.items(), key=lambda item: -item[1])[:4]
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages)
 
     def doing(self, text: str | Callable[[], str]) -> None:

@@ -290,6 +290,7 @@ def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
 
     Raises:
         UserError: another process trains there. All ranks raise the error.
+        OSError: the folder of the claim cannot be made.
     """
     with ExitStack() as stack:
         refused = session.once(lambda: _claim(config, stack))

@@ -38,12 +38,13 @@ class Tracker:
       was spent waiting for data). Over several ranks there are sent_mb (what this rank sent in a step) and
       exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
       lets the GPU wait is not seen). With a planned loader there is `loading`: hits (the fraction of packed bytes that
-      are not from slow storage) and MB/s of each tier;
-    - `validation` with its scores;
-    - `momentum_sync`;
+      are not from slow storage), MB/s of each tier and, if peers failed, fallback_mb (read from slow storage in their
+      place since the process began);
+    - `validation`: its scores, and `best`, whether they are the best so far;
+    - `momentum_sync`: the layers whose momenta were averaged, the bytes sent and, if measured, the variances;
     - `tournament`: the scores of all trainers, `from` (the trainer whose state each has now) and the seconds that
       this one `waited` for the others and `swapped` states;
-    - `checkpoint`.
+    - `checkpoint`: the seconds that the training waited for it (`held_s`).
 
     A resumed run removes the lines that a killed one wrote beyond its last checkpoint. It continues with what the
     checkpoint holds of the next line (`unwritten`).
@@ -51,7 +52,7 @@ class Tracker:
     Args:
         run: the run folder.
         steps: steps of the whole run.
-        start_step: the first step.
+        start_step: steps that are done before.
         resumed: the run goes on from a checkpoint.
         every: steps between lines.
         tensorboard: also write to TensorBoard.
@@ -120,11 +121,11 @@ class Tracker:
         Args:
             step: its number, counted from 1.
             samples: samples of the whole batch.
-            waited: seconds that it waited for data.
+            waited: seconds that this rank waited for data.
             lr: learning rate.
             loss: the loss and its parts.
             sent: bytes that this rank sent in the step.
-            exchanged: seconds that it waited for other ranks.
+            exchanged: seconds that this rank waited for others.
             skipped: the step was left out, because loss or gradients were not finite.
         """
         self._samples += samples
@@ -139,7 +140,7 @@ class Tracker:
         if step % self._every and step != self._steps:
             return
         took = max(time.perf_counter() - self._began, 1e-9)
-        # The line is both written as JSON and shown, so that both agree.
+        # Computed once, so that the file and the screen agree.
         values, loading = self._values(took, lr), self._loading(took)
         self._write({"step": step, **values, **({"loading": loading} if loading else {})})
         self._scalars(step, {f"train/{k}": v for k, v in values.items()})
@@ -152,7 +153,7 @@ class Tracker:
         self.restart_clock()
 
     def _values(self, took: float, lr: float) -> dict[str, Any]:
-        """Return what a line holds of the steps since the one before, which took so many seconds."""
+        """Return the values of a line, from the `took` seconds of the steps since the line before."""
         # Skipped steps have no loss that means anything, so the means are over the others.
         taken = self._count - self._skipped
         values = {
@@ -185,9 +186,9 @@ class Tracker:
 
     @property
     def unwritten(self) -> dict[str, Any]:
-        """Return what the steps since the last line add to the next one, as JSON.
+        """Return what the steps since the last line add to the next one, in JSON's types.
 
-        It is empty if one of the sums is not finite.
+        It is empty if there are no such steps, or if a sum is not finite.
         """
         if not self._count or not all(map(math.isfinite, self._sums.values())):
             return {}
@@ -208,7 +209,7 @@ class Tracker:
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Log which layers' momenta were averaged after a step, the bytes that this took, and why these layers.
+        """Log whose layers' momenta were averaged after a step, the bytes sent, and the variances that chose them.
 
         Args:
             step: the step.
@@ -222,7 +223,7 @@ class Tracker:
         """Log a tournament.
 
         Args:
-            held: the tournament.
+            held: the record of the tournament (`tournament.compete`).
             text: the same in words.
             seconds: how long this trainer waited for the others (`waited`), and sent or took over a state (`swapped`).
         """
@@ -253,17 +254,17 @@ class Tracker:
             self._bar.write(text, file=sys.stderr)
 
     def restart_clock(self) -> None:
-        """Start a new interval for samples/s, so that it contains training alone."""
+        """Start a new interval for rates and waits, so that it contains training alone."""
         self._began, self._samples, self._waited, self._exchanged = time.perf_counter(), 0, 0.0, 0.0
         self._counted = self.counters.snapshot()
 
     def _loading(self, took: float) -> dict[str, float]:
-        """Return hits, and MB/s by tier, since the line before; empty if nothing is counted."""
+        """Return hits and MB/s by tier since the line before, and fallback_mb; empty if nothing is counted."""
         now = self.counters.snapshot()
+        # Counters run through the whole run, so the bytes of an interval are differences.
         moved = {tier: now[tier] - self._counted.get(tier, 0) for tier in TIERS}
         if not any(now[tier] for tier in TIERS):
             return {}
-        # Counters run through the whole run, so the bytes of an interval are differences.
         total = sum(moved.values())
         found = {"hits": round(1 - moved["storage"] / total, 4) if total else 1.0}
         found |= {tier: _digits(count / took / 1e6, 4) for tier, count in moved.items()}
@@ -274,7 +275,7 @@ class Tracker:
     def _write(self, line: dict[str, Any]) -> None:
         """Write a line to `log.jsonl`."""
         self._stream.write(_json(line) + "\n")
-        # So that the file shows every line at once, and a killed run loses none.
+        # Every line reaches the file at once, so that a killed run loses none.
         self._stream.flush()
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -300,7 +301,7 @@ class Silent(Mute):
 
 
 def memory_mb() -> float:
-    """Return the memory in use, in units of 1e6 bytes: of the process, or the peak on the GPU if there is one."""
+    """Return the memory in use, in units of 1e6 bytes: of the process, or the peak on the GPU if it is in use."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e6
     taken = taken_memory()
@@ -320,7 +321,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """
     lines = []
     for text in path.read_text().splitlines():
-        # A killed run may leave half a line at the end.
         try:
             lines.append(json.loads(text))
         except ValueError:

@@ -5,8 +5,8 @@
 Several trainers of one job write runs/NAME/trainer_00/log.jsonl, .../checkpoints and so on, and the links in
 runs/NAME/checkpoints lead to the best of them.
 
-The folder appears with its first checkpoint, at step 0. By then the data, the climate and the model have been checked,
-so a mistake in the settings leaves nothing behind.
+The folder appears when the data, the climate and the model have been checked, and is removed if the run ends before its
+first checkpoint, at step 0. So a mistake in the settings leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _TIMED_STEPS = 3
 _LEAST_LEFT = 0.15  # of `max_minutes`: if less is left after the fits, there is no time to time a step ...
 _ENOUGH = 60.0  # ... unless so many seconds are left
 _HEAR = 1.0  # seconds between two questions whether another trainer has stopped
-_MARGIN = 0.95  # of the time is planned with; checkpoints and a busy machine take the rest
+_MARGIN = 0.95  # fraction of the time that is planned; checkpoints and a busy machine take the rest
 
 
 def train(config: TrainConfig, begin: Checkpoint | None = None) -> Path:
@@ -77,8 +77,9 @@ def train(config: TrainConfig, begin: Checkpoint | None = None) -> Path:
     Raises:
         UserError: the settings or the data are wrong; another process trains in the run folder; or the loss or the
             gradient is no longer finite, and `checkpoints/last` holds the state before that step.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP arrived; `checkpoints/last` holds the state after the current step.
-        Stopped: SIGUSR1 or SIGUSR2 arrived, which means the same; this may happen before the first step.
+        Stopped: a signal arrived; `checkpoints/last` holds the state after the current step. SIGUSR1 and SIGUSR2 raise
+            it before the first step, too.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP arrived before the first step, or a second SIGINT or SIGTERM.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         session.agree(agreement.common_settings(config))
@@ -139,7 +140,7 @@ def _train(config: TrainConfig, session: Session, begin: Checkpoint | None) -> P
 
 
 class Trainer:
-    """The loop over the steps of a run, on one rank of its job. Only rank 0 writes files and messages.
+    """The loop over the steps of a run, on one rank of its job. Only the first rank of each model logs.
 
     Args:
         run: the model, the data and the ranks, ready to train.
@@ -224,7 +225,7 @@ class Trainer:
         return step >= self.state.steps or any(step % steps == 0 for steps in every)
 
     def _open_votes(self) -> VoteLog | None:
-        """Begin to record who is in each vote, if votes need not wait for all ranks, or to repeat what was recorded.
+        """Open the record of who is in each vote, and read one to be repeated, if votes need not wait for all ranks.
 
         Raises:
             UserError: `optim.replay` is not a record of this run.
@@ -290,9 +291,9 @@ class Trainer:
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
 
     def _seconds_a_step(self) -> float:
-        """Return the median time from one step to the next, measured by steps of no length.
+        """Return the median seconds from one step to the next, measured by steps with a learning rate of zero.
 
-        These leave all weights as they are. Sharded weights could not be copied.
+        These leave all weights as they are, because sharded ones could not be copied and put back.
         """
         model, running = self.state.model, Running(self.state.model)
         made: list[Communicator] = []
@@ -471,7 +472,11 @@ class Trainer:
         return reached
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
-        """Score the validation dates. Return whether the score is better than all before."""
+        """Score the validation dates. Return whether the score is better than all before.
+
+        Raises:
+            UserError: a prediction is not finite, or several trainers have nothing to compete by.
+        """
         self.mllog.validates(self.state.step)
         try:
             found = self.judge.scores(self.loader)
@@ -517,7 +522,7 @@ class Trainer:
             tracker.tournament(held, tournament.in_words(held), seconds)
 
     def _hold_again(self, tracker: Tracker | Silent) -> None:
-        """Hold the tournament that a job was killed in, or stopped before, between the trainers that resume."""
+        """Hold the tournament that the job had not finished when it was killed or stopped."""
         needed, had = tournament.pending(self.setup)
         if needed and had:
             score = self.state.rounds[-1]["scores"][self.session.topology.place.trainer]
@@ -561,7 +566,7 @@ class Trainer:
         tracker.checkpoint(self.state.step, time.perf_counter() - start)
 
     def _await_others(self) -> None:
-        """Wait until all trainers have kept the latest tournament, before a checkpoint replaces this one's."""
+        """Wait until all trainers have a checkpoint of the latest tournament, before this trainer's is replaced."""
         rounds = self.state.rounds
         step = rounds[-1]["step"] if rounds else 0
         if self._written < step < self.state.step:

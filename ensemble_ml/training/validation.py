@@ -28,9 +28,9 @@ For rain, the factor is always the one with the least CRPS. Where its distributi
 lies in amounts that no sample shows: at location / scale = -4 its standard deviation is the scale, and it rains one
 time in 600,000. The same holds for a log-normal distribution of small mean.
 
-The factors depend on the number of members, because sigma from one member follows what many members would have had.
-They are computed for the number of members that the validation uses. `training.widths` computes those of other numbers
-with each best model.
+The factors depend on the number of members, because sigma may follow the spread that more members would have. They are
+computed for the number of members that the validation uses. `training.widths` computes those of other numbers with each
+best model.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), G field with a bound,
 W factor that is tried, Y latitude, X longitude.
@@ -60,8 +60,8 @@ NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below this, t
 _WIDEST = 3.0  # largest factor of a scale: a larger one would be no matter of calibration
 _BY_CRPS = SKEWED  # distributions whose factor is always the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # factors that are tried; their logarithms are evenly spaced, for a parabola through them
-_FURTHEST = 2.0  # steps of the logarithm from one within which the minimum of the parabola is believed
-_REACH = 3.0  # the same for the point at which the parabola reaches the error
+_FURTHEST = 2.0  # most steps of the logarithm from one to the minimum of the parabola
+_REACH = 3.0  # most steps to where the parabola reaches the error, for this to be believed
 _LIKE_NORMAL = 0.95  # fraction of a normal distribution's slope above which the bound has no effect
 
 
@@ -172,8 +172,8 @@ class Scoring:
             scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
         widths = self._width.roots()
         if widths is not None and bounded:
-            # A field with a bound takes one of two factors. Which one depends on its distribution and on whether it can
-            # be believed.
+            # A field with a bound takes one of two factors. Which one depends on its distribution, and on whether
+            # the first can be believed.
             by_crps = torch.tensor([self._laws[position] in _BY_CRPS for position in bounded], device=widths.device)
             means = zip(*(sums.means() for sums in self._tried), strict=True)
             crps_WTG, variance_WTG = (torch.stack(values) for values in means)
@@ -216,7 +216,10 @@ class _Sums:
     def ratio(self, least: Tensor, power: float = 1.0) -> float | None:
         """Return the geometric mean over fields of (ours / raw)^power.
 
-        Only fields whose raw mean is above `least` (T, F) are scored; None if there is none.
+        Only fields whose raw mean is above `least` (T, F) are scored; None if there is none, or no date.
+
+        Raises:
+            NotFiniteForecast: a sum of ours is not finite.
         """
         found = self._over_ranks()
         if found is None:
@@ -231,7 +234,7 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> Tensor | None:
-        """Return sqrt(ours / raw) of every field, (T, F): one if too few dates have it; None if no dates were added."""
+        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; one if too few dates have it, None without any."""
         found = self._over_ranks()
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Keep the results of each field until the report is written, so that a stopped evaluation can continue.
+"""Keep the results of each group of fields until the report is written, so that a stopped evaluation can continue.
 
     OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and their structure as JSON
 

@@ -1,7 +1,7 @@
 """Sum what the report draws besides scores: maps of gain, the spread of one date, and spread against error in bins.
 
-All fields have them. They are summed date by date like everything else. Maps are kept on a coarse grid, so that neither
-memory nor the report grows beyond bounds.
+Each is made for every field, and summed date by date. Maps are kept on a coarse grid, so that neither memory nor the
+report grows beyond bounds.
 
 Axes: C column, D initialisation time, Y latitude, X longitude; y and x are those of the coarse grid.
 """
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 # Upper edges of all bins but the last, in units of the first date's root mean square outcome.
 _BINS = np.geomspace(0.1, 6.0, 16)
-# Points of one map at most, and of all maps of a report: a point is one byte of the page, more or less. Charts and
-# tables of 26 fields at two leads take 2 MB beside them.
+# Most points of one map, and of all maps of a report. A point takes about one byte of the page. Charts and tables of 26
+# fields at two leads take another 2 MB.
 _MOST_POINTS, _ALL_POINTS = 20_000, 2_000_000
-# Maps of so few points (33 x 64) are not made coarser for that, but for a report of that many points in all.
+# Maps of so few points (33 x 64) may together have more: that many in a report.
 _FEW_POINTS, _ALL_FEW_POINTS = 2_112, 3_000_000
 
 
@@ -35,15 +35,15 @@ _FEW_POINTS, _ALL_FEW_POINTS = 2_112, 3_000_000
 class Bins:
     """A set of sums over points, in bins of the predicted standard deviation.
 
-    A predicted width is right if its square equals the squared error on average (power 2). A prediction of the spread
-    is one of the mean spread (power 1), which is below the root mean square.
+    A predicted width is right if its square equals the squared error on average (power 2). A predicted spread is right
+    if it equals the spread on average (power 1).
 
     Attributes:
-        edges: Upper edges of all bins but the last.
+        edges: (E,) upper edges of all bins but the last.
         power: Power of prediction and outcome in the sums, 1 or 2.
-        weight: Sum of weights.
-        predicted: Weighted sum of the prediction to the power.
-        actual: Weighted sum of the outcome to the power.
+        weight: (E + 1,) sum of weights.
+        predicted: (E + 1,) weighted sum of the prediction to the power.
+        actual: (E + 1,) weighted sum of the outcome to the power.
     """
 
     edges: np.ndarray
@@ -127,7 +127,7 @@ def cells_together(shape: tuple[int, int], fields: int, forecasts: int) -> int:
 
 
 def together(values: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
-    """Return the sums over boxes of cells; those at the last row and column may be smaller.
+    """Return the sums over boxes of cells; boxes at the last row and column may be smaller.
 
     Args:
         values: (Y, X) values.
@@ -155,13 +155,13 @@ class Pictures:
         blocks: (D,) block of each test date, for significance at each point.
         forecasts: Labels of the forecasts that are judged.
         references: The entrants that maps may compare them with.
-        box: Rows and columns of the boxes that are searched for the most unusual weather.
+        box: Rows and columns of the grid in each box that is searched for the most unusual weather.
         gains: Gain of CRPS in percent and where it is significant, (y, x), by column, forecast and reference.
         means: (y, x) mean CRPS by column and forecast.
         error_bins: Error of the mean by predicted width, by column and entrant.
         spread_bins: Spread of the full ensemble by predicted spread, by column and entrant.
         snapshots: Spread of the last date, by column.
-        index: Mean |EFI| of the most unusual box, and its row and place among the boxes, by column and date.
+        index: Mean |EFI| of the most unusual box, and its row and place in the row of boxes, by column and date.
     """
 
     headline: tuple[int, ...]
@@ -211,7 +211,7 @@ class Pictures:
             self._spread(column, z, date, sample, said, spread_mask[z])
 
     def record_index(self, columns: slice, date: int, index: np.ndarray) -> None:
-        """Add the most unusual box of one date: that of the largest mean size of the extreme forecast index.
+        """Add the most unusual box of one date: the one with the largest mean |extreme forecast index|.
 
         Args:
             columns: Positions of the group's levels on C.
@@ -235,7 +235,7 @@ class Pictures:
 
         Args:
             columns: Positions of the group's levels on C.
-            state: Sums of all statistics, which choose the distribution of baselines that have two.
+            state: Sums of all statistics, by which a baseline with two distributions takes the better one.
         """
         for column in range(columns.start, columns.stop):
             area = self._areas.get(column)

@@ -51,10 +51,10 @@ def p_values(differences: np.ndarray) -> np.ndarray:
 
 
 def significant(p: np.ndarray) -> np.ndarray:
-    """Return which points are discoveries, at a rate `RATE` of false ones, bool of the same shape.
+    """Return which points are discoveries, of which a fraction `RATE` may be false: bool, in the shape of `p`.
 
     The procedure is that of Benjamini & Hochberg (1995): sort the p-values and accept all up to the largest one that
-    lies below its rank times `RATE` over the number of points.
+    is at most its rank times `RATE` over the number of p-values.
 
     Args:
         p: p-values of any shape. NaN is never a discovery.

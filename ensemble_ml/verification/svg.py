@@ -28,7 +28,7 @@ BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#6b6b6b"
 COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", ORANGE, "#56B4E9", "#000000")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 400, 230, 58, 8, 34  # of a chart and its margins, in pixels
 _LEVELS = 64  # colours of a palette
-_DOTTED = 120  # rows or columns of a map of which each point may have a dot of its own
+_DOTTED = 120  # most rows or columns of a map in which each point may have a dot of its own
 _MISSING = (187, 187, 187)
 _DASHES = ("none", "7 3", "2 3", "7 3 2 3")  # with the colours, no two of the first 28 curves look alike
 # Red is worse and blue is better in gains; all of these maps of colours are safe for colour-blind readers.
@@ -208,7 +208,7 @@ class Atlas:
         size: Rows and columns of the grid that make one of the maps (`pictures.cells_together`).
         land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
         regions: (Y, X) bool masks by name.
-        numbers: Numbers that no map of the page has yet.
+        numbers: Numbers for the ids of maps, each used once.
     """
 
     grid: Grid
@@ -247,7 +247,7 @@ class Atlas:
             palette: Name in `PALETTES`.
             ends: Values of the first and the last colour.
             units: Units of the values.
-            place: Latitude and longitude of a cross.
+            place: Latitude and longitude of a cross in degrees; None draws none.
 
         Returns:
             HTML of a figure.
@@ -270,8 +270,8 @@ class Atlas:
         # The reference is perfect where the gain is infinite, and the forecast is not.
         level = _level(np.where(np.isneginf(gain), -limit, gain), (-limit, limit), _LEVELS)
         if sure is not None:
-            # A dot is a ninth of a point. Of many points every ninth has one, as large as the point itself; so have
-            # coarse maps, because dots of their own double the bytes of a map.
+            # On a small map, each significant point has a dot of a ninth of its area. On large and coarse maps, one
+            # point in nine can be a dot as a whole: a dot in each point would double the bytes of a map.
             own = self.size == 1 and max(sure.shape) <= _DOTTED
             parts = np.ones((3, 3) if own else (1, 1), np.uint8)
             level, dotted = np.kron(level, parts), np.kron(sure, parts).astype(bool)
@@ -281,7 +281,7 @@ class Atlas:
     def _figure(
         self, title: str, level: np.ndarray, palette: str, ends: tuple[float, float], units: str, cross: str = ""
     ) -> str:
-        """Return a map of the numbers of colours: of a palette, of what is missing, and black."""
+        """Return the figure of a map from the numbers of its colours: of the palette, then missing, then black."""
         west, east = self.grid.longitude_bounds()[[0, -1]]
         north, south = self.grid.latitude_bounds()[[0, -1]]
         name = escape(title)

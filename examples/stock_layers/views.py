@@ -1,4 +1,4 @@
-"""The split axes of a field followed through views and indices, by applying these to a probe.
+"""Follow the split axes of a field through views and indices, by applying these to a probe.
 
 The probe is a tensor of the field's shape without memory. An axis is recognised by its stride; if no axis of the result
 has it, the axis is gone.
@@ -35,10 +35,10 @@ def tensors(value: Any) -> Iterator[Tensor]:
 def agreed(places: Sequence[Axes]) -> Axes:
     """Return the place on which all agree.
 
-    Fields whose axes lie differently against each other would pair points of different places.
+    If the axes of two fields lie differently, points of different places would be paired.
 
     Raises:
-        TogetherError: they differ.
+        TogetherError: they differ, or there is none.
     """
     if len(set(places)) != 1:
         raise TogetherError
@@ -56,7 +56,7 @@ def reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, 
         at: returns where the split axes lie in a tensor.
 
     Raises:
-        TogetherError: the result has not both axes whole and in their order.
+        TogetherError: the result does not have both axes whole, or is not a view.
     """
     x = next(tensors((args, given)))
     axes = at(x)
@@ -77,7 +77,7 @@ def reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, 
 def _probe(x: Tensor, axes: Axes) -> Tensor:
     """Return a tensor of the shape of `x` without memory, whose split axes have unique strides.
 
-    Other axes are dense.
+    The other axes are dense among themselves.
     """
     strides, step = [0] * x.ndim, _APART
     for axis in reversed(axes):
@@ -91,7 +91,7 @@ def _probe(x: Tensor, axes: Axes) -> Tensor:
 
 
 def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
-    """Return where a view of the probe has the split axes, with all their points if `whole`."""
+    """Return where a view of the probe has the split axes, with all points if `whole`; refuse one without them."""
     places = []
     for axis in axes:
         size, stride = probe.shape[axis], probe.stride(axis)
@@ -139,7 +139,7 @@ def set_in(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
         last: not used; it gives this function the signature of `taken`.
 
     Raises:
-        TogetherError: the split axes are gone, or incomplete.
+        TogetherError: the index sets a part of a split axis, or the values do not fit the tensor.
     """
     x, index, value = args
     single = not isinstance(value, Tensor) or value.ndim == 0
@@ -163,7 +163,10 @@ def set_in(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
 def _basic(index: Any) -> tuple[Any, ...]:
     """Return the same index with plain positions in place of indices by values, so that it can be applied to the probe.
 
-    An index by values becomes position 0 on its axes, and new axes of the shape of the result.
+    An index by values becomes position 0 on its axes, and as many new axes as its result has.
+
+    Raises:
+        TogetherError: the index holds a bool.
     """
     listed = index if isinstance(index, tuple) else [index]
     places = [int(place) if isinstance(place, Tensor) and place.ndim == 0 else place for place in listed]

@@ -6,6 +6,7 @@ import cfgrib
 import eccodes
 import numpy as np
 import public_archives
+import public_grib
 import pytest
 import xarray as xr
 
@@ -25,15 +26,15 @@ ARCHIVES = {
     "dynamical:ifs": lambda folder: public_archives.dynamical(folder, "ifs"),
     "dynamical:gefs": lambda folder: public_archives.dynamical(folder, "gefs"),
     "dynamical:ifs 46 days": public_archives.dynamical_46_days,
-    "gefs:reforecast": public_archives.gefs_reforecast,
-    "gefs": lambda folder: public_archives.gefs(folder, degrees=30, dates=1, members=2, leads=(24,))[0],
-    "opendata": public_archives.ecmwf_open_data,
-    "opendata since 50r1": lambda folder: public_archives.ecmwf_open_data(folder, since_50r1=True),
+    "gefs:reforecast": public_grib.gefs_reforecast,
+    "gefs": lambda folder: public_grib.gefs(folder, degrees=30, dates=1, members=2, leads=(24,))[0],
+    "opendata": public_grib.ecmwf_open_data,
+    "opendata since 50r1": lambda folder: public_grib.ecmwf_open_data(folder, since_50r1=True),
     "mogreps": public_archives.mogreps,
     "euppbench": public_archives.euppbench,
     "euppbench reforecasts": lambda folder: public_archives.euppbench(folder, years=2),
     "earth2studio": public_archives.earth2studio,
-    "ens10": public_archives.ens10,
+    "ens10": public_grib.ens10,
     "arco:era5": public_archives.arco_era5,
 }  # fmt: skip
 # What cfgrib's Datasets do not state: where a range of steps begins, and that ECMWF's deterministic run is one.

@@ -3,7 +3,7 @@
 import eccodes
 import numpy as np
 import pytest
-from gribfiles import GLOBE, message, noise, write
+from gribfiles import GLOBE, finished, message, noise, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -119,8 +119,7 @@ def test_a_second_order_bitmap_whose_header_seems_to_count_all_points(tmp_path):
     values, keys = under(noise(grid, 17).cumsum(0), hidden)
     handle = eccodes.codes_new_from_message(message("t", values, grid=grid, **keys))
     eccodes.codes_set(handle, "packingType", "grid_second_order")
-    made = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
+    made = finished(handle)
     assert headers(made)[0].count == hidden.size
     np.testing.assert_array_equal(check(tmp_path, [made])[0].mask, hidden)
 
@@ -138,8 +137,7 @@ def test_missing_points_inside_complex_packing_become_a_mask(tmp_path, packing):
     eccodes.codes_set(handle, "missingValueManagementUsed", 1)
     eccodes.codes_set(handle, "missingValue", -5e4)
     eccodes.codes_set_values(handle, np.where(hidden, -5e4, values).ravel())
-    made = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
+    made = finished(handle)
     file = GribFile(str(write(tmp_path / "a.grib", [made])))
     assert file.records["masked"].all() and not file.records["bitmap"].any()
     raw = next(file.fields(file.records))

@@ -6,9 +6,9 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import GLOBE, dataset, ensemble, message, noise, write
+from gribfiles import GLOBE, archive_of, dataset, ensemble, message, noise, write
 
-from data_prep import open_archive, prepare
+from data_prep import prepare
 from ensemble_ml.config import InspectConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -32,8 +32,7 @@ def test_soil_is_not_the_surface(tmp_path):
     soil = {"units": "K", "standard_name": "surface_temperature"}
     data["stl1"] = data.skt.copy(data=data.skt.values + 5, deep=True).assign_attrs(soil)
     data["deep"] = data.stl1.assign_attrs(soil | {"long_name": "Soil temperature level 1"})
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.surface == ("skt",)
     np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[0, 0, 0], data.skt.values[0, 0, 0])
 

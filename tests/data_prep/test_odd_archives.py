@@ -6,7 +6,7 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import GLOBE, dataset, ensemble, message, noise, write
+from gribfiles import GLOBE, archive_of, dataset, ensemble, message, noise, write
 
 from data_prep import open_archive, open_pair, prepare
 from data_prep.gaps import find_gaps
@@ -73,8 +73,7 @@ def test_a_reference_time_for_each_record_is_the_start(tmp_path, leads):
         forecast_reference_time=("time", np.full(leads, start), about),
         forecast_period=("time", lead / np.timedelta64(1, "h"), {"units": "hours", "standard_name": "forecast_period"}),
     )
-    data.to_netcdf(tmp_path / "a.nc")
-    layout = open_archive(tmp_path / "a.nc").layout
+    layout = archive_of(data, tmp_path).layout
     assert layout.lead_hours == (0, 24)[-leads:] and layout.init_time.tolist() == [start.item()]
 
 
@@ -114,8 +113,7 @@ def test_leads_that_are_equal_leave_a_time_axis_to_the_starts(tmp_path, referenc
     )
     if reference:  # as a variable of its own, which the fields' `coordinates` do not name
         data["reference"] = "time", starts, {"standard_name": "forecast_reference_time"}
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.lead_hours == (6,) and source.layout.init_time.tolist() == starts.tolist()
     found = source.read(Part.FORECAST, 2).pressure[:, 0, 0]
     np.testing.assert_array_equal(found, data.t.values[2, :, ::-1].astype(np.float32))
@@ -250,8 +248,7 @@ def test_geopotential_of_members_or_leads_is_no_orography(tmp_path, axis):
     data["z"].attrs["units"] = "m**2 s**-2"
     data["t2m"] = data.z.copy().assign_attrs(units="K")
     data["z"] = data.z.isel({"step" if axis == "number" else "number": 0}, drop=True)
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.static() == {} and source.catalogue.readers[0].skipped == {"z (no pressure level)": 1}
     if axis == "step":
         times = np.datetime64("2001-01-01", "ns") + data.step.values
@@ -345,8 +342,7 @@ def test_a_land_mask_may_be_true_and_false(tmp_path):
     data = dataset()
     land = data.t.isel(time=0, number=0, step=0, isobaricInhPa=0, drop=True) > 280
     data["lsm"] = land.assign_attrs(units="1")
-    data.to_netcdf(tmp_path / "a.nc")
-    np.testing.assert_array_equal(open_archive(tmp_path / "a.nc").static()["lsm"], land.values)
+    np.testing.assert_array_equal(archive_of(data, tmp_path).static()["lsm"], land.values)
 
 
 def test_means_over_time_however_they_are_spelled(tmp_path):

@@ -2,8 +2,11 @@
 
 import numpy as np
 import public_archives
+import public_grib
+import public_weather
 import pytest
 import xarray as xr
+from gribfiles import archive_of
 
 from data_prep import open_archive, prepare
 from data_prep.geometry import GridChange
@@ -21,7 +24,7 @@ def inspected(path):
     return describe_archive(str(path))
 
 
-def assert_holds(found, *, variables, surface, members, leads, left_out, levels=public_archives.LEVELS, control=False):
+def assert_holds(found, *, variables, surface, members, leads, left_out, levels=public_weather.LEVELS, control=False):
     """`inspect` says exactly this, and no field is missing."""
     assert (set(found["variables"]), set(found["surface"])) == (set(variables), set(surface))
     assert (tuple(found["levels"]), tuple(found["members"])) == (levels, members)
@@ -33,7 +36,7 @@ def assert_holds(found, *, variables, surface, members, leads, left_out, levels=
 def weather(name, level, date, lead, member):
     """Return what an archive of `public_archives` has from north to south, at the longitudes of its grid."""
     valid = date + np.timedelta64(lead, "h")
-    return lambda grid: public_archives.weather(name, level, valid, (grid.latitude, grid.longitude), member, lead)
+    return lambda grid: public_weather.weather(name, level, valid, (grid.latitude, grid.longitude), member, lead)
 
 
 def assert_same_weather(source, name, level, member, lead, *, atol, scale=1.0):
@@ -121,8 +124,7 @@ class TestDynamical:
         data = xr.open_zarr(paths["ifs"]).isel(lead_time=[0, 2]).load()
         for array in data.variables.values():
             array.encoding = {}
-        data.to_netcdf(tmp_path / "a.nc")
-        assert open_archive(tmp_path / "a.nc").lead_bounds["tp"] == [None, [141, 144]]
+        assert archive_of(data, tmp_path).lead_bounds["tp"] == [None, [141, 144]]
         del data.attrs["forecast_resolution"]
         (tmp_path / "b").mkdir()
         data.to_netcdf(tmp_path / "b" / "a.nc")
@@ -213,7 +215,7 @@ def test_arco_era5(tmp_path):
 
 
 def test_ens10(tmp_path):
-    found = inspected(public_archives.ens10(tmp_path))
+    found = inspected(public_grib.ens10(tmp_path))
     assert_holds(
         found,
         variables=("t", "z"),
@@ -227,13 +229,13 @@ def test_ens10(tmp_path):
 
 class TestGefs:
     def test_as_it_is_made(self, tmp_path):
-        found = inspected(public_archives.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))[0])
+        found = inspected(public_grib.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))[0])
         assert set(found["surface"]) == {"t2m", "u10", "v10", "msl", "tp"} and found["control"]
         assert found["members"] == [1, 2] and all("of product template 4." in name for name in found["left_out"])
 
     def test_the_reforecast_on_two_grids(self, tmp_path):
         """Its files can be looked at, and are read on one grid."""
-        path = public_archives.gefs_reforecast(tmp_path)
+        path = public_grib.gefs_reforecast(tmp_path)
         found = inspected(path)
         assert found["control"] and found["members"] == [1, 2] and found["gaps"]["fields"] == 0
         assert found["grid"].count(";") == 1 and found["grid"].endswith("(prepare with regrid=DEGREES)")
@@ -243,7 +245,7 @@ class TestGefs:
 
     def test_both_grids_become_one(self, tmp_path):
         """Fields that are on the new grid already stay as they are, the finer ones become means over its cells."""
-        source = open_archive(public_archives.gefs_reforecast(tmp_path), change=GridChange(regrid=30.0))
+        source = open_archive(public_grib.gefs_reforecast(tmp_path), change=GridChange(regrid=30.0))
         assert source.layout.grid.shape == (7, 12)
         assert_same_weather(source, "t", 500, 1, 6, atol=0.01)
         fields = source.read(Part.FORECAST, 0)
@@ -254,7 +256,7 @@ class TestGefs:
 
 class TestEcmwfOpenData:
     def test_before_cycle_50r1(self, tmp_path):
-        found = inspected(public_archives.ecmwf_open_data(tmp_path))
+        found = inspected(public_grib.ecmwf_open_data(tmp_path))
         assert_holds(
             found, variables=("t", "z"), surface=("t2m", "msl", "tp"), members=(1, 2), leads=(0, 3, 6), left_out=[],
             control=True,
@@ -262,7 +264,7 @@ class TestEcmwfOpenData:
 
     def test_the_control_of_cycle_50r1_is_the_deterministic_run(self, tmp_path, caplog):
         with caplog.at_level("INFO"):
-            found = inspected(public_archives.ecmwf_open_data(tmp_path, since_50r1=True))
+            found = inspected(public_grib.ecmwf_open_data(tmp_path, since_50r1=True))
         assert_holds(
             found, variables=("t", "z"), surface=("t2m", "msl", "tp"), members=(1, 2), leads=(0, 3, 6), left_out=[],
             control=True,
@@ -274,8 +276,8 @@ class TestEcmwfOpenData:
     ("write", "settings"),
     [(lambda folder: public_archives.dynamical(folder, "ifs"), {"leads": [3, 150]}),
      (lambda folder: public_archives.euppbench(folder, years=1), {}),
-     (public_archives.gefs_reforecast, {"regrid": 30.0}),
-     (lambda folder: public_archives.ecmwf_open_data(folder, since_50r1=True), {})],
+     (public_grib.gefs_reforecast, {"regrid": 30.0}),
+     (lambda folder: public_grib.ecmwf_open_data(folder, since_50r1=True), {})],
     ids=["dynamical", "euppbench", "gefs_reforecast", "open_data"],
 )  # fmt: skip
 def test_prepare_writes_what_the_archive_reads_as(tmp_path, write, settings):

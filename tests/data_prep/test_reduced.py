@@ -3,7 +3,7 @@
 import eccodes
 import numpy as np
 import pytest
-from gribfiles import write
+from gribfiles import finished, write
 
 from data_prep import open_archive, prepare
 from data_prep.geometry import Geometry, GridChange
@@ -78,9 +78,7 @@ def message(
     eccodes.codes_set_values(handle, values.astype(float))
     if packing != "grid_simple":
         eccodes.codes_set(handle, "packingType", packing)
-    made = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return made
+    return finished(handle)
 
 
 def decoded(made):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import public_archives
+import public_grib
 import pytest
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
@@ -146,7 +147,7 @@ class TestGrib:
     def names(self, tmp_path, monkeypatch):
         """Return the names of GRIB files below `tmp_path`."""
         monkeypatch.setattr(grib_remote, "_WHOLE", 0)
-        path = public_archives.ecmwf_open_data(tmp_path / "a")
+        path = public_grib.ecmwf_open_data(tmp_path / "a")
         return [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.grib2"))]
 
     def urls(self, served, names):
@@ -163,7 +164,7 @@ class TestGrib:
 
     def test_noaas_inventory(self, tmp_path, served, plan, monkeypatch):
         monkeypatch.setattr(grib_remote, "_WHOLE", 0)
-        path, _ = public_archives.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
+        path, _ = public_grib.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
         names = [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.f024"))]
         assert_same(open_archive(self.urls(served, names)), open_archive([tmp_path / name for name in names]))
         assert any(one.endswith(".idx") for one in plan.asked)
@@ -211,7 +212,7 @@ class TestNamesOfManyFiles:
 
     @pytest.mark.parametrize("since_50r1", [False, True])
     def test_ecmwfs_open_data(self, tmp_path, served, plan, monkeypatch, since_50r1):
-        folder = public_archives.ecmwf_open_data(tmp_path, since_50r1=since_50r1)
+        folder = public_grib.ecmwf_open_data(tmp_path, since_50r1=since_50r1)
         name = f"opendata:ifs/202{6 if since_50r1 else 5}-11-01T00"
         how = {"leads": [3, 6], "variables": ["t", "t2m", "tp"], "control": Control.include}
         one, other = self.opened(monkeypatch, name, folder, how, root=served)
@@ -220,20 +221,20 @@ class TestNamesOfManyFiles:
         assert not [asked for asked in plan.asked if "-0h-" in asked]  # a lead that nobody asked for
 
     def test_gefs(self, tmp_path, served, monkeypatch):
-        folder, _ = public_archives.gefs(tmp_path, degrees=30, dates=1, members=2)
+        folder, _ = public_grib.gefs(tmp_path, degrees=30, dates=1, members=2)
         how = {"leads": [24, 48], "variables": ["t", "z", "t2m"]}
         changes = {"root": f"{served}/ensemble", "first": "2020-01-01", "members": ("c00", "p01", "p02")}
         assert_same(*self.opened(monkeypatch, "gefs:operational/2020-01-01T00", folder, how, **changes))
 
     def test_gefs_reforecast(self, tmp_path, served, monkeypatch):
-        folder = public_archives.gefs_reforecast(tmp_path / "2000")
+        folder = public_grib.gefs_reforecast(tmp_path / "2000")
         files = [str(one) for one in folder.rglob("*.grib2") if "abv700mb" not in one.name]
         how = {"levels": [850], "variables": ["t", "t2m", "tp"]}
         changes = {"root": served, "members": ("c00", "p01", "p02")}
         assert_same(*self.opened(monkeypatch, "gefs:reforecast/2000-01-05", files, how, **changes))
 
     def test_a_store_remembers_the_name(self, tmp_path, served, monkeypatch):
-        public_archives.ecmwf_open_data(tmp_path)
+        public_grib.ecmwf_open_data(tmp_path)
         monkeypatch.setitem(RULES, "opendata:ifs", replace(RULES["opendata:ifs"], root=served))
         name = "opendata:ifs/2025-11-01T00"
         how = {"output": str(tmp_path / "a.zarr"), "workers": 1, "variables": ["t2m"], "leads": [3]}

@@ -4,7 +4,7 @@ import eccodes
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import GLOBE, dataset, decoded, message, noise, write
+from gribfiles import GLOBE, archive_of, dataset, decoded, finished, message, noise, write
 
 from data_prep import open_archive, open_pair, prepare
 from data_prep.gaps import find_gaps
@@ -37,9 +37,7 @@ def encoded(parameter, edition, upper, values, step=24, **keys):
     if upper:
         eccodes.codes_set(handle, "level", 500)
     assert eccodes.codes_get(handle, "paramId") == parameter, sample
-    content = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    return content
+    return finished(handle)
 
 
 @pytest.mark.parametrize("edition", [1, 2])
@@ -76,8 +74,7 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     attributes = {"units": units} | ({"GRIB_paramId": parameter} if by == "parameter" else {})
     data = xr.Dataset({called: (tuple(axes), values, attributes)}, axes)
     data["step"].attrs["units"] = "hours"
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.names == (short,) and source.layout.lead_hours == (24,)
     found = source.read(Part.FORECAST, 0)
     np.testing.assert_array_equal((found.pressure if upper else found.surface).ravel(), values.ravel())
@@ -126,8 +123,7 @@ def test_geopotential_of_its_height_in_netcdf(tmp_path, units, name, about):
     data = dataset(t=name)
     data[name] = data[name] + xr.DataArray([1200.0, 5300.0], dims="isobaricInhPa").astype(np.float32)
     data[name].attrs = {"standard_name": "geopotential_height", "units": units} | about
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.variables == ("z",)
     expected = (data[name].values.astype(np.float64) * 9.80665).astype(np.float32)
     np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0], expected[1, :, :, ::-1])
@@ -137,9 +133,7 @@ def test_pressure_at_sea_level_as_others_reduce_it(tmp_path):
     """GFS and GEFS have a parameter of their own."""
     handle = eccodes.codes_new_from_message(encoded(260074, 2, False, noise(mean=1e5, std=500.0)))
     eccodes.codes_set(handle, "typeOfLevel", "meanSea")
-    made = eccodes.codes_get_message(handle)
-    eccodes.codes_release(handle)
-    assert open_archive(write(tmp_path / "a.grib", [made])).layout.surface == ("msl",)
+    assert open_archive(write(tmp_path / "a.grib", [finished(handle)])).layout.surface == ("msl",)
 
 
 def test_units_of_other_archives(tmp_path):

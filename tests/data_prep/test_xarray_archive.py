@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from gribfiles import GLOBE, dataset, ensemble
+from gribfiles import GLOBE, archive_of, dataset, ensemble
 
 from data_prep import catalogue, find_gaps, open_archive
 from data_prep.xarray_files import XarrayFile
@@ -50,8 +50,7 @@ class TestXarray:
         data["t"].attrs["units"] = "degC"
         data = data.assign_coords(isobaricInhPa=data.isobaricInhPa * 100).assign_coords(longitude=GLOBE[1] - 180)
         data.isobaricInhPa.attrs["units"] = "Pa"
-        data.to_netcdf(tmp_path / "a.nc")
-        source = open_archive(tmp_path / "a.nc")
+        source = archive_of(data, tmp_path)
         expected = np.roll(dataset()["t"].values[0, :, :, ::-1], 6, axis=-1)
         np.testing.assert_allclose(source.read(Part.FORECAST, 0).pressure[:, :, 0], expected, rtol=1e-6)
         assert source.layout.grid.longitude[0] == 0 and source.layout.levels == (500, 850)
@@ -59,8 +58,7 @@ class TestXarray:
     @pytest.mark.parametrize("turned", [False, True])
     def test_a_band_of_rows_is_read_alone(self, tmp_path, turned, monkeypatch):
         data = dataset().isel(latitude=slice(None, None, -1 if turned else 1))
-        data.to_netcdf(tmp_path / "a.nc")
-        source, read = open_archive(tmp_path / "a.nc"), []
+        source, read = archive_of(data, tmp_path), []
         real = xr.DataArray.isel
         monkeypatch.setattr(xr.DataArray, "isel", lambda *given, **more: read.append(real(*given, **more)) or read[-1])
         found = source.read(Part.FORECAST, 1, Selection(rows=(1, 3))).pressure[:, :, 0]
@@ -70,8 +68,7 @@ class TestXarray:
     def test_a_meridian_that_stands_there_twice(self, tmp_path):
         data = dataset()
         again = data.isel(longitude=[0]).assign_coords(longitude=[360.0])
-        xr.concat([data, again], "longitude").to_netcdf(tmp_path / "a.nc")
-        source = open_archive(tmp_path / "a.nc")
+        source = archive_of(xr.concat([data, again], "longitude"), tmp_path)
         assert source.layout.grid.shape == (7, 12)
         np.testing.assert_array_equal(source.read(Part.FORECAST, 0).pressure[:, :, 0], data["t"].values[0, :, :, ::-1])
 
@@ -81,8 +78,7 @@ class TestXarray:
         start = np.datetime64("2001-01-01", "ns")
         data = data.assign_coords(time=start + lead, forecast_reference_time=start)
         data = data.assign_coords(forecast_period=("time", lead / np.timedelta64(1, "h"), {"units": "hours"}))
-        data.to_netcdf(tmp_path / "a.nc")
-        lay = open_archive(tmp_path / "a.nc").layout
+        lay = archive_of(data, tmp_path).layout
         assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.astype("datetime64[ns]").item()]
 
     @pytest.mark.parametrize("first", [0, -6])
@@ -103,8 +99,7 @@ class TestXarray:
     def test_standard_names_and_variables_without_level(self, tmp_path):
         data = dataset(t="unheard_of").isel(isobaricInhPa=0, drop=True)
         data["unheard_of"].attrs["standard_name"] = "surface_temperature"
-        data.to_netcdf(tmp_path / "a.nc")
-        assert open_archive(tmp_path / "a.nc").layout.surface == ("skt",)
+        assert archive_of(data, tmp_path).layout.surface == ("skt",)
 
     @pytest.mark.parametrize(
         ("ticks", "units", "hours"),
@@ -117,8 +112,7 @@ class TestXarray:
     )
     def test_units_of_lead_time(self, tmp_path, ticks, units, hours):
         data = dataset(step="lead").assign_coords(lead=("lead", np.array(ticks), {"units": units}))
-        data.to_netcdf(tmp_path / "a.nc")
-        assert open_archive(tmp_path / "a.nc").layout.lead_hours == hours
+        assert archive_of(data, tmp_path).layout.lead_hours == hours
 
     @pytest.mark.parametrize(
         ("name", "ticks", "units", "text"),
@@ -140,8 +134,7 @@ class TestXarray:
     def test_values_that_are_no_numbers(self, tmp_path, bad):
         data = dataset()
         data["t"].values[1, 2, 1, 0, 3, 4] = bad
-        data.to_netcdf(tmp_path / "a.nc")
-        source = open_archive(tmp_path / "a.nc")
+        source = archive_of(data, tmp_path)
         source.read(Part.FORECAST, 0)
         with pytest.raises(
             UserError, match=r"a.nc: t at 850 hPa, member 3, 2001-01-03T00, lead 24 h: 1 of 84 values are NaN"
@@ -201,8 +194,7 @@ def test_axes_of_one_file_may_run_differently(tmp_path):
     data = dataset()
     other = dataset(t="u").isel(latitude=slice(None, None, -1)).rename(latitude="lat")
     other["u"].attrs["units"] = "m s-1"
-    xr.merge([data, other]).to_netcdf(tmp_path / "a.nc")
-    found = open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0).pressure
+    found = archive_of(xr.merge([data, other]), tmp_path).read(Part.FORECAST, 0).pressure
     np.testing.assert_array_equal(found[:, :, 1], found[:, :, 0])
 
 
@@ -221,8 +213,7 @@ def test_axes_in_any_order_are_read_without_asking_for_points(tmp_path, order, m
 
 def test_valid_times_after_one_lead_are_brought_back_to_their_starts(tmp_path):
     data = dataset().isel(step=1).rename(time="valid_time")
-    data.to_netcdf(tmp_path / "a.nc")
-    lay = open_archive(tmp_path / "a.nc").layout
+    lay = archive_of(data, tmp_path).layout
     assert lay.lead_hours == (24,)
     assert lay.init_time.astype("datetime64[D]").astype(str).tolist() == ["2000-12-31", "2001-01-02"]
     data.expand_dims("step").to_netcdf(tmp_path / "c.nc")
@@ -237,8 +228,7 @@ def test_times_beside_a_scalar_lead_are_valid_times_where_both_are_named_in_term
     data = dataset().isel(step=1)
     data.time.attrs["standard_name"] = "time"
     data = data.assign_coords(step=((), 24, {"units": "hours"} | said))
-    data.to_netcdf(tmp_path / "a.nc")
-    first = open_archive(tmp_path / "a.nc").layout.init_time[0]
+    first = archive_of(data, tmp_path).layout.init_time[0]
     assert str(first)[:10] == ("2000-12-31" if said else "2001-01-01")
 
 
@@ -255,8 +245,7 @@ def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):
     data = data.assign_coords(time=start + np.array([0, 24], "timedelta64[h]"))
     data["forecast_reference_time"] = (), start, {"standard_name": "forecast_reference_time"}
     data["t"].encoding["coordinates"] = None
-    data.to_netcdf(tmp_path / "a.nc")
-    lay = open_archive(tmp_path / "a.nc").layout
+    lay = archive_of(data, tmp_path).layout
     assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.item()]
 
 
@@ -283,8 +272,7 @@ class TestFilesThatChange:
         os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
     def test_between_index_and_reading(self, tmp_path):
-        dataset().to_netcdf(tmp_path / "a.nc")
-        source = open_archive(tmp_path / "a.nc")
+        source = archive_of(dataset(), tmp_path)
         self.touched(tmp_path / "a.nc")
         with pytest.raises(UserError, match=r"a.nc: changed while it was read .*then as now"):
             source.read(Part.FORECAST, 0)
@@ -329,7 +317,6 @@ def test_a_control_that_was_joined_with_its_members_stays_one(tmp_path):
     """As `xr.concat([cf, pf], "number")` makes it: the type is that of the first, for all."""
     joined = dataset().assign_coords(number=[0, 1, 2])
     joined["t"].attrs["GRIB_dataType"] = "cf"
-    joined.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(joined, tmp_path)
     assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
     assert open_archive(tmp_path / "a.nc", control=Control.include).layout.realization == (0, 1, 2)

@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 import pytest
-from gribfiles import dataset
+from gribfiles import archive_of, dataset
 
 from data_prep import open_archive
 from ensemble_ml.errors import UserError
@@ -60,8 +60,7 @@ def test_values_of_the_moment_have_no_interval(tmp_path):
     hours = np.array([24.0, 48.0])
     data = data.assign_coords(step=("step", hours, {"units": "hours", "bounds": "step_bnds"}))
     data["step_bnds"] = ("step", "two"), np.stack([hours - 6, hours], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    assert sorted(open_archive(tmp_path / "a.nc").lead_bounds) == ["msl", "tp"]
+    assert sorted(archive_of(data, tmp_path).lead_bounds) == ["msl", "tp"]
 
 
 @pytest.mark.parametrize("bounds", [False, True])
@@ -75,8 +74,7 @@ def test_valid_times_after_one_start_are_leads(tmp_path, bounds):
     if bounds:
         data.time.attrs["bounds"] = "time_bnds"
         data["time_bnds"] = ("time", "two"), np.stack([times - np.timedelta64(6, "h"), times], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.lead_hours == (24, 48) and source.layout.init_time.tolist() == [start.item()]
     assert source.lead_bounds == {"tp": [[18, 24], [42, 48]] if bounds else [[0, 24], [24, 48]]}
 
@@ -129,8 +127,7 @@ def test_sums_over_parts_of_hours_are_refused(tmp_path, minutes):
 def test_bounds_of_valid_times_or_of_leads_say_the_interval(tmp_path, dropped):
     data = rain_at([24, 48]).drop_vars(f"{dropped}_bnds")
     del data[dropped].attrs["bounds"]
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.lead_bounds == {"tp": [[18, 24], [42, 48]]}
     np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 1, 0], data.tp.values[:, 1])
 
@@ -154,8 +151,7 @@ def test_bounds_of_valid_times_of_starts_and_leads_say_the_interval(tmp_path):
     data["valid_bounds"] = ("time", "step", "two"), np.stack([times - np.timedelta64(6, "h"), times], -1)
     for name in ("time", "valid_time", "valid_bounds"):
         data[name].encoding["units"] = "hours since 2001-01-01"
-    data.to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[18, 24], [42, 48]]}
+    assert archive_of(data, tmp_path).lead_bounds == {"tp": [[18, 24], [42, 48]]}
 
 
 def test_bounds_that_are_no_pairs_are_refused(tmp_path):
@@ -174,8 +170,7 @@ def test_means_and_extremes_over_no_interval_that_is_said(tmp_path, method):
     data = dataset()
     data["t"].attrs["cell_methods"] = f"step: {method}"
     data["u"] = data.t.copy().assign_attrs(units="m s-1", cell_methods="step: point")
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.variables == ("u",)
     assert source.catalogue.readers[0].skipped == {f"t ({method} over time, over an interval that is not stated)": 1}
 
@@ -194,8 +189,7 @@ def test_sums_that_begin_anew_become_consecutive(tmp_path):
     data["tp"] = data.tp.copy(data=every).assign_attrs(units="m")
     data = data.assign_coords(step=("step", ends, {"units": "hours", "bounds": "step_bnds"}))
     data["step_bnds"] = ("step", "two"), np.stack([starts, ends], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.lead_bounds == {"tp": [[0, 3], [3, 6], [6, 9], [9, 12]]}
     found = source.read(Part.FORECAST, 0).surface[:, :, 0]
     np.testing.assert_allclose(found, np.moveaxis(rain, axis, 1), atol=1e-6)
@@ -207,8 +201,7 @@ def test_bounds_in_another_precision_end_at_the_coordinate(tmp_path):
     said = {**data.forecast_period.attrs, "units": "days"}
     data = data.assign_coords(forecast_period=("time", days.astype(np.float32), said))
     data["forecast_period_bnds"] = ("time", "two"), np.stack([days - 10 / 24, days], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[0, 10], [10, 20]]}
+    assert archive_of(data, tmp_path).lead_bounds == {"tp": [[0, 10], [10, 20]]}
 
 
 def test_sums_at_lead_zero_alone_are_left_out_with_a_line(tmp_path, caplog):
@@ -254,8 +247,7 @@ def test_the_name_of_a_sum_says_over_how_many_hours(tmp_path):
 
 def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, caplog):
     data = dataset().assign(q=lambda made: (made.t / 1e5).assign_attrs(units="furlongs"))
-    data.to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").layout.variables == ("t",)
+    assert archive_of(data, tmp_path).layout.variables == ("t",)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1 and "though the variables are known: q (units furlongs)" in told[0]
 
@@ -300,6 +292,5 @@ def test_an_extreme_is_not_the_moment_of_another_file_under_the_same_name(tmp_pa
 def test_gusts_of_some_hours_have_their_interval(tmp_path, name, about, first):
     data = dataset(t=name).isel(isobaricInhPa=0, drop=True)
     data[name] = (data[name] / 20).assign_attrs({"units": "m s-1"} | about)
-    data.to_netcdf(tmp_path / "a.nc")
-    bounds = open_archive(tmp_path / "a.nc").lead_bounds
+    bounds = archive_of(data, tmp_path).lead_bounds
     assert bounds == ({} if first is None else {"fg10": [None, [first, 24]]})

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from gribfiles import dataset
+from gribfiles import archive_of, dataset
 
 from data_prep import open_archive
 from ensemble_ml.errors import UserError
@@ -64,8 +64,7 @@ def test_what_bears_the_name_of_another_quantity_is_left_out(tmp_path, attribute
     data["t2m"] = data.t2.copy().assign_attrs(units="K")
     data["t2m"].attrs = {"units": "K"}
     data["skt"] = data.t2m
-    data.drop_vars("t2m").to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data.drop_vars("t2m"), tmp_path)
     assert source.layout.surface == ("skt",)
     assert any(re.fullmatch(f"t2{reason}", name) for file in source.catalogue.readers for name in file.skipped)
     data["t2"].attrs = {"standard_name": "air_temperature", "units": "K", "cell_methods": "time: point"}
@@ -77,8 +76,7 @@ def test_levels_and_variables_that_cannot_be_read_are_left_out(tmp_path):
     """Levels between whole hPa, and a velocity in m/s under the name of that in Pa/s."""
     data = dataset().assign_coords(isobaricInhPa=[0.4, 500.0])
     data["w"] = data.t.copy().assign_attrs(units="m s-1")
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(data, tmp_path)
     assert source.layout.levels == (500,) and source.layout.variables == ("t",)
     np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0, 0], data.t.values[1, :, :, 1])
     assert source.catalogue.readers[0].skipped == {"t (at levels of no whole hPa)": 12, "w (units m s-1)": 1}
@@ -102,8 +100,7 @@ def with_ensemble_moments(**attributes):
     ],
 )
 def test_what_was_made_of_members_is_no_member(tmp_path, attributes, reason):
-    with_ensemble_moments(**attributes).to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
+    source = archive_of(with_ensemble_moments(**attributes), tmp_path)
     assert source.layout.realization == (1, 2, 3) and source.catalogue.readers[0].skipped == {reason: 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from stores import make_store
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Header, Kind, Output, Places, file_name, write_forecast
 from ensemble_ml.store import Part, TensorStore
+from ensemble_ml.verification import evaluate
 
 TRAIN, TEST = list(range(12)), list(range(12, 30))
 FEW = TEST[:6]  # where an evaluation shows what it reads, not how good it finds it
@@ -101,6 +103,14 @@ def settings(forecast: Path | list[str], store: TensorStore, output: Path, **kw:
     """Few draws, unless told."""
     given = forecast if isinstance(forecast, list) else str(forecast)
     return EvaluateConfig(forecast=given, ensemble=store.path, output=str(output), **({"bootstrap": 100} | kw))
+
+
+def scores_of(
+    forecast: Path | list[str], store: TensorStore, output: Path, source: Any = None, **kw: Any
+) -> dict[str, Any]:
+    """Evaluate forecasts against `source`, or the store, and return what scores.json holds."""
+    folder = evaluate(settings(forecast, store, output, **kw), store if source is None else source)
+    return json.loads((folder / "scores.json").read_text())
 
 
 def entry(content: dict, entrant: str, variable: str, level: int | None, lead: int = 48) -> dict:

@@ -9,7 +9,7 @@ import netCDF4
 import numpy as np
 import pytest
 import scoringrules
-from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, scores_of, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.inference import Kind
@@ -141,8 +141,7 @@ def test_a_calibrated_ensemble_has_spread_skill_one(tmp_path, plain):
         tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), variables=("t",), levels=levels, surface=()
     )
     folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
 
     def mean(entrant, metric):
         return np.mean([entry(content, entrant, "t", level, 24)[metric]["value"] for level in levels])
@@ -177,8 +176,7 @@ class Holes:
 
 
 def test_holes_are_counted(store, few_forecasts, tmp_path, plain):
-    evaluate(settings(few_forecasts, store, tmp_path / "r"), Holes(store))
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(few_forecasts, store, tmp_path / "r", source=Holes(store))
     assert {"date": f"{DATES[TEST[1]]}T00", "reason": "without truth"} in content["dates"]["dropped"]
     holes = [hole for hole in content["left_out"] if hole["entrant"] == "forecast" and hole["statistic"] == "crps"]
     assert all(0 < h["area_share"] < 3 / h["points"] for h in holes)
@@ -189,8 +187,7 @@ def test_holes_are_counted(store, few_forecasts, tmp_path, plain):
 
 def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "f", store, FEW, corrected(members=10), leads=(48,), train=TRAIN)
-    evaluate(settings(folder, store, tmp_path / "r", members_in=10), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r", members_in=10)
     rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
     assert "climatology" in rows and not {"raw_10", "size_corrected_10", "spread_regression_10"} & rows.keys()
     assert all(abs(claim["value"]) < 1e3 for claim in content["claims"])
@@ -225,8 +222,7 @@ def test_validation_dates_are_not_scored(store, tmp_path, plain, form):
     for path in folder.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
             form(data, [DATES[d] for d in FEW[:2]])
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[2:]]
     assert [d["reason"] for d in content["dates"]["dropped"]] == ["chose the checkpoint"] * 2
 
@@ -247,8 +243,7 @@ def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store,
     for path in folder.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
             data.earlier_dates = " ".join(f"{DATES[d]}T00" for d in FEW[:2])
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[2:]]
     assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
     reasons = [d["reason"] for d in content["dates"]["dropped"]]
@@ -260,8 +255,7 @@ def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store,
 def test_the_spread_at_the_start_is_a_predictor(tmp_path, plain):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(0, 24), variables=("t",), surface=())
     folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), names=("t",), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     assert content["entrants"]["start_regression_5"] == "the regression of the spread on that of 5 members at the start"
     rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
     # The members of this store are drawn anew at each lead: their spread at the start tells no more than the climate.
@@ -311,8 +305,7 @@ def with_members(name, members_m):
 @pytest.mark.slow
 def test_members_are_scored_as_vectors(store, tmp_path):
     folder = write_forecasts(tmp_path / "f", store, TEST, with_members, train=TRAIN)
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
     rows = {(r["lead_hours"], r["entrant"], r["metric"]): r for r in content["vectors"]}
     assert {entrant for _, entrant, _ in rows} == {"raw_5", "raw_10", "ecc_5", "f"} and len(rows) == 2 * 4 * 3
     assert rows[48, "f", "energy"]["fields"] == 5  # t and q at two levels, tp
@@ -358,8 +351,7 @@ def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(sto
     folder = write_one(tmp_path / "f", store)
     with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
         data.training_dates = " ".join(f"{DATES[d]}T00" for d in [*TRAIN, *FEW[:3]])
-    evaluate(settings(folder, store, tmp_path / "r", fit=["2001"]), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r", fit=["2001"])
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in FEW[3:]]
 
 
@@ -369,8 +361,7 @@ def test_a_single_field_has_no_variogram(tmp_path):
     one = {"variables": (), "surface": ("tp",), "leads": (24,), "shape": (9, 16)}
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
     folder = write_forecasts(tmp_path / "f", made, FEW, with_members, leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
+    rows = scores_of(folder, made, tmp_path / "r")["vectors"]
     assert {row["metric"] for row in rows} == {"crps_members", "energy"} and rows[0]["fields"] == 1
     html = (tmp_path / "r" / "report.html").read_text()
     assert "Members together" in html and "variogram score vs" not in html and "variogram over" not in html
@@ -382,8 +373,7 @@ def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
     two = {"variables": ("t",), "surface": ("tp",), "leads": (24,), "shape": (9, 16)}
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, absent=gone, **two)
     folder = write_forecasts(tmp_path / "f", made, FEW, with_members, leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
+    rows = scores_of(folder, made, tmp_path / "r")["vectors"]
     (share,) = {row["left_out_area"] for row in rows}
     assert share == pytest.approx(2 / len(FEW), abs=1e-6)
     assert "of the area lacks a value of some field" in (tmp_path / "r" / "report.html").read_text()

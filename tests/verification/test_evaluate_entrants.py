@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import netCDF4
 import numpy as np
 import pytest
-from fakes import FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import FEW, TEST, TRAIN, corrected, entry, scores_of, settings, write_forecasts
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Kind
@@ -28,8 +28,7 @@ def test_a_forecast_by_statistics_stands_among_the_baselines(store, few_forecast
 
     clairvoyant = SimpleNamespace(layout=store.layout, read=lambda _, date: store.read(Part.TRUTH, date))
     perfect = write_forecasts(tmp_path / "emos", clairvoyant, FEW, certain, train=TRAIN)
-    evaluate(settings(few_forecasts, store, tmp_path / "r", baselines=str(perfect)), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(few_forecasts, store, tmp_path / "r", baselines=str(perfect))
     assert {row["reference"] for row in content["summary"] if row["best_baseline"]} == {"emos"}
     assert {claim["forecast"] for claim in content["claims"]} == {"forecast"}
     against = [claim for claim in content["claims"] if claim["reference"] == "emos"]
@@ -40,8 +39,7 @@ def test_a_forecast_by_statistics_stands_among_the_baselines(store, few_forecast
 @pytest.mark.slow
 def test_a_folder_named_like_a_baseline_goes_by_its_path(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "climatology", store, FEW, corrected(), train=TRAIN)
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
     ours, climate = (entry(content, name, "t", 500)["crps"]["value"] for name in (str(folder), "climatology"))
     assert ours < 0.9 * climate
 
@@ -50,8 +48,7 @@ def test_two_forecasts_share_dates_leads_and_draws(store, few_forecasts, tmp_pat
     other = write_forecasts(
         tmp_path / "one", store, FEW[:-1], corrected(members=3), leads=(48,), names=("t",), members_in="1 2 3"
     )
-    evaluate(settings([str(few_forecasts), str(other)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(few_forecasts), str(other)], store, tmp_path / "r")
     assert len(content["dates"]["test"]) == len(FEW) - 1
     reasons = sorted(d["reason"] for d in content["dates"]["dropped"])
     assert reasons == ["missing from one"] * 3
@@ -75,8 +72,7 @@ def test_claims_name_the_members_that_were_given(store, tmp_path, plain):
     """Nor is a forecast scored against members that it was made from as if they were held out."""
     few = write_forecasts(tmp_path / "few", store, FEW, corrected(), train=TRAIN)
     more = write_forecasts(tmp_path / "more", store, FEW, corrected(members=7), train=TRAIN, members_in="1 2 3 4 5 6 7")
-    evaluate(settings([str(few), str(more)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(few), str(more)], store, tmp_path / "r")
     told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
     assert "from 5 of 10" in told["few"] and "from 7 of 10" in told["more"]
     assert "held_out_rmse" in entry(content, "few", "t", 500)
@@ -138,8 +134,7 @@ def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
         tmp_path / "f", store, TEST, corrected(shift=50.0, members=10), names=("t",), train=TRAIN,
         members_in=" ".join(str(n + 1) for n in range(10)),
     )  # fmt: skip
-    evaluate(settings(bad, store, tmp_path / "r", members_in=5, block_days=6), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(bad, store, tmp_path / "r", members_in=5, block_days=6)
     assert all(row["worse"] for row in content["strata"] if row["metric"] == "crps")
     assert any(line.endswith(": worse.") for line in content["headline"])
 
@@ -205,7 +200,7 @@ def test_a_relative_path_that_is_a_baselines_name_replaces_none(
     write_forecasts(tmp_path / name, store, FEW, corrected(shift=3.0, inflate=3.0), train=TRAIN)
     monkeypatch.chdir(tmp_path)
     alone, beside = (
-        json.loads((evaluate(settings(given, store, tmp_path / out), store) / "scores.json").read_text())
+        scores_of(given, store, tmp_path / out)
         for out, given in (("a", [str(few_forecasts)]), ("b", [str(few_forecasts), name]))
     )
     assert [one["label"] for one in beside["forecasts"]] == ["forecast", str(tmp_path / name)]

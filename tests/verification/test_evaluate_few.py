@@ -1,11 +1,10 @@
 """What is left of an evaluation where dates, members or truths are few."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, scores_of, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.errors import UserError
@@ -28,8 +27,7 @@ def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
     caplog.set_level("INFO")
     store = make_store(tmp_path / "s.zarr", dates=4, members=10, leads=(0,), surface=(), truth=False, static=False)
     folder = write_forecasts(tmp_path / "f", store, [3], spread_only, leads=(0,), train=[0, 1, 2])
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r")
     assert "There is no truth: spread alone is scored." in content["notes"]
     assert [claim["unit"] for claim in content["claims"]] == ["ratio"] * 3
     assert content["claims"][0]["value"] == pytest.approx(1, rel=1e-5) and content["claims"][0]["low"] is None
@@ -44,8 +42,7 @@ def test_one_date_to_fit_on_makes_no_baseline_of_the_spread(tmp_path, plain, mem
     """Fitted on itself it would be certain of its own spread, and any forecast better than that."""
     store = make_store(tmp_path / "s.zarr", dates=4, leads=(0,), surface=(), truth=False, static=False)
     folder = write_forecasts(tmp_path / "f", store, [2, 3], spread_only, leads=(0,))
-    evaluate(settings(folder, store, tmp_path / "r", fit=["2001-01-01"], members_in=members), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r", fit=["2001-01-01"], members_in=members)
     assert set(content["entrants"]) == ({"f"} if members == 1 else {"f", "raw_5", "size_corrected_5"})
     assert any(note.startswith("Fewer than 2 dates to fit on: neither regressions") for note in content["notes"])
 
@@ -54,8 +51,7 @@ def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain
     gone = [(Part.FORECAST, date, member, "t") for date in (1, 2) for member in range(6)]
     store = make_store(tmp_path / "s.zarr", dates=5, leads=(24,), surface=(), truth=False, static=False, absent=gone)
     folder = write_forecasts(tmp_path / "f", store, [3, 4], spread_only, leads=(24,), train=[0, 1, 2])
-    evaluate(settings(folder, store, tmp_path / "r", members_in=3), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, store, tmp_path / "r", members_in=3)
     said = {row["variable"] for row in content["scores"] if row["entrant"] == "spread_regression_3"}
     both = [f"{level} hPa temperature at 24 h" for level in (500, 850)]
     note = f"spread regression 3 is left out where fewer than 2 fit dates have a spread: {', '.join(both)}."
@@ -67,8 +63,7 @@ def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path
     gone = [(Part.TRUTH, date, 0, "t") for date in TRAIN[4:]]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=(), absent=gone)
     folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     corrected_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "local_5"}
     raw_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "raw_5" and "crps_fair" in row}
     note = (
@@ -88,8 +83,7 @@ def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
         return {Kind.MEAN: mean, Kind.STDDEV: scale, Kind.LOCATION: mean, Kind.SCALE: scale}
 
     made = write_forecasts(tmp_path / "f", one, TEST, wide, train=TRAIN)
-    evaluate(settings(made, one, tmp_path / "r", members_in=1), one)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(made, one, tmp_path / "r", members_in=1)
     found = {row["entrant"] for row in content["scores"] if row["variable"] == "t2m" and row.get("crps") is not None}
     assert {"local_1", "climatology"} <= found
     assert not any("Nothing could be compared" in line for line in content["headline"])
@@ -97,8 +91,7 @@ def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
 
 @pytest.mark.slow
 def test_one_member_has_no_raw_spread(store, few_forecasts, tmp_path, plain):
-    evaluate(settings(few_forecasts, store, tmp_path / "r", members_in=1), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(few_forecasts, store, tmp_path / "r", members_in=1)
     assert "raw_1" in content["entrants"] and "size_corrected_1" not in content["entrants"]
     assert "crps" not in entry(content, "raw_1", "t", 500) and "crps" in entry(content, "local_1", "t", 500)
     references = [claim["reference"] for claim in content["claims"]]
@@ -112,8 +105,7 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
         tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
     )
     folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
     assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
@@ -147,8 +139,7 @@ def test_a_level_of_no_truth_to_fit_on_has_no_climatology_of_zero(tmp_path, plai
     """Corrections were forecasts of one value without width, the climatology one of 0 K, and no word was said."""
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), variables=("t",), surface=())
     folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), OneLevelShort(made))
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r", source=OneLevelShort(made))
     note = (
         "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
         " dates have a truth: 500 hPa temperature at 24 h."
@@ -163,8 +154,7 @@ def test_a_level_of_no_truth_to_fit_on_has_no_climatology_of_zero(tmp_path, plai
 def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=())
     folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     [said] = [line for line in content["headline"] if line.startswith("At 24 h: spread RMSE against")]
     assert "too few blocks of dates to be sure in any of 4 fields; gain from " in said
 
@@ -197,8 +187,7 @@ def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path,
     gone = [(Part.FORECAST, date, 2, name) for date in FEW[:4] for name in ("t", "z")]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     assert len(content["dates"]["test"]) == len(FEW) - 4
     assert {one["reason"] for one in content["dates"]["dropped"]} == {
         "with some members missing of every field that is scored"
@@ -209,8 +198,7 @@ def test_where_no_fit_date_has_all_members_the_report_says_that_corrections_are_
     gone = [(Part.FORECAST, date, 2, name) for date in TRAIN for name in ("t", "z")]
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     told = "No correction of the raw ensemble is shown: of the 12 fit dates fewer than 5 have a truth and all 6 members"
     assert any(note.startswith(told) for note in content["notes"]) and "local_2" not in content["entrants"]
 
@@ -219,7 +207,7 @@ def test_baselines_of_several_start_hours_are_told_of(tmp_path, plain):
     dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
     folder = write_forecasts(tmp_path / "f", made, FEW, corrected(members=2), leads=(24,), train=TRAIN)
-    content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     assert any(
         note.startswith("Baselines and climatology are fitted to starts at 00, 12 UTC") for note in content["notes"]
     )
@@ -229,7 +217,7 @@ def test_baselines_are_those_of_the_hours_at_which_forecasts_start(tmp_path, pla
     dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
     made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
     folder = write_forecasts(tmp_path / "f", made, FEW[::2], corrected(members=2), leads=(24,), train=TRAIN)
-    content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     assert content["dates"]["fit"] == [dates[date] for date in TRAIN[::2]]
     assert "Baselines are fitted to the 6 of 12 training dates at 00 UTC, as forecasts start." in content["notes"]
     assert not any("00, 12 UTC" in note for note in content["notes"])
@@ -242,8 +230,7 @@ def test_one_member_and_forecasts_of_the_mean_alone(tmp_path):
     made = make_store(tmp_path / "s.zarr", dates=dates, members=1, variables=("t",), levels=(850,), surface=())
     rule = lambda name, members: {Kind.MEAN: members.mean(0)}  # noqa: E731
     folder = write_forecasts(tmp_path / "f", made, range(36, 48), rule, train=range(24), members_in="1")
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(folder, made, tmp_path / "r")
     assert content["case"] is None and entry(content, "f", "t", 850)["rmse"]["value"] > 0
     assert "An extreme case" not in (tmp_path / "r" / "report.html").read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from fakes import FEW, TEST, TRAIN, corrected, entry, known_forecast, settings, write_forecasts
+from fakes import FEW, TEST, TRAIN, corrected, entry, known_forecast, scores_of, settings, write_forecasts
 from foreign import in_other_units, rewritten
 
 from ensemble_ml.errors import UserError
@@ -30,8 +30,7 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
             kept = data[["t_mean", "t_stddev"]].isel(latitude=slice(None, None, -1), level=slice(None, None, -1))
             kept = kept.assign_coords(level=("level", kept.level.values * 100, {"units": "Pa"}))
             kept.to_netcdf(tmp_path / "f" / path.name)
-    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(forecast), str(tmp_path / "f")], store, tmp_path / "r")
     for level in (500, 850):
         ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
@@ -46,8 +45,7 @@ def test_files_whose_axis_is_the_valid_time_score_the_same(store, forecast, tmp_
     other = rewritten(forecast, tmp_path / "f", of_valid_time, ("mean", "stddev", "location", "scale"))
     with xr.open_dataset(next(other.glob("*.nc"))) as data:
         assert data.t_mean.dims == ("time", "level", "latitude", "longitude") and not data.forecast_reference_time.dims
-    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(forecast), str(other)], store, tmp_path / "r")
     for name, level in (("t", 850), ("tp", None)):
         ours, theirs = (entry(content, label, name, level)["crps"] for label in ("forecast", "f"))
         assert ours["value"] == theirs["value"] > 0
@@ -55,8 +53,7 @@ def test_files_whose_axis_is_the_valid_time_score_the_same(store, forecast, tmp_
 
 def test_a_foreign_forecast_with_axes_in_another_order(store, forecast, tmp_path, plain):
     other = rewritten(forecast, tmp_path / "f", lambda data: data.transpose("longitude", "latitude", ...))
-    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(forecast), str(other)], store, tmp_path / "r")
     for name, level in (("t", 850), ("tp", None)):
         ours, theirs = (entry(content, label, name, level)["bias"]["value"] for label in ("forecast", "f"))
         assert theirs == pytest.approx(ours, rel=1e-9)
@@ -83,8 +80,7 @@ def test_axes_may_differ_by_their_rounding(store, forecast, tmp_path, plain):
 
 def test_a_foreign_forecast_in_other_units(store, forecast, tmp_path, plain):
     other = in_other_units(forecast, tmp_path / "f", ("mean", "stddev"))
-    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(forecast), str(other)], store, tmp_path / "r")
     ours, theirs = (entry(content, name, "t", 850) for name in ("forecast", "f"))
     assert theirs["crps"]["value"] == pytest.approx(ours["crps"]["value"], rel=1e-4)
     ours, theirs = (entry(content, name, "tp", None)["bias"]["value"] for name in ("forecast", "f"))
@@ -109,8 +105,7 @@ def test_a_packed_zero_is_no_scale_below_zero_or_above(store, forecast, tmp_path
             data.to_netcdf(packed / path.name, encoding={"tp_stddev": kind})
         with xr.open_dataset(packed / path.name, decode_timedelta=False) as data:
             assert -step < float(data.tp_stddev.min()) < step and float(data.tp_stddev.min())
-    evaluate(settings([str(whole), str(packed)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(whole), str(packed)], store, tmp_path / "r")
     ours, theirs = (entry(content, name, "tp", None) for name in ("f", "g"))
     assert theirs["crps"]["value"] == pytest.approx(ours["crps"]["value"], rel=1e-3)
     # a point has no density: the scale that baselines take there keeps the log score of the others
@@ -130,8 +125,7 @@ def test_parameters_are_no_moments(store, forecast, tmp_path, plain):
                     made.tp_mean[:], made.tp_stddev[:] = moments(law, made.tp_location.values, made.tp_scale.values)
                 made.to_netcdf(tmp_path / name / path.name)
     assert law is not Family.NORMAL
-    evaluate(settings([str(tmp_path / "whole"), str(tmp_path / "alone")], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(tmp_path / "whole"), str(tmp_path / "alone")], store, tmp_path / "r")
     whole, alone = (entry(content, name, "tp", None) for name in ("whole", "alone"))
     for metric in ("crps", "rmse", "bias", "spread_skill"):
         assert alone[metric]["value"] == pytest.approx(whole[metric]["value"], rel=1e-5)
@@ -171,8 +165,7 @@ def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
     for path in forecast.glob("*.nc"):
         with xr.open_dataset(path, decode_timedelta=False) as data:
             data.sel(level=850).to_netcdf(tmp_path / "f" / path.name)
-    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of([str(forecast), str(tmp_path / "f")], store, tmp_path / "r")
     for name, level in (("t", 850), ("tp", None)):
         ours, theirs = (entry(content, label, name, level)["crps"]["value"] for label in ("forecast", "f"))
         assert theirs == pytest.approx(ours)
@@ -186,8 +179,7 @@ def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
 def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path, plain):
     """It may be of all ten."""
     other = write_forecasts(tmp_path / "f", store, FEW, corrected(members=10), members_in="")
-    evaluate(settings(other, store, tmp_path / "r", fit=["2001"]), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = scores_of(other, store, tmp_path / "r", fit=["2001"])
     assert content["claims"]
     assert all(one["claim"].startswith("from members that it does not state at 48 h") for one in content["claims"])
     assert any(note.startswith("f does not state the members that it was made from") for note in content["notes"])

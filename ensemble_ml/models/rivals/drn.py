@@ -1,8 +1,9 @@
-"""The distributional regression network (DRN) of Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1: an MLP for each point.
+"""The distributional regression network (DRN) of Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1: an MLP at every point.
 
 The network reads a point alone: its ensemble statistics, place, static fields, and a learned embedding of the point (in
-the paper, of the station). In the paper, location and scale are plain numbers of degrees. Here they are counted from
-the ensemble mean in typical spreads of the level, because one network has to serve fields of all sizes.
+the paper, of the station). In the paper, location and scale are plain numbers of degrees. Here location is
+counted from the ensemble mean, and both are in typical spreads of the level, because one network has to serve fields of
+all sizes.
 """
 
 from __future__ import annotations
