@@ -48,7 +48,7 @@ def test_imports_point_down(path):
         assert "torch" not in tops
     if room not in {"tasks", "api"}:
         assert "data_prep" not in tops
-    assert "benchmarks" not in tops, "no installed package has them"
+    assert not tops & {"benchmarks", "examples"}, "no installed package has them"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "data_prep").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -57,7 +57,7 @@ def test_data_preparation_needs_no_torch(path):
     assert "torch" not in {n.split(".")[0] for n in names}
     rooms = {n.split(".")[1] for n in names if n.startswith("ensemble_ml.") and n.split(".")[1] != "__version__"}
     assert rooms <= GROUND | {"store"}
-    assert "benchmarks" not in {n.split(".")[0] for n in names}
+    assert not {n.split(".")[0] for n in names} & {"benchmarks", "examples"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -68,3 +68,11 @@ def test_benchmarks_use_what_the_command_line_does(path):
     assert not {
         n for n in names if n.startswith(("hydra", "torch.distributed", "ensemble_ml.cli", "ensemble_ml.tasks"))
     }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_examples_know_ranks_and_padding_alone(path):
+    names = imported(path)
+    assert not any(n.startswith("torch.distributed") for n in names)
+    rooms = {n.split(".")[1] for n in names if n.startswith("ensemble_ml.")}
+    assert rooms <= GROUND | {"distributed", "models"}

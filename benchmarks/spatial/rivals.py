@@ -23,7 +23,7 @@ from benchmarks.spatial.rival_convolutions import (
     shard_tensor_place,
 )
 from ensemble_ml.distributed import Session
-from ensemble_ml.distributed.layers import partition
+from examples.stock_layers.layers import partition
 
 _DTENSOR, _SHARD_TENSOR = "torch DTensor", "PhysicsNeMo ShardTensor"
 _NAMES = ("forward", "input gradient", "weight gradient")

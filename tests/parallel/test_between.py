@@ -6,9 +6,9 @@ from parallel.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from ensemble_ml.distributed.between import watch_first_pass
-from ensemble_ml.distributed.layers import partition
 from ensemble_ml.errors import UserError
+from examples.stock_layers.between import watch_first_pass
+from examples.stock_layers.layers import partition
 
 
 class Net(nn.Module):

@@ -13,9 +13,9 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.distributed import Mesh
-from ensemble_ml.distributed.layers import partition
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.errors import UserError
+from examples.stock_layers.layers import partition
 
 
 def convolutions():

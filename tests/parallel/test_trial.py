@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.distributed import Mesh
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
-from ensemble_ml.distributed.layers import partition
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
+from examples.stock_layers.layers import partition
 
 ROWS, COLUMNS = 16, 24
 

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ensemble_ml.distributed.follow import follow, name_of
-from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
+from examples.stock_layers.follow import follow, name_of
+from examples.stock_layers.views import Axes, TogetherError, tensors
 
 # A callback that receives a function's name, the tensors that it made, those among its arguments (both with a flag that
 # marks fields), and the numbers among its arguments.

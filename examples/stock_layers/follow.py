@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ensemble_ml.distributed.views import At, Axes, TogetherError, agreed, reshaped, set_in, taken, tensors
+from examples.stock_layers.views import At, Axes, TogetherError, agreed, reshaped, set_in, taken, tensors
 
 # Functions that work along axes, which they get as an argument. They are allowed along all but the split axes.
 _ALONG = {

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ensemble_ml.distributed import norms
-from ensemble_ml.distributed.between import watch_first_pass
 from ensemble_ml.distributed.halo import Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
-from ensemble_ml.distributed.trial import Layout, try_parts
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
+from examples.stock_layers import norms
+from examples.stock_layers.between import watch_first_pass
+from examples.stock_layers.trial import Layout, try_parts
 
 # What lies beyond the ends of the whole axis, by padding mode. A circular axis has no ends, so its rule is never used.
 _RULES = {"zeros": EdgeRule(Beyond.ZERO), "replicate": EdgeRule(Beyond.REPLICATE), "circular": EdgeRule(Beyond.ZERO)}

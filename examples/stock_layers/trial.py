@@ -41,10 +41,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ensemble_ml.distributed.between import watch_first_pass
-from ensemble_ml.distributed.follow import works_by_point
-from ensemble_ml.distributed.views import Axes, tensors
 from ensemble_ml.errors import UserError
+from examples.stock_layers.between import watch_first_pass
+from examples.stock_layers.follow import works_by_point
+from examples.stock_layers.views import Axes, tensors
 
 log = logging.getLogger(__name__)
 
