@@ -174,14 +174,15 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     if not all(end.dtype.kind in "iuf" and end.size == 1 for end in given):
         return -np.inf, np.inf
     about = array.encoding
+    whole = all(end.dtype.kind in "iu" for end in given)
     # The limits are stored as signed integers, like the values, and must be reinterpreted like them.
-    if unsigned(about):
+    if whole and unsigned(about):
         given = [end.astype(f"u{end.dtype.itemsize}") for end in given]
     numbers = iter(given)
     least, most = (
         none if end is None else float(next(numbers)) for end, none in zip(ends, (-np.inf, np.inf), strict=True)
     )
-    if any(name in about for name in _PACKED) and all(end.dtype.kind in "iu" for end in given):
+    if whole and any(name in about for name in _PACKED):
         # The limits are widened by half a packing step, because they are compared with unpacked values.
         scale, offset = (float(about.get(name, other)) for name, other in zip(_PACKED, (1.0, 0.0), strict=True))
         least, most = sorted(((least - 0.5) * scale + offset, (most + 0.5) * scale + offset))

@@ -55,13 +55,16 @@ def test_values_outside_the_valid_range_are_absent(tmp_path, attributes):
         open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)
 
 
-def test_limits_of_packed_values_with_a_negative_scale():
+def test_limits_of_packed_and_of_unpacked_values():
     array = xr.DataArray(0.0, attrs={"valid_min": np.int16(10)})
     array.encoding = {"scale_factor": -0.5, "add_offset": 3.0}
     assert valid_limits(array) == (-np.inf, 3 - 9.5 / 2)
     array.attrs = {"valid_range": np.array([0, -2], np.int16)}
     array.encoding = {"scale_factor": 1.0, "_Unsigned": "true"}
     assert valid_limits(array) == (-0.5, 65534.5)
+    array.attrs = {"valid_range": np.array([-40.5, 60.5])}
+    array.encoding = {"scale_factor": 0.5, "add_offset": -40.0, "_Unsigned": "true"}
+    assert valid_limits(array) == pytest.approx((-40.5, 60.5), rel=1e-5)
     array.attrs = {"valid_range": "none"}
     assert valid_limits(array) == (-np.inf, np.inf)
 
