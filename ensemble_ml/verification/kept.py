@@ -82,7 +82,8 @@ class Kept:
                 return _unpacked(json.loads(file["arr_0"].tobytes()), file)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        # An empty file is an EOFError, a damaged header of an array often a RuntimeError.
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
             log.warning("%s cannot be read (%s), so it is scored anew", path, error)
             return None
 

@@ -128,6 +128,20 @@ def test_what_is_kept_is_what_was_given(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("place", "octet"), [(None, 0), (8, 1), (10, 99)], ids=["empty", "encrypted", "compressed"])
+def test_a_damaged_file_is_scored_anew(tmp_path, caplog, place, octet):
+    folder, path = kept.Kept(tmp_path), tmp_path / "one.npz"
+    folder.save("one", np.arange(3.0))
+    data = bytearray(path.read_bytes())
+    if place is None:
+        data.clear()
+    else:
+        data[data.index(b"PK\x01\x02") + place] = octet  # flags and method of an entry in the central directory
+    path.write_bytes(data)
+    assert folder.load("one") is None
+    assert "one.npz cannot be read" in caplog.text and "it is scored anew" in caplog.text
+
+
 def test_a_folder_that_takes_no_more_stops_no_evaluation(tmp_path, caplog):
     (tmp_path / "k").touch()
     kept.Kept(tmp_path / "k").save("one", ())
