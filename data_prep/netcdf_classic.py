@@ -29,7 +29,7 @@ def check_whole(path: str) -> None:
             version = file.read(4)[3]
             if version not in (1, 2, 5):
                 return
-            needed = _Header(file, version).needed()
+            needed = _Header(file, version, size).needed()
         except (struct.error, KeyError, IndexError) as error:
             raise UserError(f"{path}: its NetCDF header is damaged or cut short; fetch it again") from error
     if size < needed:
@@ -39,8 +39,8 @@ def check_whole(path: str) -> None:
 class _Header:
     """The part of a header that determines the file's length: dimensions, and each variable's shape, type and place."""
 
-    def __init__(self, file: BinaryIO, version: int):
-        self._file = file
+    def __init__(self, file: BinaryIO, version: int, size: int):
+        self._file, self._size = file, size
         self._count = 8 if version == 5 else 4  # octets of a count
         self._offset = 4 if version == 1 else 8
         self._records = self._number(self._count)
@@ -92,7 +92,8 @@ class _Header:
 
     def _skip(self, octets: int) -> None:
         """Skip a number of octets, padded to a multiple of four."""
-        self._file.seek(-(-octets // 4) * 4, os.SEEK_CUR)
+        # A damaged length may exceed what `seek` takes. Beyond the end of the file, the next read fails as well.
+        self._file.seek(min(-(-octets // 4) * 4, self._size), os.SEEK_CUR)
 
     def _number(self, octets: int) -> int:
         """Return the next big-endian number of four or eight octets."""

@@ -1,6 +1,7 @@
 """Archives that are legal, or nearly so, and that a reader may get wrong without a word."""
 
 import logging
+from contextlib import suppress
 
 import netCDF4
 import numpy as np
@@ -41,6 +42,22 @@ def test_a_classic_file_that_was_cut_short_is_not_read_as_zeros(tmp_path, form, 
     for size in (len(whole) - 9, len(whole) // 2, 30, 3):
         path.write_bytes(whole[:size])
         with pytest.raises(UserError, match="cut short"):
+            check_whole(str(path))
+
+
+@pytest.mark.parametrize("length", [2**62, 2**63, 2**64 - 1])
+def test_a_damaged_length_is_one_clear_error(tmp_path, length):
+    path = tmp_path / "a.nc"
+    with netCDF4.Dataset(path, "w", format="NETCDF3_64BIT_DATA") as file:
+        file.createDimension("x", 5)
+        file.createVariable("a", "f4", ("x",)).units = "K"
+    whole, number = path.read_bytes(), length.to_bytes(8, "big")
+    path.write_bytes(whole[:24] + number + whole[32:])  # the length of the first dimension's name
+    with pytest.raises(UserError, match=r"a.nc: its NetCDF header is damaged or cut short; fetch it again"):
+        check_whole(str(path))
+    for place in range(4, len(whole), 4):
+        path.write_bytes(whole[:place] + number + whole[place + 8 :])
+        with suppress(UserError):
             check_whole(str(path))
 
 
