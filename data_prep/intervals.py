@@ -235,19 +235,26 @@ class Tiles:
     def cover(self, start: np.datetime64, end: np.datetime64) -> tuple[int, ...]:
         """Return the rows whose intervals fill start to end without gap or overlap, in order of time.
 
-        From the end backwards, the longest interval that fits is taken; of equal intervals, the one of the shortest
-        lead. The result is empty if this leaves a gap, even where shorter intervals would leave none.
+        From the end backwards, the longest interval is taken that leaves a rest which can be filled; of equal
+        intervals, the one of the shortest lead. The result is empty if no choice of intervals fills the whole.
 
         Args:
             start: beginning of the interval to cover.
             end: its end.
         """
+        # A search in depth, backwards from the end. An hour from which the start was not reached is not tried again.
+        onward: dict[np.datetime64, tuple[int, np.datetime64]] = {}  # hour -> row of the interval from there, its end
+        untried = [(end, -1, end)]
+        while untried and start not in onward:
+            begin, row, until = untried.pop()
+            if begin in onward:
+                continue
+            onward[begin] = row, until
+            # The preferred one comes last. Tuples compare by their start first and by their lead second.
+            ending = sorted(self._ending.get(begin, []), reverse=True)
+            untried += [(earlier, row, begin) for earlier, _, row in ending if start <= earlier < begin]
         rows: list[int] = []
-        while end > start:
-            fitting = [one for one in self._ending.get(end, []) if start <= one[0] < end]
-            if not fitting:
-                return ()
-            # Tuples compare by their start first and by their lead second.
-            end, _, row = min(fitting)
+        while start in onward and start < end:
+            row, start = onward[start]
             rows.append(row)
-        return tuple(reversed(rows))
+        return tuple(rows)

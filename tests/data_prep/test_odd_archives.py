@@ -243,6 +243,25 @@ def test_of_equal_intervals_the_shortest_lead_is_taken():
     assert Tiles(records, np.arange(2)).cover(*times) == (1,)
 
 
+@pytest.mark.parametrize(
+    ("intervals", "rows"),
+    [
+        ([(2, 6), (3, 6), (0, 3)], (2, 1)),
+        ([(2, 6), (1, 2), (0, 3), (3, 6)], (2, 3)),
+        ([(2, 6), (1, 2), (3, 6), (1, 3)], ()),
+        ([(0, 3), (3, 6), (0, 6)], (2,)),
+        ([(0, 1), (1, 3), (0, 3), (3, 6), (4, 6)], (2, 3)),
+    ],
+)
+def test_intervals_are_covered_wherever_a_choice_of_records_fills_them(intervals, rows):
+    records = np.zeros(len(intervals), RECORD)
+    records["field"] = FIELD_INDEX["tp"]
+    records["init"] = np.datetime64("2001-01-01T00", "s")
+    records["lead_start"], records["lead"] = np.transpose(intervals)
+    times = np.array(["2001-01-01T00", "2001-01-01T06"], "datetime64[s]")
+    assert Tiles(records, np.arange(len(records))).cover(*times) == rows
+
+
 def test_orography_that_the_service_gave_a_time(tmp_path):
     ensemble(tmp_path / "a.grib")
     values = 9.80665 * np.arange(np.prod(SHAPE), dtype=float).reshape(1, *SHAPE)
