@@ -16,7 +16,7 @@ from data_prep.simulate.realism import Realism, measure
 from data_prep.simulate.schedule import ModelYear, valid_times
 from data_prep.simulate.synthesis import regular_grid
 from ensemble_ml.config import SimulateConfig
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import draft_of, write_whole
 from ensemble_ml.grid import Grid
 
 GATE = {"z500": ("z", 500), "t850": ("t", 850)}
@@ -58,7 +58,8 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
     """Write the messages of several parts to one file, in one step."""
     path.parent.mkdir(exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
+    # Two machines may write the same file at once, so each has a draft of its own. Drafts are removed with the parts.
+    draft = draft_of(path.parent.parent / ".parts" / path.name)
     with open(draft, "wb") as file:
         for part, key in pieces:
             with np.load(part) as arrays:

@@ -47,9 +47,7 @@ def simulate(config: SimulateConfig) -> Path:
         UserError: `output` holds something else, or a package is missing.
     """
     output = Path(config.output)
-    if _finished(config, output):
-        print(f"{output} is already finished with this configuration; nothing to do", flush=True)
-        shutil.rmtree(output / ".parts", ignore_errors=True)
+    if _nothing_to_do(config, output):
         return output
     _claim(config, output)
     began = time.perf_counter()
@@ -61,17 +59,26 @@ def simulate(config: SimulateConfig) -> Path:
         if find_spec("jcm") is None:
             raise UserError("simulate: the package jcm is not installed; run `pip install 'ensemble-ml[simulate]'`")
         run_years(config, missing or years[:1], mine)
-    if left := [year.year for year in years if not year.complete(output)]:
+    left = [year.year for year in years if not year.complete(output)]
+    # Another machine that finished at the same time may have assembled the archive and removed the parts.
+    if _nothing_to_do(config, output):
+        return output
+    if left:
         text = f"parts={config.parts}: done; years of other shares are not complete yet: {', '.join(map(str, left))}"
         print(text, flush=True)
         return output
-    assemble(output, years)
-    figures = realism(output, years, config)
+    try:
+        assemble(output, years)
+        figures = realism(output, years, config)
+    except OSError:
+        if _nothing_to_do(config, output):
+            return output
+        raise
     for line in report(figures):
         print(line, flush=True)
     # This file is written last, because it marks the archive as complete.
     write_whole(output / "archive.json", json.dumps(describe(config, years, figures), indent=1))
-    shutil.rmtree(output / ".parts")
+    shutil.rmtree(output / ".parts", ignore_errors=True)
     dates = sum(len(year.written) for year in years)
     print(f"simulated {dates} init times in {time.perf_counter() - began:.0f} s: {output}", flush=True)
     return output
@@ -81,6 +88,15 @@ def _identity(config: SimulateConfig) -> dict:
     """Return everything that determines the content of the files."""
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers", "parts")}
     return {"format": FORMAT, "config": settings, "model_error": MODEL_ERROR}
+
+
+def _nothing_to_do(config: SimulateConfig, output: Path) -> bool:
+    """Return whether the archive is complete. If it is, print that, and remove the parts that are left."""
+    if not _finished(config, output):
+        return False
+    print(f"{output} is already finished with this configuration; nothing to do", flush=True)
+    shutil.rmtree(output / ".parts", ignore_errors=True)
+    return True
 
 
 def _finished(config: SimulateConfig, output: Path) -> bool:

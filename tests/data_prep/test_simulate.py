@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import queue
 import signal
 import subprocess
@@ -221,10 +222,7 @@ def test_shares_of_the_years_and_the_last_one_assembles(tmp_path, facts, monkeyp
 
     def run_years(config, missing, years):
         ran.append([year.year for year in missing])
-        for year in missing:
-            chain, _ = fake_chain(tmp_path, facts, year.year - config.first_year)
-            chain.run(lambda text, finished: None)
-            write_static_of(chain, tmp_path)
+        run_fake_years(tmp_path, facts, missing)
 
     monkeypatch.setattr("data_prep.simulate.run.run_years", run_years)
     for parts in ("3/3", "1/3"):
@@ -240,6 +238,42 @@ def test_shares_of_the_years_and_the_last_one_assembles(tmp_path, facts, monkeyp
     assert len(list((tmp_path / "ensemble").iterdir())) == 2 * 4 and not (tmp_path / ".parts").exists()
     # The share that a process ran is no property of the archive.
     assert simulate(tiny_config(tmp_path, rows=9, columns=16)) == tmp_path
+
+
+@pytest.mark.parametrize("moment", ["run.run_years", "assemble._join", "run.assemble", "run.realism", "run.describe"])
+def test_two_machines_that_finish_at_once_both_end_well(tmp_path, facts, monkeypatch, capsys, moment):
+    """The other machine assembles the whole archive when the function `moment` of this one has ended."""
+    config = tiny_config(tmp_path, rows=9, columns=16, parts="1/2")
+    monkeypatch.setattr(
+        "data_prep.simulate.run.run_years", lambda _, missing, __: run_fake_years(tmp_path, facts, missing)
+    )
+    simulate(replace(config, parts="2/2"))
+    function = pkgutil.resolve_name(f"data_prep.simulate.{moment}")
+    archives = []
+
+    def content():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def interrupted(*args):
+        found = function(*args)
+        if not archives:
+            archives.append({})
+            simulate(replace(config, parts="2/2"))
+            archives.append(content())
+        return found
+
+    monkeypatch.setattr(f"data_prep.simulate.{moment}", interrupted)
+    capsys.readouterr()
+    assert simulate(config) == tmp_path
+    assert archives[1] == content() and tmp_path / "archive.json" in archives[1]
+    assert not (tmp_path / ".parts").exists() and "not complete" not in capsys.readouterr().out
+
+
+def run_fake_years(output: Path, facts: ModelFacts, years) -> None:
+    for year in years:
+        chain, _ = fake_chain(output, facts, year.year - tiny_config(output).first_year)
+        chain.run(lambda text, finished: None)
+        write_static_of(chain, output)
 
 
 def write_static_of(chain, output: Path) -> None:
