@@ -59,7 +59,7 @@ class Job:
 
 
 def plan_job(
-    config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, told: bool = True
+    config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, warn: bool = True
 ) -> tuple[Job, list[Start]]:
     """Check everything that can be checked before anything is computed, and choose the init times.
 
@@ -68,7 +68,7 @@ def plan_job(
         source: the reduced ensemble, on the model's grid.
         spec: the inputs and outputs of the model.
         meta: the content of checkpoint.json.
-        told: whether to warn of few members and of thresholds far from the training range.
+        warn: whether to log warnings, which one rank does for all.
 
     Returns:
         The job, and the init times with their members.
@@ -76,13 +76,12 @@ def plan_job(
     Raises:
         UserError: the source does not fit the model, or something that the settings name is not there.
     """
-    check_source(source, spec, meta.get("lead_bounds"))
+    check_source(source, spec, meta.get("lead_bounds"), warn=warn)
     places, wanted = select(spec.grid, config.region, config.points), wanted_outputs(config, spec)
     job = Job(config, source, meta, spec, wanted, places, identity(config, wanted, meta, source))
     trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
-    starts = plan_starts(source, spec, config, trained)
-    # Otherwise each of these warnings would appear once for each rank.
-    if told:
+    starts = plan_starts(source, spec, config, trained, warn=warn)
+    if warn:
         _tell_of_few(starts, meta)
         if "input_range" in meta:
             tell_of_far_thresholds(wanted, meta["input_range"])

@@ -88,7 +88,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     model, meta = load_model(config.checkpoint)
     spec = model.spec
     shard = _shard(spec, session)
-    planned, starts = plan_job(config, source, spec, meta, told=session.first)
+    planned, starts = plan_job(config, source, spec, meta, warn=session.first)
     job = _Job(**vars(planned), session=session, shard=shard)
     paths = targets(config, starts)
     made = _made(job, starts, paths) if config.resume else set()

@@ -46,7 +46,9 @@ class Start:
     unlike: str = ""
 
 
-def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None) -> None:
+def check_source(
+    source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None, *, warn: bool = True
+) -> None:
     """Refuse a source that lacks anything that the model takes.
 
     Args:
@@ -54,6 +56,7 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
         spec: the inputs and outputs of the model.
         bounds: intervals (hours) of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`);
             None if the checkpoint does not state them.
+        warn: whether to log warnings.
 
     Raises:
         UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums are
@@ -89,7 +92,7 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
                 f" {_spans(known[name])}; give data of the same lead times as in training"
             )
     # Here only one side states its intervals. This is no error, because the quantity may still be the same.
-    for name in known.keys() ^ here.keys() if bounds is not None else ():
+    for name in known.keys() ^ here.keys() if bounds is not None and warn else ():
         text = "%s is over %s in %s, and over no interval that is known in %s: it may be another quantity"
         both = [f"input {source.path}", "training"]
         log.warning(text, name, _spans(here.get(name) or known[name]), *(both if name in here else reversed(both)))
@@ -146,7 +149,9 @@ def _list(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values)) or "none"
 
 
-def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = ()) -> list[Start]:
+def plan_starts(
+    source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = (), *, warn: bool = True
+) -> list[Start]:
     """Return the init times to predict, each with the members that are complete at it.
 
     A missing member gives a warning. Init times at an hour of the day, or in a season, that training lacked give one
@@ -157,6 +162,7 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
         spec: the inputs and outputs of the model.
         config: the settings of `ensemble-ml predict`, with `dates` and `members_in`.
         trained: the training dates, ISO 8601 in UTC; empty if they are not known.
+        warn: whether to log warnings.
 
     Raises:
         UserError: a date or member is not there, every member asked for lacks a field, or the model or the output needs
@@ -172,9 +178,9 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained:
     dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
     # This checks the request itself. `_start` checks again for dates with missing members.
     _enough(len(wanted), spec, config, f"members_in={config.members_in}: {len(wanted)} members")
-    starts = [_start(source, spec, config, int(date), wanted) for date in dates]
+    starts = [_start(source, spec, config, int(date), wanted, warn) for date in dates]
     unlike = _unlike([start.init_time for start in starts], trained)
-    if unlike:
+    if unlike and warn:
         text = "input %s: %d of %d init times are at an hour or in a season that training lacked, the first %s: %s"
         first = min(unlike)
         log.warning(text, source.path, len(unlike), len(starts), iso(first), unlike[first])
@@ -208,7 +214,9 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
     return found
 
 
-def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:
+def _start(
+    source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...], warn: bool
+) -> Start:
     """Return an init time with its complete members, or raise a UserError if there are too few."""
     init_time = source.layout.init_time[date]
     gaps = _gaps(source, spec, date, wanted)
@@ -222,7 +230,8 @@ def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wa
     missing = "; ".join(f"member {numbers[position]} is missing ({gap})" for position, gap in gaps.items())
     where = f"{where}: {missing}, which leaves {len(left)}"
     _enough(len(left), spec, config, where)
-    log.warning("%s of %d members", where, len(wanted))
+    if warn:
+        log.warning("%s of %d members", where, len(wanted))
     return Start(date, init_time, left, missing)
 
 

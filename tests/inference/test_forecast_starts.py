@@ -224,6 +224,20 @@ def test_hours_and_seasons_that_training_lacked_are_told(config, tmp_path, caplo
     assert warnings(caplog) == [f"{said} 2002-01-31T12:00: {comments[1]}"]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_rank_warns_for_all(config, tmp_path, caplog, monkeypatch, first):
+    source = started("2001-01-30T12", "2001-07-01T12")
+    source.lead_bounds, source.pressure[0, 0, 0] = {}, np.nan
+    about = {"lead_bounds": {"tp": [None, [0, 24], [0, 48]]}, "config": {"data": {"members": [6, 8]}}}
+    given = str(make_checkpoint(tmp_path / "c", make_spec(source), training_dates=["2000-01-02T12:00"], **about))
+    monkeypatch.setattr("ensemble_ml.distributed.launch.Session.first", first)
+    predict(config(checkpoint=given, thresholds={"t2m": [1e4]}), source)
+    words = "tp is over nothing", "member 1 is missing", "training lacked", "extrapolated to so few", "thresholds: t2m"
+    for word in words:
+        assert sum(word in warning for warning in warnings(caplog)) == first, word
+    assert first or not warnings(caplog)
+
+
 def test_checkpoints_without_training_dates_say_nothing_of_starts(config, tmp_path, caplog):
     source = started("2001-07-01T06")
     path = predict(config(checkpoint=trained_on(tmp_path, source, [])), source)[0]
