@@ -248,29 +248,54 @@ class LocalLink:
 class _Served:
     """The first rank's connection, which also serves the others over TCP."""
 
-    def __init__(self, hub: Relay, listener: socket.socket, word: bytes, ranks: Sequence[int]):
-        self._own, self._listener = LocalLink(hub, 0, owner=True), listener
+    def __init__(self, hub: Relay, listener: socket.socket, word: bytes, ranks: Sequence[int], seconds: float):
+        self._own = LocalLink(hub, 0, owner=True)
         self.bytes_sent = 0
         self._hub, self._open, self._senders = hub, dict[int, socket.socket](), list[threading.Thread]()
-        # Others than ranks may connect as well, so the loop goes on until all ranks have connected.
-        while len(self._open) < len(ranks):
-            connection, _ = listener.accept()
-            connection.settimeout(_LEAVE)
-            greeting = None
-            with suppress(OSError):
-                greeting = _read(connection, _WORD + 8)
-            if greeting is None or not secrets.compare_digest(greeting[:_WORD], word):
-                connection.close()
-                continue
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._open[int.from_bytes(greeting[_WORD:], "little")] = connection
-        listener.close()
+        try:
+            with listener:
+                self._meet(listener, word, ranks, seconds)
+        except BaseException:
+            self.close()
+            raise
         for rank, connection in self._open.items():
             threading.Thread(target=self._pass_on, args=(rank, connection), name="ballots", daemon=True).start()
             sender = threading.Thread(target=self._tell, args=(rank, connection), name="outcomes", daemon=True)
             sender.start()
             self._senders.append(sender)
+
+    def _meet(self, listener: socket.socket, word: bytes, ranks: Sequence[int], seconds: float) -> None:
+        """Accept the connections of all other ranks.
+
+        Raises:
+            UserError: some have not connected within `seconds`.
+        """
+        until = time.monotonic() + seconds
+        # Others than ranks may connect as well, so the loop goes on until all ranks have connected.
+        while missing := [rank for rank in ranks if rank not in self._open]:
+            left = until - time.monotonic()
+            listener.settimeout(None if left == float("inf") else max(left, 0.0))
+            try:
+                connection, _ = listener.accept()
+            except (TimeoutError, BlockingIOError) as error:
+                raise UserError(
+                    f"optim.quorum: rank {', '.join(map(str, missing))} did not connect to rank 0 at port"
+                    f" {listener.getsockname()[1]} within {seconds:g} s; let a firewall pass ports between the hosts,"
+                    " raise parallel.timeout, or use quorum=all"
+                ) from error
+            connection.settimeout(_LEAVE)
+            greeting = None
+            with suppress(OSError):
+                greeting = _read(connection, _WORD + 8)
+            rank = -1
+            if greeting is not None and secrets.compare_digest(greeting[:_WORD], word):
+                rank = int.from_bytes(greeting[_WORD:], "little")
+            if rank not in missing:
+                connection.close()
+                continue
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._open[rank] = connection
 
     def send(self, ballot: Tensor) -> None:
         """Hand the ballot to the hub."""
@@ -346,20 +371,18 @@ def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> 
         seconds: time that ranks wait for each other; infinite for no limit.
 
     Raises:
-        UserError: the first rank is not reached.
-        TimeoutError: on the first rank, no further rank has connected within `seconds`.
+        UserError: the first rank is not reached; on the first rank, another rank has not connected within `seconds`.
     """
     limit = None if seconds == float("inf") else seconds
     announced = torch.zeros(1 + _WORD, dtype=torch.int64)
     listener, word = None, secrets.token_bytes(_WORD)
     if group.rank == 0:
         listener = socket.create_server(("", 0), backlog=group.size)
-        listener.settimeout(limit)
         announced[0], announced[1:] = listener.getsockname()[1], torch.tensor(list(word))
     group.broadcast(announced).wait()
     port, *code = announced.tolist()
     if listener is not None:
-        return _Served(make(), listener, word, range(1, group.size))
+        return _Served(make(), listener, word, range(1, group.size), seconds)
     host = first_host()
     try:
         connection = socket.create_connection((host, port), timeout=limit)

@@ -4,7 +4,9 @@ import copy
 import hashlib
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 
 import pytest
@@ -16,8 +18,9 @@ from torch import nn
 from benchmarks.common.simulated import join_simulated
 from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig
 from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.communicator import Done
 from ensemble_ml.distributed.exchange import Reduction
-from ensemble_ml.distributed.hub import Hub, opened
+from ensemble_ml.distributed.hub import Hub, join_hub, opened
 from ensemble_ml.distributed.quorum import Quorum, QuorumVote, quorum_of
 from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.errors import UserError
@@ -230,6 +233,47 @@ def test_a_ballot_that_does_not_come_is_named():
     with pytest.raises(UserError, match="vote 8 still waits for a ballot of rank 1"):
         opened(hub.outboxes[0].get(timeout=10), 3, 2)
     hub.close()
+
+
+class Announcing:
+    """The first of four ranks. Once it has announced where its hub is, `greetings(word)` are sent there in turn."""
+
+    rank, size = 0, 4
+
+    def __init__(self, greetings):
+        self.greetings, self.connections = greetings, []
+
+    def broadcast(self, x):
+        self.others = threading.Thread(target=self.connect, args=x.tolist(), daemon=True)
+        self.others.start()
+        return Done()
+
+    def connect(self, port, *word):
+        for greeting in self.greetings(bytes(word)):
+            self.connections.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            self.connections[-1].sendall(greeting)
+
+
+@pytest.mark.parametrize("ranks", [(2,), (2, 1, 3)])
+def test_ranks_that_do_not_reach_the_hub_are_named(ranks):
+    def greetings(word):
+        yield bytes(len(word)) + (1).to_bytes(8, "little")  # another secret
+        for rank in (0, 4, 2**63, 2, *ranks):  # no other ranks of the job, and one that comes twice
+            yield word + rank.to_bytes(8, "little")
+
+    hub, group = Hub(4, 1, 0, lambda vote: 4), Announcing(greetings)
+    if ranks == (2,):
+        with pytest.raises(UserError, match=r"rank 1, 3 did not connect to rank 0 at port \d+ within 2 s"):
+            join_hub(group, lambda: hub, 2.0)
+    else:
+        link = join_hub(group, lambda: hub, 100.0)
+        group.others.join()
+        refused = group.connections[:4] + group.connections[5:6]
+        assert [connection.recv(1) for connection in refused] == [b""] * 5
+        link.close()
+    assert hub.outboxes[0].get(timeout=10) is None
+    group.others.join()
+    assert group.connections[4].recv(1) == b""
 
 
 @pytest.mark.parametrize("text, ranks, ballots", [("all", 5, 5), ("auto", 4, 3), ("auto", 2, 2), ("2", 4, 2)])
