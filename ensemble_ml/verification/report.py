@@ -71,9 +71,10 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     figure = charts.headline(scores)
     return (
         f'<h1>Is the forecast better, where, by how much, how sure?</h1><p class="sub">{escape(sub)}</p>'
-        f'{_made_by(content)}<div class="answer">{lines}</div>'
+        f'<div class="answer">{lines}</div>'
         '<p id="bar" role="group" aria-label="What the page shows" hidden></p>'
-        f"{rankings.scorecard(scores)}{figure}{_claims(content)}" + (f'<ul class="note">{notes}</ul>' if notes else "")
+        f"{rankings.scorecard(scores)}{figure}{_claims(content)}{_made_by(content)}"
+        + (f'<ul class="note">{notes}</ul>' if notes else "")
     )
 
 

@@ -3,7 +3,6 @@
 import errno
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -11,11 +10,11 @@ import struct
 import subprocess
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fresh import in_fresh_process
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import slab
@@ -316,9 +315,7 @@ def open_after_starts_and_stops(folder, cycles):
 
 @pytest.mark.slow
 def test_hundreds_of_starts_and_stops(tmp_path):
-    # In a process of its own: what other tests left in this one may end meanwhile, and would be counted, too.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        before, after = fresh.submit(open_after_starts_and_stops, tmp_path, 301).result()
+    before, after = in_fresh_process(open_after_starts_and_stops, tmp_path, 301)
     assert after == before
     assert not list(tmp_path.iterdir())
 

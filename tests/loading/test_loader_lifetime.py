@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fresh import in_fresh_process
 from test_clairvoyant import BATCH, EPOCHS, SIZE, F, Numbers, check
 
 from ensemble_ml.errors import UserError
@@ -122,7 +123,7 @@ def test_two_runs_do_not_share_a_disk_cache(tmp_path):
         ClairvoyantLoader(DatasetItems(Numbers(), "numbers"), BATCH, EPOCHS, 3, **options)
 
 
-def test_starts_and_stops_leave_nothing():
+def starts_and_stops_leave_nothing():
     def count():
         gc.collect()
         return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -137,6 +138,10 @@ def test_starts_and_stops_leave_nothing():
     assert count() == before
 
 
+def test_starts_and_stops_leave_nothing():
+    in_fresh_process(starts_and_stops_leave_nothing)
+
+
 def test_a_second_loop_is_refused_and_not_empty():
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
         assert sum(1 for _ in loader) == loader.steps and len(loader) == 0
@@ -148,7 +153,7 @@ def test_a_second_loop_is_refused_and_not_empty():
         assert not list(loader)
 
 
-def test_memory_is_given_back_without_close():
+def memory_is_given_back_without_close():
     """After the last batch, and where a loop is left before it, when the loader is no longer in use."""
     gc.collect()
     before, kept = held_in_memory(), []
@@ -164,6 +169,10 @@ def test_memory_is_given_back_without_close():
     del left, batch
     gc.collect()
     assert held_in_memory() == before
+
+
+def test_memory_is_given_back_without_close():
+    in_fresh_process(memory_is_given_back_without_close)
 
 
 def test_free_memory_that_changes_a_little_leaves_a_cache_on_disk(tmp_path, monkeypatch):
