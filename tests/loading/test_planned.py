@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fresh import in_fresh_process
 from planning import CPU, Ranks, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of, tensors
 from stores import make_store
 
@@ -294,9 +295,8 @@ def test_memory_of_another_process_under_the_same_path_is_not_taken(tmp_path):
         os.close(file)
 
 
-@pytest.mark.slow
-def test_nothing_is_left_behind(store):
-    [reader] = readers_of(store, 1)
+def nothing_is_left_behind(path):
+    [reader] = readers_of(open_store(path), 1)
     schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
     for cycle in range(12):
         with PlannedLoaderOf(config_of(ram="50MB"), schedule, reader) as loader:
@@ -312,6 +312,11 @@ def test_nothing_is_left_behind(store):
         if cycle == 1:
             first = found
     assert found == first
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(store):
+    in_fresh_process(nothing_is_left_behind, store.path)
 
 
 @pytest.mark.slow
