@@ -55,8 +55,8 @@ class Overrides:
     Units are for variables that state none, or none that are known. A file of a `forecast` that states other units is
     refused; a truth that states its own keeps them.
 
-    Intervals are the hours that sums cover up to each time, or `START` for sums from the start of the forecast, for
-    variables that state none; other files are refused. Forecast and truth have intervals of their own.
+    Intervals are the hours that sums cover up to each time, or `FROM_START`, for variables that state none. Files that
+    state others are refused. Forecast and truth have intervals of their own.
     """
 
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -197,9 +197,9 @@ def _events(
 
 def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
     """Return the truth at the times and places of probabilities, whose names of axes it takes."""
-    for names in (_START, _LEAD):
-        ours = [name for name in names if name in probability.coords]
-        theirs = [name for name in names if name in truth.dims]
+    for axis in (_START, _LEAD):
+        ours = [spelt for spelt in axis if spelt in probability.coords]
+        theirs = [spelt for spelt in axis if spelt in truth.dims]
         truth = truth.rename(dict(zip(theirs, ours, strict=False)))
     # A time or level that was chosen of the forecast is a coordinate without a dimension, and is chosen here, too.
     shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}

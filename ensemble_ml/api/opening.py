@@ -204,14 +204,19 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
     return (paths, settings), resolve(truth)
 
 
-def of_truth_alone(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task that follow from those with which its truth was opened.
+def settings_of_both(of_ensemble: Mapping[str, Any], of_truth: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task that follow from those with which its ensemble and its truth were opened.
+
+    Names and units of a task are for both inputs. Where the two were opened with different ones, those of the ensemble
+    count.
 
     Args:
-        settings: the settings of `resolve`.
+        of_ensemble: the settings that `resolve` returns of the ensemble.
+        of_truth: those of the truth.
     """
-    names = {"names": "names", "units": "units", "intervals": "truth_intervals"}
-    return {ours: settings[name] for name, ours in names.items() if settings.get(name)}
+    of_task = {"names": "names", "units": "units", "intervals": "truth_intervals"}
+    found = {name: of_truth[key] for key, name in of_task.items() if of_truth.get(key)}
+    return found | {name: value for name, value in of_ensemble.items() if value}
 
 
 def notices_of(*inputs: Any) -> set[str]:

@@ -13,7 +13,7 @@ from data_prep import prepare as prepare_store
 from data_prep.notices import once
 from data_prep.truth import TruthRefused
 from ensemble_ml.api.inputs import is_store_path, settings_of
-from ensemble_ml.api.opening import notices_of, of_truth_alone, resolve, resolve_pair
+from ensemble_ml.api.opening import notices_of, resolve, resolve_pair, settings_of_both
 from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import TensorStore, open_store
@@ -57,9 +57,7 @@ def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **setting
         2
     """
     (paths, of_ensemble), (of_truth, of_its_own) = resolve_pair(ensemble, truth)
-    opened = of_truth_alone(of_its_own)
-    # If ensemble and truth were opened with different names or units, those of the ensemble count.
-    opened |= {name: value for name, value in of_ensemble.items() if value}
+    opened = settings_of_both(of_ensemble, of_its_own)
     ours = {"input": paths, "truth": of_truth, "output": os.fspath(output)}
     config = settings_of(PrepareConfig, {**opened, **settings}, ours, {})
     try:

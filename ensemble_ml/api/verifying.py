@@ -14,7 +14,7 @@ import xarray as xr
 
 from data_prep.notices import once
 from ensemble_ml.api.inputs import open_ground, open_verified, settings_of
-from ensemble_ml.api.opening import notices_of, of_truth_alone, resolve_pair
+from ensemble_ml.api.opening import notices_of, resolve_pair, settings_of_both
 from ensemble_ml.config import EvaluateConfig, as_list, is_dataset, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
@@ -175,8 +175,8 @@ def verify(
             "members_in": members,
             "output": folder,
         }
-        opened = of_truth_alone(more)
-        opened |= {name: value for name, value in of_ensemble.items() if name != "static" and value}
+        opened = settings_of_both(of_ensemble, more)
+        opened.pop("static", None)
         config = settings_of(EvaluateConfig, {**opened, **settings}, ours, _REFUSED)
         with once(notices_of(ensemble, truth)):
             both = open_verified(config)
@@ -201,11 +201,11 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
             raise UserError(f"{name}: a list of Datasets says nothing of their names; give {{NAME: Dataset, ...}}")
         return given
     found = []
-    for name, one in forecast.items():
+    for label, one in forecast.items():
         if is_dataset(one):
-            found.append(_saved(one, folder / str(name)))
+            found.append(_saved(one, folder / str(label)))
         else:
-            found.append(_linked(Path(one).absolute(), folder / str(name)))
+            found.append(_linked(Path(one).absolute(), folder / str(label)))
     return found
 
 

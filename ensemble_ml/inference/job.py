@@ -161,12 +161,12 @@ def _what(job: Job) -> str:
 def _origin(job: Job) -> dict[str, str]:
     """Return the attributes that say what the forecast was made from, and by which command."""
     config, now = job.config, datetime.now(UTC)
-    # EMOS is fitted in one go, so its step says nothing.
-    step = {} if job.spec.config.name == "emos" else {"checkpoint_step": str(job.meta["step"])}
-    made = ", ".join([job.spec.config.name, *(f"step {number}" for number in step.values())])
+    model, step = job.spec.config.name, str(job.meta["step"])
+    stepwise = model != "emos"  # EMOS is fitted in one go, so its step says nothing
+    made = f"{model}, step {step}" if stepwise else model
     return {
         "source": f"ensemble_ml {__version__}, {config.checkpoint} ({made}), from {job.source.path}",
-        **step,
+        **({"checkpoint_step": step} if stepwise else {}),
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
     }
 

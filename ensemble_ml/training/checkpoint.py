@@ -162,6 +162,39 @@ def load_spec(path: str | Path) -> ModelSpec:
     return ModelSpec.from_json(load_meta(path)["spec"])
 
 
+def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
+    """Return the contents of a checkpoint's JSON, without reading its weights.
+
+    Args:
+        path: the checkpoint, as messages call it.
+        folder: where it lies; None if at `path`.
+
+    Raises:
+        UserError: the checkpoint is absent or damaged, or has another format.
+    """
+    folder = folder or Path(path)
+    if not folder.exists():
+        raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
+    if not (folder / META).is_file():
+        raise UserError(
+            f"checkpoint {path}: holds no {META}; give a folder like runs/NAME/checkpoints/best or .../last"
+        )
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        number = meta["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, META) from error
+    if number != FORMAT:
+        raise UserError(
+            f"checkpoint {path}: format {number}; this version reads {FORMAT}; train it again, or use the version that"
+            " wrote it"
+        )
+    # The hash guards against a file that was cut off or edited.
+    if meta.get("sha256") != digest(meta):
+        raise _damaged(path, META)
+    return meta
+
+
 def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the contents of the checkpoint's JSON.
 
@@ -410,39 +443,6 @@ def _whole(path: Path) -> bool:
     except UserError:
         return False
     return all((path / name).is_file() and hash_file(path / name) == found for name, found in files.items())
-
-
-def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
-    """Return the contents of a checkpoint's JSON, without reading its weights.
-
-    Args:
-        path: the checkpoint, as messages call it.
-        folder: where it lies; None if at `path`.
-
-    Raises:
-        UserError: the checkpoint is absent or damaged, or has another format.
-    """
-    folder = folder or Path(path)
-    if not folder.exists():
-        raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
-    if not (folder / META).is_file():
-        raise UserError(
-            f"checkpoint {path}: holds no {META}; give a folder like runs/NAME/checkpoints/best or .../last"
-        )
-    try:
-        meta = json.loads((folder / META).read_bytes())
-        number = meta["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, META) from error
-    if number != FORMAT:
-        raise UserError(
-            f"checkpoint {path}: format {number}; this version reads {FORMAT}; train it again, or use the version that"
-            " wrote it"
-        )
-    # The hash guards against a file that was cut off or edited.
-    if meta.get("sha256") != digest(meta):
-        raise _damaged(path, META)
-    return meta
 
 
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
