@@ -36,6 +36,10 @@ _RANGES = {
     "1": (-0.01, 1.01),
     "m": (-1e-4, 1.0),
 }
+# Bounds of the layers of the ICAO standard atmosphere (Doc 7488), and 500 hPa. Between them, heights that are linear in
+# the logarithm of pressure are within 80 m, or 1 %, of the standard's.
+_PRESSURES = (1013.25, 500.0, 226.32, 54.75, 8.68, 1.109, 0.669, 0.0396)  # hPa
+_HEIGHTS = (0.0, 5574.0, 11e3, 20e3, 32e3, 47e3, 51e3, 71e3)  # m
 _HUMID = (-0.1, 2.0)  # relative humidity; as a percentage it is higher somewhere in every field
 
 
@@ -77,8 +81,5 @@ def _is_geopotential(values: np.ndarray, levels: np.ndarray) -> bool:
     It may differ by 30 % and 500 m2 s-2. Geopotential heights in metres would be a tenth of the geopotential.
     """
     top = int(np.argmin(levels))
-    # The formula holds below 11 km (226 hPa). Above, it gives too little: a tenth of the difference that is allowed at
-    # 100 hPa, nearly all of it at 4 hPa, and more at 3 hPa and higher up, where the standard atmosphere does not agree.
-    height = 44330.8 * (1 - (float(levels[top]) / 1013.25) ** 0.190263)  # m
-    expected = GRAVITY * height
+    expected = GRAVITY * float(np.interp(-np.log(levels[top]), -np.log(_PRESSURES), _HEIGHTS))
     return bool(abs(float(np.nanmean(values[top])) - expected) < 0.3 * expected + 500)

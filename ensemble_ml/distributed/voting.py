@@ -181,11 +181,6 @@ class Vote(BucketExchange):
         used = [g is not None for g in self._grads(bucket)]
         if self.inner.size > 1:
             used = self._average_inside(bucket, flat, views, used)
-        # A rank that did not use a parameter has a zero gradient of it if another rank of the inner group used it.
-        for slot, there in zip(bucket.slots, used, strict=True):
-            p = self.params[slot.index]
-            if p.grad is None and there:
-                p.grad = torch.zeros_like(p)
         if not self._wait:
             self._scale([self.params[slot.index] for slot in bucket.slots])
         self._clip_bucket(bucket)

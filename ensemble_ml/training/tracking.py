@@ -39,7 +39,7 @@ class Tracker:
       exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
       lets the GPU wait is not seen). With a planned loader there is `loading`: hits (the fraction of packed bytes that
       are not from slow storage), MB/s of each tier and, if peers failed, fallback_mb (read from slow storage in their
-      place since the process began);
+      place);
     - `validation`: its scores, and `best`, whether they are the best so far;
     - `momentum_sync`: the layers whose momenta were averaged, the bytes sent and, if measured, the variances;
     - `tournament`: the scores of all trainers, `from` (the trainer whose state each has now) and the seconds that
@@ -268,8 +268,8 @@ class Tracker:
         total = sum(moved.values())
         found = {"hits": round(1 - moved["storage"] / total, 4) if total else 1.0}
         found |= {tier: _digits(count / took / 1e6, 4) for tier, count in moved.items()}
-        if now["fallback"]:
-            found["fallback_mb"] = _digits(now["fallback"] / 1e6, 4)
+        if failed := now["fallback"] - self._counted.get("fallback", 0):
+            found["fallback_mb"] = _digits(failed / 1e6, 4)
         return found
 
     def _write(self, line: dict[str, Any]) -> None:

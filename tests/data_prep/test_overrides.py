@@ -7,8 +7,11 @@ from gribfiles import dataset, ensemble, message, noise, write
 
 import ensemble_ml as eml
 from data_prep import Overrides, open_archive, open_pair, prepare
+from data_prep.assumed_units import agree
 from ensemble_ml.config import EvaluateConfig, Packing, PredictConfig, PrepareConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.grid import Grid
 from ensemble_ml.store import Part, open_store
 
 USUAL = {"t2m": 280.0, "msl": 101300.0, "z500": 54000.0, "z1000": 900.0, "t850": 275.0, "tp": 1e-3, "u10m": 3.0}
@@ -242,6 +245,14 @@ class TestConventions:
         short = {"z500": "z", "q850": "q", "tas": "t2m"}.get(lacking, lacking)
         with pytest.raises(UserError, match=rf"variables=\[{short}\]: .*a.nc: {lacking} has no units; give them"):
             open_archive(path, variables=[short])
+
+    @pytest.mark.parametrize(("level", "height"), [(850, 1457), (100, 16180), (10, 31055), (1, 47820), (0.1, 64949)])
+    def test_geopotential_of_any_level(self, level, height):
+        # Heights of the US standard atmosphere (1976), whose table begins at 1000 hPa.
+        values = np.full((1, 2, 3), 9.80665 * height)
+        grid = Grid(np.array([10.0, 0.0]), np.array([0.0, 120.0, 240.0]))
+        for factor, agrees in ((1.0, True), (0.9, True), (0.1, False), (1 / 9.80665, False)):
+            assert agree(field("z"), factor * values, np.array([level]), grid) is agrees
 
     def test_all_are_named_at_once(self, tmp_path):
         written(flat(t2m=5.0, msl=1013.0), tmp_path / "a.nc")
