@@ -25,7 +25,7 @@ from data_prep.zarr_groups import groups_of, is_zarr
 from ensemble_ml.config import as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
-from ensemble_ml.store.archive_names import is_rule, urls_of_rule
+from ensemble_ml.store.archive_names import names_several, urls_of_name
 from ensemble_ml.store.folder import is_building
 from ensemble_ml.store.remote import is_grib, is_remote, reopen, url_of
 from ensemble_ml.wording import shortened
@@ -83,12 +83,12 @@ def _datasets(data: Any) -> list[Any]:
 
 def _expand(path: str, role: str, wanted: Wanted) -> list[str]:
     """Return the files of one path: a file, a folder, a glob, a URL or a short name."""
-    if is_rule(path):
-        parts = {name: getattr(wanted, name) for name in ("variables", "levels", "leads", "dates")}
-        return urls_of_rule(path, **parts)
     if is_remote(path):
-        reopen(path)
-        return [url_of(path)]
+        parts = {name: getattr(wanted, name) for name in ("variables", "levels", "leads", "dates")}
+        found = urls_of_name(path, **parts) if names_several(path) else [url_of(path)]
+        for url in found:
+            reopen(url)
+        return found
     if os.path.isdir(path) and not is_zarr(path):
         return _folder(Path(path), role)
     if os.path.exists(path):

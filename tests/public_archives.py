@@ -359,7 +359,7 @@ MOGREPS = {  # name of the file -> name of the variable, weather in it, level, u
     "precipitation_rate": ("lwe_precipitation_rate", "tp", 0, "m s-1", None, 0, ""),
     "precipitation_accumulation-PT01H": ("lwe_thickness_of_precipitation_amount", "tp", 0, "m", None, 1, "sum"),
     "temperature_on_pressure_levels": ("air_temperature", "t", LEVELS, "K", None, 0, ""),
-    "height_ASL_on_pressure_levels": ("geopotential_height", "z", LEVELS, "m", None, 0, ""),
+    "geopotential_height_on_pressure_levels": ("geopotential_height", "z", LEVELS, "m", None, 0, ""),
 }  # fmt: skip
 
 
@@ -375,7 +375,8 @@ def mogreps(folder: Path, *, degrees: float = 30, names: Sequence[str] = tuple(M
         for stem in names:
             if lead > 3 and stem in ("precipitation_rate", "wind_direction_at_10m"):
                 continue
-            path = folder / "T0000Z" / f"{str(start + hours(lead)[0])[:13]}00Z-PT{lead:04d}H00M-{stem}.nc"
+            valid = str(start + hours(lead)[0])[:13].replace("-", "")
+            path = folder / "T0000Z" / f"{valid}00Z-PT{lead:04d}H00M-{stem}.nc"
             path.parent.mkdir(parents=True, exist_ok=True)
             _mogreps(MOGREPS[stem], start, lead, grid, numbers).to_netcdf(path)
     return folder

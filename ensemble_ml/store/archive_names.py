@@ -1,15 +1,16 @@
-"""Short names of public archives. A name stands for a Zarr store, or for the GRIB files of an ensemble.
+"""Short names of public archives. A name stands for one Zarr store, for several, or for the files of an ensemble.
 
-`wb2:ifs_ens/64x32` is a Zarr store (`NAMES`). `gefs:reforecast/2000-01-05` stands for many GRIB files, whose URLs
-follow a rule (`RULES`): the files of all init times in a period (YYYY[-MM[-DD[THH]]], or start/end). Only the files
-with the leads, variables and levels that the settings of `prepare` ask for are read. The rules were collected from
-public code in 2026. Each archive has the licence of the centre that made it.
+`wb2:ifs_ens/64x32` is a Zarr store (`NAMES`), and `euppbench:forecasts` are several (`STORES`).
+`gefs:reforecast/2000-01-05` stands for many files, whose URLs follow a rule (`RULES`): the files of all init times in a
+period (YYYY[-MM[-DD[THH]]], or start/end). Only the files with the leads, variables and levels that the settings of
+`prepare` ask for are read. The rules were collected from public code in 2026. Each archive has the licence of the
+centre that made it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ NAMES = {
     "dynamical:ifs_ens": f"{_DYNAMICAL}/ecmwf/ifs-ens/forecast-15-day-0-25-degree/latest.zarr",
     "dynamical:gefs": f"{_DYNAMICAL}/noaa/gefs/forecast-35-day/latest.zarr",
 }
+_ECMWF = "https://object-store.os-api.cci1.ecmwf.int"
+_EUPPBENCH = f"{_ECMWF}/eumetnet-postprocessing-benchmark-1st-phase-training-dataset/data/gridded_data"
+STORES = {
+    f"euppbench:{kind}": tuple(
+        f"{_EUPPBENCH}/gridded_ensemble_{kind}_{part}.zarr"
+        for part in ("surface", "surface_postprocessed", "pressure_500", "pressure_700", "pressure_850")
+    )
+    for kind in ("forecasts", "reforecasts")
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ class Rule:
 
     Attributes:
         root: address of the archive.
-        files: patterns of the files below `root`, with {date}, {year}, {hour}, {member}, {lead}, {days} and {stem}.
+        files: patterns of the files below `root`, with {date}, {year}, {month}, {day}, {hour}, {member}, {lead},
+            {valid} (date and hour of the valid time), {days} and {stem}.
         first: first init time.
         last: last init time; empty if the archive still grows.
         hours: hours of the day of the init times, UTC.
@@ -47,6 +58,11 @@ class Rule:
         sums_of_steps: whether a sum, such as rain, begins at the lead before its own and not at the init time. The sum
             from the init time on then needs the files of all earlier leads.
         since: (init time, pattern) of further files that exist from this init time on.
+        stems: by variable, what {stem} stands for; empty if a file holds all variables.
+        split: hPa; on levels of lower pressure, the variables of `_UPPER` have files of their own. 0 if they do not.
+        weekdays: days of the week with init times, from 0 for Monday.
+        hindcasts: whether a file holds the same day of many years. The period then names the days of the files, and
+            `dates` does not choose among them.
     """
 
     root: str
@@ -59,6 +75,10 @@ class Rule:
     members: tuple[str, ...] = ("",)
     sums_of_steps: bool = False
     since: tuple[tuple[str, str], ...] = ()
+    stems: Mapping[str, str] = field(default_factory=dict)
+    split: int = 0
+    weekdays: tuple[int, ...] = tuple(range(7))
+    hindcasts: bool = False
 
 
 def _perturbed(last: int) -> tuple[str, ...]:
@@ -66,11 +86,17 @@ def _perturbed(last: int) -> tuple[str, ...]:
     return ("c00", *(f"p{number:02d}" for number in range(1, last + 1)))
 
 
+_UPPER = {"t": "tmp_pres", "z": "hgt_pres", "u": "ugrd_pres", "v": "vgrd_pres", "q": "spfh_pres"}
 RULES = {
     "gefs:reforecast": Rule(
         "s3://noaa-gefs-retrospective/GEFSv12/reforecast",
         ("{year}/{date}00/{member}/{days}/{stem}_{date}00_{member}.grib2",),
         "2000-01-01", "2019-12-31", hours=(0,), members=_perturbed(4), sums_of_steps=True,
+        stems=_UPPER | {
+            "t2m": "tmp_2m", "msl": "pres_msl", "tp": "apcp_sfc",
+            "u10": "ugrd_hgt", "v10": "vgrd_hgt", "u100m": "ugrd_hgt", "v100m": "vgrd_hgt",
+        },
+        split=700,  # their grid is coarser, too
     ),
     "gefs:operational": Rule(
         "s3://noaa-gefs-pds", ("gefs.{date}/{hour}/atmos/pgrb2ap5/ge{member}.t{hour}z.pgrb2a.0p50.f{lead:03d}",),
@@ -88,22 +114,35 @@ RULES = {
               for kind in ("cf", "pf")),
         "2025-07-02", leads=((360, 6),),
     ),
-}  # fmt: skip
-_SPLIT = 700  # hPa; levels of lower pressure have files of their own in GEFSv12's reforecast, on a coarser grid
-_UPPER = {"t": "tmp", "z": "hgt", "u": "ugrd", "v": "vgrd", "q": "spfh"}
-_SURFACE = {
-    "t2m": "tmp_2m", "msl": "pres_msl", "tp": "apcp_sfc",
-    "u10": "ugrd_hgt", "v10": "vgrd_hgt", "u100m": "ugrd_hgt", "v100m": "vgrd_hgt",
+    # The bucket keeps 30 days. Geopotential height has this name since January 2026.
+    "mogreps:global": Rule(
+        "https://met-office-global-ensemble-model-data.s3.eu-west-2.amazonaws.com/global-ensemble",
+        ("{year}/{month}/{day}/T{hour}00Z/{valid}00Z-PT{lead:04d}H00M-{stem}.nc",),
+        "2026-02-01", leads=((132, 1), (246, 3)),
+        stems={
+            "t": "temperature_on_pressure_levels", "z": "geopotential_height_on_pressure_levels",
+            "r": "relative_humidity_on_pressure_levels", "ws": "wind_speed_on_pressure_levels",
+            "t2m": "temperature_at_screen_level", "r2m": "relative_humidity_at_screen_level",
+            "msl": "pressure_at_mean_sea_level", "ws10": "wind_speed_at_10m",
+        },
+    ),
+    # Files are named by the Mondays and Thursdays of 2018, and hold these days of 1998 to 2017.
+    "ens10:hindcasts": Rule(
+        f"{_ECMWF}/maelstrom-ap4", ("output.{stem}.{date}",), "2018-01-01", "2018-12-31", hours=(0,),
+        weekdays=(0, 3), hindcasts=True,
+        stems=dict.fromkeys(("t", "z", "u", "v", "q", "w", "d"), "pl")
+        | dict.fromkeys(("t2m", "msl", "u10", "v10", "tp", "cp", "tcc", "tcw", "tcwv", "sst", "skt"), "sfc"),
+    ),
 }  # fmt: skip
 _FIRST_PART = 240  # hours; longer leads of the reforecast lie in another folder
 
 
-def is_rule(path: str) -> bool:
-    """Return whether a path is a short name to which a rule belongs, such as `gefs:reforecast/2000-01-05`."""
-    return path.partition("/")[0] in RULES
+def names_several(path: str) -> bool:
+    """Return whether a path is a short name of several files or stores, such as `gefs:reforecast/2000-01-05`."""
+    return path in STORES or path.partition("/")[0] in RULES
 
 
-def urls_of_rule(
+def urls_of_name(
     path: str,
     *,
     variables: Collection[str] | None = None,
@@ -111,10 +150,10 @@ def urls_of_rule(
     leads: Sequence[int] | None = None,
     dates: Sequence[str] | None = None,
 ) -> list[str]:
-    """Return the URLs of the files that a name stands for.
+    """Return the URLs of the files or stores that a name stands for.
 
     Args:
-        path: the name with a period.
+        path: the name, with a period if a rule belongs to it.
         variables: short names of the variables to read; None for all whose files are known.
         levels: pressure levels to read, hPa; None for all.
         leads: leads to read, hours; None for all, except that GEFSv12's reforecast is then read up to ten days only.
@@ -123,14 +162,16 @@ def urls_of_rule(
     Raises:
         UserError: the period is not a date, or the archive has none of the init times, leads or variables.
     """
+    if path in STORES:
+        return list(STORES[path])
     name, _, period = path.partition("/")
     rule = RULES[name]
     starts = _starts(rule)
     if not period:
         raise UserError(f"{path}: names no period; give one, as in {name}/{str(starts[-1])[:13]}")
-    for periods in ([period], dates):
+    for periods in ([period], None if rule.hindcasts else dates):
         starts = starts if periods is None else starts[select_dates(starts, periods, path)]
-    stems = _stems(path, variables, levels) if any("{stem}" in one for one in rule.files) else [""]
+    stems = _stems(path, rule, variables, levels) if rule.stems else [""]
     last = max(leads) if leads else 0
     # The sum up to a lead may have to be added up from the sums of all steps before, so these files are read, too. If
     # no variables are named, all are read, and rain is among them.
@@ -152,6 +193,7 @@ def _starts(rule: Rule) -> np.ndarray:
     """Return all init times of an archive up to today, (D,) datetime64[s]."""
     last = np.datetime64(rule.last, "D") if rule.last else np.datetime64("today", "D")
     days = np.arange(np.datetime64(rule.first, "D"), last + 1)
+    days = days[np.isin((days.astype(np.int64) + 3) % 7, rule.weekdays)]  # 1970-01-01 was a Thursday
     return (days[:, None] + np.array(rule.hours, "timedelta64[h]")).astype("datetime64[s]").ravel()
 
 
@@ -170,24 +212,25 @@ def _values(
 ) -> Iterator[dict[str, Any]]:
     """Yield the values to fill into the patterns, once for each file."""
     text = str(start)
-    fixed = {"year": text[:4], "date": text[:10].replace("-", ""), "hour": text[11:13]}
+    fixed = {"year": text[:4], "month": text[5:7], "day": text[8:10], "hour": text[11:13]}
+    fixed["date"] = text[:10].replace("-", "")
     for member in rule.members:
         for lead in leads:
+            valid = str(start + np.timedelta64(lead, "h"))[:13].replace("-", "")
             for stem in stems:
                 for part in days:
-                    yield fixed | {"member": member, "lead": lead, "stem": stem, "days": part}
+                    yield fixed | {"member": member, "lead": lead, "valid": valid, "stem": stem, "days": part}
 
 
-def _stems(path: str, variables: Collection[str] | None, levels: Sequence[int] | None) -> list[str]:
-    """Return the first parts of the names of GEFSv12's files, for some variables and levels."""
+def _stems(path: str, rule: Rule, variables: Collection[str] | None, levels: Sequence[int] | None) -> list[str]:
+    """Return what {stem} stands for in the names of the files that hold some variables on some levels."""
     found = []
-    for name in (*_UPPER, *_SURFACE) if variables is None else sorted(variables):
-        if name in _UPPER:
-            low = levels is None or any(level >= _SPLIT for level in levels)
-            high = levels is None or any(level < _SPLIT for level in levels)
-            found += [f"{_UPPER[name]}_pres"] * low + [f"{_UPPER[name]}_pres_abv700mb"] * high
-        elif name in _SURFACE:
-            found.append(_SURFACE[name])
+    for name in [one for one in rule.stems if variables is None or one in variables]:
+        stem, upper = rule.stems[name], rule.split and name in _UPPER
+        if not upper or levels is None or any(level >= rule.split for level in levels):
+            found.append(stem)
+        if upper and (levels is None or any(level < rule.split for level in levels)):
+            found.append(f"{stem}_abv{rule.split}mb")
     if not found:
-        raise UserError(f"{path}: file names are known for {', '.join((*_UPPER, *_SURFACE))}; give URLs for others")
+        raise UserError(f"{path}: file names are known for {', '.join(rule.stems)}; give URLs for others")
     return list(dict.fromkeys(found))

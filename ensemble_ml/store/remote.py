@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import google_crc32c
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.archive_names import NAMES, is_rule
+from ensemble_ml.store.archive_names import NAMES, names_several
 
 _SCHEMES = ("https://", "http://", "s3://", "gs://")
 GROUP = "#"  # stands between the URL of a Zarr store and a group in it
@@ -44,7 +44,9 @@ Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suff
 
 def is_remote(path: Any) -> bool:
     """Return whether a path is a URL, or a short name of one or of several."""
-    return isinstance(path, str) and (path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES or is_rule(path))
+    if not isinstance(path, str):
+        return False
+    return path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES or names_several(path)
 
 
 def url_of(path: str) -> str:

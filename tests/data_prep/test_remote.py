@@ -16,7 +16,7 @@ from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
-from ensemble_ml.store.archive_names import NAMES, RULES
+from ensemble_ml.store.archive_names import NAMES, RULES, STORES
 from ensemble_ml.store.remote import is_remote, open_remote, reopen, url_of
 
 pytest.importorskip("obstore", reason="URLs need the extra `remote`")
@@ -232,6 +232,28 @@ class TestNamesOfManyFiles:
         how = {"levels": [850], "variables": ["t", "t2m", "tp"]}
         changes = {"root": served, "members": ("c00", "p01", "p02")}
         assert_same(*self.opened(monkeypatch, "gefs:reforecast/2000-01-05", files, how, **changes))
+
+    def test_mogreps(self, tmp_path, served, monkeypatch):
+        folder = public_archives.mogreps(tmp_path / "2026" / "09" / "16")
+        name, variables = "mogreps:global/2026-09-16T00", ["t", "z", "t2m", "msl", "ws10"]
+        how = {"leads": [3, 6], "variables": variables}
+        one, other = self.opened(monkeypatch, name, folder, how, root=served)
+        assert_same(one, other)
+        assert set(one.layout.names) == set(variables)
+
+    def test_ens10(self, tmp_path, served, monkeypatch):
+        path = public_grib.ens10(tmp_path) / "output.19980101"
+        path = path.rename(tmp_path / "output.sfc.20180101")
+        how = {"variables": ["t2m", "msl"]}
+        assert_same(*self.opened(monkeypatch, "ens10:hindcasts/2018-01-01", path, how, root=served))
+
+    def test_euppbench(self, tmp_path, served, monkeypatch):
+        folder = public_archives.euppbench(tmp_path, years=2)
+        stores = tuple(f"{served}/{one.name}" for one in sorted(folder.glob("*.zarr")))
+        monkeypatch.setitem(STORES, "euppbench:reforecasts", stores)
+        one = open_archive("euppbench:reforecasts")
+        assert_same(one, open_archive(folder))
+        assert len(stores) == 3 and {"t2m", "z", "tp"} <= set(one.layout.names)
 
     def test_a_store_remembers_the_name(self, tmp_path, served, monkeypatch):
         public_grib.ecmwf_open_data(tmp_path)
