@@ -324,9 +324,7 @@ def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
     return [(kind, [at for at, family in enumerate(families) if family is kind]) for kind in kinds]
 
 
-def ensemble_input(
-    members: Tensor, day_of_year: Tensor, *, one_member: bool = False, all_members: bool = False
-) -> EnsembleInput:
+def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
     """Reduce the members to their mean and spread, the input of a model.
 
     All samples must have the same number M of members.
@@ -334,8 +332,6 @@ def ensemble_input(
     Args:
         members: (B, M, T, F, Y, X) members, physical units.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
-        one_member: also pass on the first member.
-        all_members: also pass on all members.
     """
     batch, count = members.shape[:2]
     return EnsembleInput(
@@ -343,8 +339,6 @@ def ensemble_input(
         torch.zeros_like(members[:, 0]) if count == 1 else members.std(1),  # torch gives NaN for one member
         members.new_full((batch,), float(count)),
         day_of_year,
-        members[:, 0] if one_member else None,
-        members if all_members else None,
     )
 
 

@@ -122,19 +122,15 @@ class Ledger(TorchDispatchMode):
         if self._tracker is not None:
             self._tracker.__exit__(*error)
 
-    def total(self, kinds: Iterable[Kind] = Kind, under: str = "") -> Entry:
-        """Return the totals of some kinds of operations.
+    def total(self, kinds: Iterable[Kind] = Kind) -> Entry:
+        """Return the totals of some kinds of operations, over all modules.
 
         Args:
             kinds: which kinds.
-            under: beginning of the names of the modules to count.
-
-        Returns:
-            Their sum.
         """
         wanted, found = set(kinds), Entry()
-        for (module, kind), entry in self.entries.items():
-            if kind in wanted and module.startswith(under):
+        for (_, kind), entry in self.entries.items():
+            if kind in wanted:
                 found.add(entry)
         return found
 

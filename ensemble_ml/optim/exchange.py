@@ -94,7 +94,7 @@ class Exchange:
 
     @property
     def abstains(self) -> bool:
-        """Return True if this rank takes no part in the step: its gradient and momentum are not used or changed."""
+        """Return True if this rank's gradient is not used in the step, and its momentum does not change."""
         return False
 
     def attach(self, optimizer: Optimizer) -> None:
