@@ -135,7 +135,7 @@ def reliability(
 ) -> Figure:
     """Draw how often an event happened against the probability that was forecast for it.
 
-    Points are weighted by the exact area of their cell where they lie on a latitude-longitude grid.
+    On a latitude-longitude grid, points are weighted by the exact area of their cells.
 
     Args:
         probability: Forecast probabilities, 0 to 1; or several by the names that the legend shows.

@@ -196,7 +196,7 @@ class StoreItems:
         """Return the path of the shard from which the sample takes most bytes."""
         return max(self._pieces[sample], key=lambda piece: piece.bytes).path
 
-    lasting = True  # the fingerprint stands for every byte
+    lasting = True  # equal fingerprints mean equal bytes, so a later run may use a cache on disk
 
     def fingerprint(self) -> str:
         """Return a hash of the contents of the store and of what is selected from it."""
@@ -289,7 +289,7 @@ class OpenedItems:
         """Return the path of the shard from which the sample takes most bytes."""
         return self.packed.name(sample)
 
-    lasting = True  # the fingerprint stands for every byte
+    lasting = True  # equal fingerprints mean equal bytes, so a later run may use a cache on disk
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the packed samples, which are the same data."""

@@ -22,7 +22,7 @@ _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class Eager(Optimizer):
-    """A base class of optimizers that are not compiled. It must stand before other base classes."""
+    """A base class of optimizers that are not compiled. It must come before other base classes."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do."""

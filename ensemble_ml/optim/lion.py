@@ -4,8 +4,8 @@
     weight   = weight * (1 - lr * weight_decay) - lr * sign(u)
     momentum = beta2 * momentum + (1 - beta2) * gradient
 
-This is Algorithm 2 of the paper. Every weight moves by exactly `lr` in a step, apart from the decay. The learning rate
-is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
+This is Algorithm 2 of the paper. Apart from the decay, every weight moves by exactly `lr` in a step, or not at all if u
+is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
 
 With several ranks the signs may come from a vote, for which the optimizer asks its `Exchange`.
 
