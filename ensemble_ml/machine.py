@@ -72,7 +72,7 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
 
     Args:
         arenas: number of memory pools that threads started from now on share. None leaves each thread its own, which
-            wastes memory if one thread allocates blocks and another one frees them.
+            may take more memory if one thread allocates blocks and another one frees them.
     """
     if (mallopt := _of_libc("mallopt")) is None:
         return

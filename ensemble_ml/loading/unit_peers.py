@@ -85,7 +85,7 @@ class UnitPeers:
     def get(self, holder: int, use: int) -> np.ndarray | None:
         """Return the unit of a use from its holder.
 
-        None stands for a holder that has failed, is late or has no such unit, and for damaged bytes.
+        None stands for a holder that has failed, is late or could not read the unit, and for damaged bytes.
         """
         if self._wire.silent(holder):
             return None
