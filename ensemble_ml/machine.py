@@ -1,7 +1,7 @@
 """The resources of the machine that this process may use, and those that it uses: cores and memory.
 
-A control group may leave a process less memory than the machine has. A batch system limits a job by its own control
-group, which lies below the root; /proc/self/cgroup says where.
+A control group (cgroup) may allow a process less memory than the machine has. A batch system gives each job a cgroup of
+its own; /proc/self/cgroup names it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def processors() -> list[str]:
 def let_waiting_threads_sleep() -> None:
     """Let OpenMP threads that wait for work sleep. This only has an effect before a library loads OpenMP.
 
-    By default they look for work in a loop, which is slightly faster on cores that nobody else uses. Beside other work,
+    By default they look for work in a loop, which is slightly faster on cores that nobody else uses. On a busy machine
     such a thread takes the core from the thread for which it waits. 150 steps of a small network by two threads on two
     cores, at a load of four, took 14.3 s of processor time; with sleeping threads they take 6.0 s, with identical
-    results. A setting of the user stays.
+    results. An OMP_WAIT_POLICY that the user has set stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """Import without Python's garbage collector, which leaves alone what was imported until the process ends.
+    """Switch Python's garbage collector off in this context, and exclude from later collections what was imported.
 
     While torch is imported, the collector looks through all its objects again and again, and once more at the end. A
-    command that imports the training took 2.4 s of processor time with it, and takes 1.7 s without. A process that has
-    imported torch before has garbage as well, which would then stay for good; there nothing changes.
+    command that imports the training took 2.4 s of processor time with it, and takes 1.7 s without. If torch is
+    imported already, this does nothing: garbage that the process has made since would never be collected.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -71,8 +71,8 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
     resident size stayed the same. With another C library nothing happens.
 
     Args:
-        arenas: number of memory pools that threads started from now on share. By default each thread has its own.
-            Blocks that one thread compresses and another writes then wander from pool to pool.
+        arenas: number of memory pools that threads started from now on share. None leaves each thread its own, which
+            may take more memory if one thread allocates blocks and another one frees them.
     """
     if (mallopt := _of_libc("mallopt")) is None:
         return
@@ -84,10 +84,10 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the memory of freed arrays to the kernel, of all threads.
+    """Return the memory of freed arrays of all threads to the kernel.
 
-    glibc keeps blocks of some MB for the thread that made them. Where the threads of Dask make fields and another one
-    predicts, the pools together held twice of what was in use. With another C library nothing happens.
+    glibc keeps blocks of some MB for the thread that made them. Where threads of Dask made fields and another thread
+    predicted, glibc held twice the memory that was in use. With another C library nothing happens.
     """
     if (trim := _of_libc("malloc_trim")) is not None:
         trim(0)

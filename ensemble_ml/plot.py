@@ -1,4 +1,4 @@
-"""Draw three common figures: a map, a fan of quantiles at a place, and the reliability of probabilities.
+"""Draw three common figures: a map, quantiles at a place against lead time, and the reliability of probabilities.
 
 Each function returns a matplotlib Figure: `figure.savefig("map.png")` writes it, and a notebook shows it. Style and
 colours are those of the reports. matplotlib is imported when a figure is drawn, and not before.
@@ -135,22 +135,22 @@ def reliability(
 ) -> Figure:
     """Draw how often an event happened against the probability that was forecast for it.
 
-    Points are weighted by the exact area of their cell where they lie on a latitude-longitude grid.
+    On a latitude-longitude grid, points are weighted by the exact area of their cells.
 
     Args:
         probability: Forecast probabilities, 0 to 1; or several by the names that the legend shows.
-        event: Outcome, true or false (or 1 and 0), at the same coordinates; NaN is left out. For probabilities along
-            a dimension of thresholds, such as `tp_prob_above` of a forecast, the truth in the variable's units, with
-            all their times and places or more. It is compared with each threshold.
+        event: Outcome, true or false (or 1 and 0), at the same coordinates; NaN is left out. If the probabilities have
+            a dimension of thresholds, as `tp_prob_above` of a forecast, give the truth in the variable's units: it is
+            compared with each threshold. It may have more times and places than the probabilities.
         bins: Number of bins of equal width in which the probabilities are counted.
         title: Title above the curves.
 
     Returns:
-        The figure, with the curves and above them how often each probability was forecast; side by side for each
-        threshold.
+        The figure: the curves, above them how often each probability was forecast, and thresholds side by side.
 
     Raises:
-        UserError: Coordinates differ, values are no probabilities or events, or matplotlib is not installed.
+        UserError: Coordinates differ, the truth lacks some of them or has several values for one probability, values
+            are no probabilities or events, `bins` is below 1, or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -183,8 +183,8 @@ def _events(
         return
     if event.dtype == bool:
         remedy = f"give the truth in its units, or choose one threshold, as with isel({axis}=0)"
-        raise UserError(f"{name}: has probabilities along {axis}, and the event is of one; {remedy}")
-    # All thresholds of a lazy forecast are of the same prediction, which is made once here.
+        raise UserError(f"{name}: has probabilities along {axis}, but the event is for one threshold; {remedy}")
+    # The prediction of a lazy forecast is computed once here, for all thresholds.
     shares, truth = probability.compute(), _at_times_of(name, event, probability).compute()
     units = shares[axis].attrs.get("units", "")
     for at, value in enumerate(shares[axis].values):
@@ -196,12 +196,13 @@ def _events(
 
 
 def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
-    """Return the truth at the times and places of probabilities, whose names of axes it takes."""
+    """Return the truth at the times and places of the probabilities, with its time axes named as theirs."""
     for axis in (_START, _LEAD):
         ours = [spelt for spelt in axis if spelt in probability.coords]
         theirs = [spelt for spelt in axis if spelt in truth.dims]
         truth = truth.rename(dict(zip(theirs, ours, strict=False)))
-    # A time or level that was chosen of the forecast is a coordinate without a dimension, and is chosen here, too.
+    # If one time or level of the forecast was selected, it is a coordinate without a dimension. It is selected here,
+    # too.
     shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}
     try:
         found = truth.sel(shared)
@@ -226,8 +227,7 @@ def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int)
     # With equal weights, the many small cells near the poles would count too much.
     on_grid = {"latitude", "longitude"} <= set(p.dims)
     weights = area_weights(p).broadcast_like(p) if on_grid else xr.ones_like(p, dtype=np.float64)
-    # Probabilities and events are broadcast and put in one order of axes, because their arrays are compared by
-    # position.
+    # The arrays are compared by position, so their axes must have the same order.
     shares, happened = (np.asarray(part.transpose(*p.dims).values, np.float64) for part in (p, o))
     check_probability(name, shares)
     table = Reliability.zeros(bins)
@@ -259,7 +259,11 @@ def _need_matplotlib() -> None:
 
 
 def _flat(field: xr.DataArray) -> xr.DataArray:
-    """Return a field over latitude and longitude, computed and without its other axes of length one."""
+    """Return a field over latitude and longitude, computed and without its other axes of length one.
+
+    Raises:
+        UserError: It lacks one of these two dimensions, or another one is longer.
+    """
     more = [dim for dim in field.dims if dim not in ("latitude", "longitude")]
     if several := [str(dim) for dim in more if field.sizes[dim] != 1]:
         raise UserError(f"{field.name}: has several values along {', '.join(several)}; choose one, as with isel")
@@ -270,7 +274,12 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
 
 
 def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:
-    """Return the values at the nearest grid point, for one level and one initialisation time."""
+    """Return the values at the nearest grid point, for one level and one initialisation time.
+
+    Raises:
+        UserError: `level` is missing or not in the values, they have several initialisation times, or the place is
+            outside of their grid.
+    """
     from ensemble_ml.grid import canonical
     from ensemble_ml.inference.select import nearest_points
 
@@ -281,7 +290,8 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
         values = values.sel(level=level)
     for dim in _START:
         if values.sizes.get(dim, 1) != 1:
-            raise UserError(f"forecast: holds {values.sizes[dim]} init times; choose one, as with isel({dim}=[0])")
+            name = values.name or "truth"
+            raise UserError(f"{name}: holds {values.sizes[dim]} init times; choose one, as with isel({dim}=[0])")
         values = values.squeeze(dim, drop=True) if dim in values.dims else values
     grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
     nearest = nearest_points(grid, [[float(latitude), float(longitude)]])
@@ -289,7 +299,7 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
 
 
 def _title(field: xr.DataArray) -> str:
-    """Return the long name of a field, what of it is shown (threshold, level, quantile), and its times."""
+    """Return the long name of a field, its threshold, level or quantile, and its times."""
     words = [str(field.attrs.get("long_name", field.name))]
     for name, one in field.coords.items():
         word = str(name).partition("_")[0]
@@ -306,6 +316,6 @@ def _title(field: xr.DataArray) -> str:
 
 
 def _scale(field: xr.DataArray) -> str:
-    """Return the label of the colours: the units, or the word probability."""
+    """Return the label of the colour bar: the units, or the word probability."""
     units = str(field.attrs.get("units", ""))
     return "probability" if units == "1" and str(field.name).endswith("_prob_above") else units

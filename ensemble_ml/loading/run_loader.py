@@ -54,10 +54,10 @@ class RunLoader(Protocol):
 
 @dataclass(frozen=True)
 class Lane:
-    """A group of ranks that read the same rows, between which units may travel.
+    """A group of ranks that read the same rows and may send each other cache units.
 
     Attributes:
-        coordinate: Data coordinate of this rank.
+        coordinate: Data coordinate of this rank: which share of each batch it reads.
         column: Position of this rank among those that share its data coordinate (the ranks along longitude).
         parts: Number of data coordinates.
         columns: Number of ranks of one data coordinate.
@@ -100,11 +100,13 @@ class PlannedLoader:
         device: Device to which batches are copied.
         lane: Ranks that read the same rows.
         timeline: File for a picture of what the threads did and when; None draws none.
-        meets: Whether all ranks have done the same number of steps, by that number.
+        meets: Function that takes a number of steps and returns whether all ranks wait for each other after that many.
+            It is called only if `slack` is above 0.
         slack: Number of steps that ranks may be apart.
 
     Raises:
-        UserError: Settings do not fit the store, or differ between ranks.
+        UserError: The store lacks something or is damaged, the cache folder cannot be written, or ranks have planned
+            different runs.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class PlannedLoader:
     def close(self) -> None:
         """End threads and connections, and free the memory. Draw the timeline."""
         ended = (self._engine is None or self._engine.close()) and (self._peers is None or self._peers.close())
-        if ended:  # else the remaining threads still write to it
+        if ended:  # else the threads that still run may use it
             self.cache.close()
         try:
             self.timeline.draw()
@@ -270,7 +272,7 @@ class Answers(Dataset[Batch | UserError]):
 
 
 def _as_it_is(found: Batch | UserError) -> Batch | UserError:
-    """Return a batch unchanged: the dataset has already joined it."""
+    """Return a batch unchanged: an item of the dataset is a whole batch already."""
     return found
 
 
@@ -288,19 +290,22 @@ def make_plan(
 
     Returns:
         The plan, its units, the schedule for which it is made (with `holders` where `assign` is `locality`), and the
-        look-ahead in batches that the memory allows.
+        number of batches ahead that the memory allows.
+
+    Raises:
+        UserError: The store lacks something, or a shard is damaged.
     """
     units = Units(reader, schedule.dates)
     homes = schedule.homes()
     if config.assign is Assign.locality:
         schedule = replace(schedule, holders=homes[np.searchsorted(units.dates, schedule.batches.dates)])
     trace = Trace.of(schedule, units)
-    # The largest turn of this rank in packed bytes, and the packed bytes of a whole validation: both pass through
-    # memory beside the cache.
+    # Packed bytes of each turn of this rank, and of its whole validation: they need memory besides the cache.
     own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
     mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
-    # Where ranks drift apart, what is read between two meetings waits in memory until the one after them.
+    # If ranks need not wait for each other in every step, the units that are read from one meeting of the ranks to the
+    # next stay in memory until the meeting after that.
     together += 2 * slack * int(own.max(initial=0))
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     # The dates of one data coordinate are spread over its columns, so that each column holds a share of them.
@@ -309,7 +314,7 @@ def make_plan(
     tiers = Room(lane.least(room), lane.least(config.disk_bytes))
     plan = UnitPlan(trace, units.sizes, home, tiers, lane.columns, lane.ranks)
     if not plan.exact:
-        log.info("loading: %d uses are too many to plan each; what is used most is held", len(trace.unit))
+        log.info("loading: too many reads (%d) to plan each; the cache holds what is read most", len(trace.unit))
     return plan, units, schedule, lane.least(ahead)
 
 
@@ -318,9 +323,10 @@ def cache_room(
 ) -> tuple[int, int]:
     """Divide the memory of `loading.ram` between the cache and everything else.
 
-    The ring of decoded batches, the memory into which threads decode, and packed units on their way come first. The
-    cache gets the rest. The turns of a validation are passed together: until then, units that the cache shall hold wait
-    beside it. They take at most as many bytes as the cache itself, so the cache gets at least half of the rest.
+    The decoded batches, the memory into which threads decode, and packed units that are being read come first. The
+    cache gets the rest. But units enter the cache only when all ranks have passed their turn, and the turns of a
+    validation count as passed together. The units that wait for that take at most as many bytes as the cache itself, so
+    the cache gets at least half of the rest.
 
     Args:
         config: Settings of loading.
@@ -328,16 +334,17 @@ def cache_room(
         reader: Reader of the store.
         lane: Ranks that read the same rows.
         packed: Most packed bytes of one batch.
-        together: Packed bytes on this rank that are passed together: of a validation, and of steps between meetings.
+        together: Packed bytes of this rank in turns that are passed together: those of a validation, and those between
+            meetings of the ranks.
 
     Returns:
-        Bytes of the cache in whole pages, and batches of look-ahead.
+        Bytes of the cache in whole pages, and number of batches to prepare ahead.
     """
     total = config.ram_bytes
     if total is None:
         total = free_memory() // 2 // lane.on_host
     batch, scratch = decoded_bytes(schedule, reader, lane)
-    # Too little memory first costs look-ahead. If even one batch ahead does not fit, the run goes on without a cache,
+    # If memory is short, fewer batches are prepared ahead. If even one does not fit, the run goes on without a cache,
     # and a warning says so.
     for ahead in range(config.ahead, 0, -1):
         needed = (ahead + 1) * (batch + packed) + packed + config.threads * scratch
@@ -367,6 +374,7 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     (top, bottom), (left, right) = reader.window
     field = 4 * (bottom - top) * (right - left)
     members = max(schedule.batches.sizes, default=1)
+    # Mean and spread, and what else the model takes.
     inputs = 2 + spec.config.one_member + (members if spec.takes_members else 0) + bool(spec.masked)
     targets = spec.config.postprocess + spec.config.spread
     sample = field * spec.fields * (inputs * len(spec.leads_in) + targets * len(spec.leads_out))

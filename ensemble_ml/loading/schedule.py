@@ -52,10 +52,11 @@ class Schedule:
     Args:
         batches: Global training batches; the schedule covers its first to its last step.
         validation: Batches of one validation, in order. They are dealt out to the data coordinates one by one.
-        validate_every: Number of steps between validations. One more validation follows the last step.
+        validate_every: Number of steps between validations. A validation always follows the last step.
         validate_first: Whether the run begins with a validation.
         parts: Number of data coordinates.
-        holders: (F,) data coordinate to which each training date should go if possible; None keeps the order's own.
+        holders: (F,) data coordinate to which each training date should go if possible; None cuts each batch in its
+            own order.
     """
 
     batches: Batches
@@ -89,11 +90,11 @@ class Schedule:
         return np.unique(np.concatenate([self.batches.dates, np.asarray(validated, int)]))
 
     def homes(self) -> np.ndarray:
-        """Return the data coordinate that holds each of `dates`, as one number for each of them.
+        """Return the data coordinate that holds each of `dates`, an array of the same length.
 
         For a training date it is the coordinate that uses the date in epoch 0 when every batch is cut in its own order.
-        For other dates it is the coordinate that reads the date first in a validation. The shares of a batch are of
-        equal length (to within one), so the coordinates hold about equally many training dates.
+        For other dates it is the coordinate that reads the date first in a validation. The lengths of the shares of a
+        batch differ by at most one, so the coordinates hold about equally many training dates.
         """
         found: dict[int, int] = {}
         order = self.batches.order
@@ -101,7 +102,7 @@ class Schedule:
             _, samples = order.step(step)
             for part, share in enumerate(np.array_split(samples, self.parts)):
                 found |= {int(self.batches.dates[sample]): part for sample in share}
-        # Dates of training keep their home; only dates that appear in a validation alone get one here.
+        # Training dates have a home already; this adds the dates that only validations read.
         for number, group in enumerate(self.validation):
             for draw in group:
                 found.setdefault(draw.date, number % self.parts)

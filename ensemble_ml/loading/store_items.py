@@ -64,7 +64,7 @@ class StoreItems:
         dates: Indices of init times, or a mask of them; None takes all.
 
     Raises:
-        UserError: The store lacks something selected, or a shard is damaged.
+        UserError: The store lacks something selected, a shard is damaged, or `dates` are out of range or none.
     """
 
     def __init__(
@@ -167,7 +167,13 @@ class StoreItems:
         self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
 
     def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
-        """Read the arrays of a sample through `store`, which is this store over other bytes."""
+        """Read the arrays of a sample into `out`.
+
+        Args:
+            store: This store, with chunks from memory in the place of those on disk.
+            sample: Number of the sample.
+            out: Arrays to fill, by name.
+        """
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
@@ -183,14 +189,14 @@ class StoreItems:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
     def opened(self) -> OpenedItems:
-        """Return the same samples for a cache that can hold them decompressed."""
+        """Return the same samples in a form that a cache holds decompressed."""
         return OpenedItems(self)
 
     def name(self, sample: int) -> str:
         """Return the path of the shard from which the sample takes most bytes."""
         return max(self._pieces[sample], key=lambda piece: piece.bytes).path
 
-    lasting = True  # the fingerprint stands for every byte
+    lasting = True  # equal fingerprints mean equal bytes, so a later run may use a cache on disk
 
     def fingerprint(self) -> str:
         """Return a hash of the contents of the store and of what is selected from it."""
@@ -223,11 +229,11 @@ class PackedShard:
 class OpenedItems:
     """The samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
 
-    The chunks lie one after another as stored integers (Z, rows, X), in the order of their files. The rows that only
-    fill up the last block of the grid are left out. Decoding is then one multiplication and one addition for each
+    The chunks lie one after another as stored integers (Z, rows, X), in the order of their files. Rows beyond the grid,
+    which fill up the last block on disk, are left out. Decoding is then one multiplication and one addition for each
     value.
 
-    `stored` (F,) are the bytes on slow storage, `sizes` (F,) the bytes that are kept.
+    `stored` (F,) holds the bytes of each sample on slow storage, `sizes` (F,) those in a cache.
     """
 
     def __init__(self, packed: StoreItems):
@@ -283,7 +289,7 @@ class OpenedItems:
         """Return the path of the shard from which the sample takes most bytes."""
         return self.packed.name(sample)
 
-    lasting = True  # the fingerprint stands for every byte
+    lasting = True  # equal fingerprints mean equal bytes, so a later run may use a cache on disk
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the packed samples, which are the same data."""

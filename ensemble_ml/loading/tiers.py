@@ -43,7 +43,7 @@ class Alone:
 
 
 class Tiers:
-    """A view of all packed samples, as one rank reaches them. Any thread may ask.
+    """All packed samples, as one rank gets them. Any thread may call it.
 
     Args:
         plan: Plan of the run, which assigns each sample to its holder.
@@ -52,7 +52,7 @@ class Tiers:
         folder: Folder of the cache on local disk; required where the plan gives it capacity.
 
     Raises:
-        UserError: The folder is missing or cannot be used.
+        UserError: `folder` is None although the plan uses local disk, or it cannot be used.
     """
 
     def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
@@ -85,10 +85,10 @@ class Tiers:
 
         Args:
             sample: Number of the sample.
-            scratch: Memory of the sample's size, which is used where the sample is not held on this node.
+            scratch: Memory of the sample's size.
 
         Returns:
-            The bytes of the sample: in place where they are held whole on this node, else in `scratch`.
+            The bytes of the sample: in place where a cache on this node has them whole already, else in `scratch`.
 
         Raises:
             UserError: Slow storage does not deliver the sample.
@@ -142,8 +142,8 @@ class Tiers:
     def own(self, sample: int, scratch: memoryview) -> memoryview:
         """Return the bytes that this rank holds of a sample, for any rank that needs it.
 
-        They are in place where the sample is in a cache of this rank. The first time they are read from slow storage
-        into `scratch` and kept. Uses are not counted here but by the rank that uses the sample.
+        The first call reads them from slow storage into `scratch` and puts them into a cache. Later calls return them
+        in place. The rank that uses the sample counts the use, so it is not counted here.
         """
         slab = self.slabs[int(self.plan.placement.tier[sample])]
         with self._once(sample):
@@ -213,7 +213,7 @@ def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
 
 
 def slab_key(plan: Plan, items: Items, rank: int, tier: int) -> int:
-    """Return a 63-bit number that identifies a rank's slab of these items under this plan."""
+    """Return a 63-bit number that identifies the slab of these items, plan, rank and tier."""
     said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
 

@@ -51,7 +51,7 @@ class Timeline:
         self.spans.append((kind, threading.current_thread().name, begin - self.began, end - self.began))
 
     def draw(self) -> None:
-        """Draw the picture, with one row for each thread and one colour for each kind.
+        """Draw the picture, with one row for each thread and one colour for each kind. Without spans, do nothing.
 
         Raises:
             UserError: The file cannot be written, or its ending is not a known format.

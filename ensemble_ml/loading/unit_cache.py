@@ -2,10 +2,9 @@
 
 A unit comes from the caches of this rank, from another rank, or from slow storage.
 
-A unit that a turn reads and a cache shall keep first stays in memory (`_coming`) until all ranks have passed the turn.
-Only then is it written to the cache, in the order of the plan, over the units that the plan drops. No page is therefore
-overwritten while another rank reads it. A unit that no cache keeps is released when the last of its users has received
-it.
+A unit that is to enter a cache first stays in other memory (`_coming`) until all ranks have passed the turn that reads
+it. Then it is written to the cache, in the order of the plan, over units that the plan drops. So no page is overwritten
+while another rank reads it. A unit that no cache keeps is released when the last of its users has received it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Alone:
 
 
 class UnitCache:
-    """The units that one rank reads, holds and serves. Any thread may ask.
+    """The units that one rank reads, holds and serves. Any thread may call it.
 
     Args:
         plan: Plan of every use.
@@ -107,22 +106,29 @@ class UnitCache:
         return self.again(unit)
 
     def again(self, unit: int) -> np.ndarray:
-        """Read a unit from slow storage although the plan has it elsewhere, and count it as a fallback.
+        """Read a unit from slow storage although the plan has it in a cache or from another rank; count a fallback.
 
-        This happens where its holder is gone, or where the copy that the holder has is damaged.
+        This happens if its holder has failed or is late, if a copy is damaged, or if a disk was too full to keep it.
+
+        Raises:
+            UserError: Slow storage does not deliver it.
         """
         self.counters.add(fallback=int(self.plan.sizes[unit]))
         return self._read(unit)
 
     def own(self, use: int) -> np.ndarray:
-        """Return the unit of a use of any rank, of which this rank is the holder."""
+        """Return the unit that a use of any rank needs, where this rank is its holder.
+
+        Raises:
+            UserError: Slow storage does not deliver it.
+        """
         return self._own(use)[0]
 
     def _own(self, use: int) -> tuple[np.ndarray, bool]:
-        """Return the unit, and whether it came as the plan has it.
+        """Return the unit, and whether it came from where the plan has it.
 
-        The second value is False where the plan has the unit in a cache, but a full disk has not kept it. The unit is
-        then read again.
+        The second value is False where the plan has the unit in a cache, but the cache could not keep it (full disk).
+        The unit is then read again.
         """
         brought = int(self.plan.source[use])
         unit = int(self.plan.trace.unit[use])
@@ -149,8 +155,8 @@ class UnitCache:
     def _answered(self, use: int) -> None:
         """Count that one more user has received a unit that no cache keeps, and release the unit after the last one.
 
-        The turns of a validation are passed together, and a validation may be large. Its units must not all stay until
-        then.
+        Without this, all units of a validation would stay in memory until its last turn, since its turns are passed
+        together.
         """
         with self._lock:
             left = self._waited_for.get(use, len(self.plan.users(use))) - 1
@@ -160,7 +166,7 @@ class UnitCache:
                 self._coming.pop(use, None)
 
     def _shared(self, use: int) -> bool:
-        """Return whether anybody else wants the unit that a use reads: a cache, or another rank."""
+        """Return whether a cache or another rank also needs the unit that a use reads."""
         users = self.plan.users(use)
         return bool(self.plan.keep[use]) or len(users) > 1 or self.rank not in users
 
@@ -196,7 +202,7 @@ class UnitCache:
             return self._resident.get(int(self.plan.source[use]))
 
     def passed(self, turn: int) -> None:
-        """Bring the caches up to date once all ranks have what they need of `turn` and those before it.
+        """Bring the caches up to date once all ranks have the units that they need up to `turn`.
 
         If another thread is doing so, this call does nothing; the next call catches up.
         """

@@ -1,9 +1,9 @@
 """Exchange packed units between ranks: through shared memory on one node, over TCP between nodes.
 
 A use is one read of a cache unit in the plan of the run, and the plan names the rank that holds the unit for it. Other
-ranks ask this holder. The holder reads the unit from slow storage if it has not done so yet. On the same node it may
-answer with a place in its memory, from which the asking rank copies the unit. If the holder dies, is late or sends
-damaged bytes, the asking rank reads the unit from slow storage and counts it as a fallback.
+ranks ask this holder. The holder reads the unit from slow storage if it has not done so yet. To a rank on the same node
+it may name a place in its cache, from which that rank copies the unit. If the holder fails, is late or sends damaged
+bytes, the asking rank reads the unit from slow storage and counts it as a fallback.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class UnitPeers:
     def get(self, holder: int, use: int) -> np.ndarray | None:
         """Return the unit of a use from its holder.
 
-        None stands for a holder that is dead, late or refuses, and for an answer that is damaged.
+        None stands for a holder that has failed, is late or could not read the unit, and for damaged bytes.
         """
         if self._wire.silent(holder):
             return None
@@ -125,7 +125,7 @@ class UnitPeers:
         return None
 
     def _shared(self, holder: int) -> bool:
-        """Return whether the memory of the holder can be opened on this node."""
+        """Return whether this rank can open the cache files of the holder."""
         if not self._wire.near(holder):
             return False
         try:
@@ -159,10 +159,9 @@ class UnitPeers:
 
 
 def _identity(file: int) -> str:
-    """Return device and inode of an open file.
+    """Return device and inode of an open file, by which another process checks that it has opened the same file.
 
-    Containers may have a process namespace of their own, in which the same path leads to another file. The identity
-    differs then.
+    Paths under /proc may lead to another file in a container, which may number its processes by itself.
     """
     facts = os.fstat(file)
     return f"{facts.st_dev}.{facts.st_ino}"

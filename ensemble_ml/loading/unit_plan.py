@@ -1,12 +1,12 @@
 """Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
 
-A run shows a random subset of members of each init time, and reads its validation dates again and again. Units are
-therefore used at irregular times. For units of equal size, Belady's rule with bypass (`replacement.py`) reads the
-fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of equal size. Where
-every unit is used exactly once an epoch, a cache that never changes is equally good and moves nothing.
+A run trains on random subsets of the members of each init time, and reads its validation dates again and again. Units
+are therefore used at irregular times. For units of equal size, Belady's rule with bypass (`replacement.py`) reads the
+fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of equal size. If every
+unit is used exactly once an epoch, a cache that never changes reads as few and needs no rewriting.
 
-Every init time has a home among the ranks. Only the home keeps the units of the date, so no unit is held twice. Each
-home decides by itself about the units that it may keep.
+Every init time has a home: the only rank whose caches may hold its units, so no unit is held twice. The caches of each
+rank are planned separately.
 
 The plan is a pure function of the trace, so it is the same on every rank.
 
@@ -60,14 +60,14 @@ class Trace:
 
     @property
     def regular(self) -> bool:
-        """Return whether every unit is used exactly once in each round.
+        """Return whether the trace consists of rounds in each of which every unit is used exactly once.
 
-        No cache then does better than one that never changes.
+        A cache that never changes then reads as few bytes as any other.
         """
         distinct = len(np.unique(self.unit))
         if not distinct or len(self.unit) % distinct:
             return False
-        # Cut the trace into rounds of as many uses as there are units: it is regular if each round has every unit once.
+        # A round has as many uses as there are units.
         rounds = np.sort(self.unit.reshape(-1, distinct), 1)
         return bool((rounds == rounds[0]).all())
 
@@ -103,9 +103,9 @@ class UnitPlan:
 
     @property
     def exact(self) -> bool:
-        """Return whether the plan reads the fewest possible bytes.
+        """Return whether the plan reads as few bytes as possible (exactly so if all units have one size).
 
-        A run with too many uses holds the units that it uses most, without ever changing them.
+        If it is False, there are too many uses, and the caches hold the units that are used most for the whole run.
         """
         return len(self.trace.unit) <= _MOST or self.trace.regular
 
@@ -161,9 +161,9 @@ class UnitPlan:
         return self.source != np.arange(len(self.source))
 
     def dropped(self, use: int) -> Sequence[int]:
-        """Return what the home drops before it keeps the unit that `use` has read.
+        """Return the units that the home drops before it keeps the unit that `use` has read.
 
-        Each drop is given by the use that had brought the unit in.
+        Each is given by the use that brought it in.
         """
         return self._fate[3].get(use, ())
 
@@ -189,7 +189,8 @@ class UnitPlan:
             rank: Rank to count for; None counts for all ranks.
 
         Returns:
-            Bytes by name: `storage`, `ram`, `disk`, `peers`, and `used`, the bytes that the ranks use in all.
+            Bytes by name: `storage` (also those read for other ranks), `ram`, `disk`, `peers`, and `used`, the sum of
+            all uses.
         """
         size, hit = self.sizes[self.trace.unit], self.hit
         ranks = range(self.ranks) if rank is None else [rank]
@@ -247,10 +248,10 @@ def _replay(
     keep: np.ndarray,
     dropped: dict[int, list[int]],
 ) -> None:
-    """Assign each unit that one home keeps to a tier, memory first, and write its fate into the arrays (A,).
+    """Assign each unit that one rank keeps to a tier, memory first, and write the result into the arrays (A,).
 
     The decisions were made for the capacity of both tiers together. A unit that then fits into neither tier alone is
-    not kept. A drop is recorded at the next use at which a unit is kept, because only then its space is needed.
+    not kept. A drop is recorded at the next use that keeps a unit, because the space is not needed before.
     """
     free = {RAM: room.ram, DISK: room.disk}
     brought: dict[int, int] = {}  # unit -> the use that brought it in

@@ -2,9 +2,9 @@
 
 The questions and answers themselves belong to the caller (`peers.py`, `unit_peers.py`).
 
-A rank that has died is not asked again. A rank that is late may only be waiting for slow storage; what was requested of
-it is then read locally. If it is late several times in a row it is left alone for minutes, and finally for good. A host
-that has vanished silently therefore costs only a few timeouts in all.
+A rank whose connection fails is not asked again. A rank that is late may only be waiting for slow storage; what was
+requested of it is then read from slow storage here. If it is late several times in a row, it is not asked for some
+minutes, and finally never again. A host that no longer answers therefore costs only a few timeouts in all.
 
 Each connection begins with a secret word that only the ranks know, so a port scanner gets no answer.
 """
@@ -28,7 +28,7 @@ from ensemble_ml.loading.threads import ended
 
 log = logging.getLogger(__name__)
 _AGAIN = 0.1  # seconds before the server accepts again after an error
-_PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds that a rank is left alone after being late 1, 2, ... times in a row
+_PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds for which a rank is not asked after being late 1, 2, ... times in a row
 _WORD = 32  # characters of the secret word
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
@@ -43,8 +43,8 @@ class Address:
         host: Name under which other nodes reach it.
         port: Port of its server.
         word: Secret word with which a connection begins.
-        memory: Path of its cache file by tier.
-        plan: Hash of what it has planned.
+        memory: Text by which ranks on the same node open its cache file, by tier. It begins with a path.
+        plan: Hash of its plan.
         number: Number of the rank in the job, as users know it.
     """
 
@@ -110,7 +110,7 @@ class Server:
                 # The error may concern one connection only, or pass when open files are closed, so the server keeps
                 # listening.
                 if not told:
-                    log.warning("loading: a rank could not be let in (%s); it is tried again and again", error)
+                    log.warning("loading: a connection cannot be accepted (%s); trying again until it can", error)
                 told = True
                 time.sleep(_AGAIN)
                 continue
@@ -160,8 +160,8 @@ class Wire:
     Args:
         server: Server of this rank; it is closed with the wire.
         rank: Place of this rank in the result of `gather`.
-        memory: Path of this rank's cache file, by tier.
-        plan: Hash of what this rank has planned.
+        memory: Text by which ranks on the same node open this rank's cache file, by tier.
+        plan: Hash of this rank's plan.
         gather: All-gather of bytes, which exchanges the addresses.
         host: Name under which other nodes reach this one.
         node: Name that ranks share only where they share memory.
@@ -194,7 +194,9 @@ class Wire:
             self.addresses = [Address(**json.loads(text)) for text in gather(json.dumps(asdict(mine)).encode())]
             plans = sorted({address.plan for address in self.addresses})
             if len(plans) > 1:
-                raise UserError(f"loading: ranks have planned different runs ({', '.join(plans)}); same settings")
+                raise UserError(
+                    f"loading: ranks have planned different runs ({', '.join(plans)}); give all ranks the same settings"
+                )
         except BaseException:
             server.close()
             raise
@@ -239,7 +241,7 @@ class Wire:
         with self._lock:
             if rank in self.dead:
                 return
-            number, what = self.addresses[rank].number, "what it holds comes from slow storage"
+            number, what = self.addresses[rank].number, "what it holds is read from slow storage"
             if isinstance(error, TimeoutError):
                 count, last = self._late.get(rank, (0, 0.0))
                 if count and self._local.asked < last:  # several threads timed out together, which counts once
@@ -250,11 +252,11 @@ class Wire:
                         self._until[rank] = time.monotonic() + pause
                         what += f" for {pause / 60:.0f} minutes"
                     else:
-                        what = "what was asked of it comes from slow storage, and it is asked again"
+                        what = "this request is read from slow storage, later ones still go to the rank"
                     log.warning("loading: rank %d has not answered in %.0f s; %s", number, self._seconds, what)
                     return
             self.dead.add(rank)
-            log.warning("loading: rank %d is no longer heard (%s); %s", number, error, what)
+            log.warning("loading: rank %d is not asked any more (%s); %s", number, error, what)
 
     def _leave(self, rank: int) -> None:
         """End the connection of this thread to `rank`."""

@@ -27,7 +27,7 @@ _LEAST = 1e-6  # standard deviations: least spread of a level, for one on which 
 
 @dataclass(eq=False)
 class Climate:
-    """The statistics of the training dates, float32, in physical units unless the table says otherwise.
+    """The statistics of the training dates, in physical units unless the table says otherwise.
 
     | name | shape | meaning |
     |---|---|---|
@@ -43,8 +43,8 @@ class Climate:
     | level_spread | (T_in, F) | typical spread of an input lead; None: taken from `spread` |
 
     `static` (n_static, Y, X) are the fields that `spec.static` names, in its order. `correction` is W of
-    `models.linear`. `points_first` and `points_second` are W1 and W2 of `models.points`; None stands for a network that
-    adds nothing.
+    `models.linear`. `points_first` and `points_second` are W1 and W2 of `models.points`; None gives zeros, with which
+    that network adds nothing.
     """
 
     mean: np.ndarray
@@ -75,7 +75,7 @@ class Climate:
         return cls(**arrays)
 
     def checked(self, spec: ModelSpec) -> Climate:
-        """Return a float32 copy in which every default is filled in and every divisor is above zero.
+        """Return a float32 copy with defaults in the place of None. Scales that are divided by become positive.
 
         Raises:
             UserError: an array has the wrong shape or is not finite, or a scale is negative.
@@ -125,7 +125,11 @@ def _level_spread(spec: ModelSpec, spread: np.ndarray) -> np.ndarray:
 
 
 def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a copy of an array, or raise a UserError if its shape or its values are not what the model needs."""
+    """Return a copy of an array.
+
+    Raises:
+        UserError: its shape or its values are not what the model needs.
+    """
     if array.shape != shape:
         raise UserError(f"climate {name}: shape {array.shape}; the model needs {shape}")
     if not np.isfinite(array).all():
@@ -136,9 +140,10 @@ def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.n
 
 
 def _lift_zeros(values: dict[str, np.ndarray]) -> None:
-    """Raise divisors to a small value above zero.
+    """Replace zeros in scales that are divided by.
 
-    Each field has a floor of its own size: humidity is a billionth of geopotential.
+    The least spread of a field is relative to its own typical values, because no absolute value suits all fields:
+    humidity is a billionth of geopotential.
     """
     std, spread, error = values["std"], values["spread"], values["error"]
     std[std == 0] = 1  # a field that never varies is at its mean, so its anomaly is zero whatever it is divided by

@@ -5,8 +5,8 @@ is masked.
 
 Channels that add up, or that one layer hands to the next, have to go together. They form these groups:
 
-    stream L      the channels of level L, which the residual branches of that level, and the way to and from its
-                  neighbours, add to; those of level 0 are also the stems' and the heads'
+    stream L      the channels of level L outside its residual blocks: the blocks add to them, `down` and `up` connect
+                  them to other levels, and at level 0 stems write and last layers read them
     inner K       the channels between the two convolutions of residual block K, in the order of `model.inner`
     points        hidden units of the point network
 """
@@ -48,13 +48,13 @@ def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
     Returns:
         Groups by name, in the order of this module's docstring.
     """
-    # Convolutions also hold the buffers of their padding, which have no channel of the network.
+    # Padding layers also have buffers, but along the channels of inputs, which are not cut.
     keys = [name for name in names if name.endswith((".weight", ".bias", ".first"))]
     config = spec.config
     widths, inner = config.channels()
 
     def those(*prefixes: str, axis: int = 0) -> list[tuple[str, int]]:
-        """Return the tensors below some modules with one axis."""
+        """Return all tensors of some modules, each with `axis`."""
         return [(key, axis) for key in keys if key.startswith(tuple(f"{prefix}." for prefix in prefixes))]
 
     def made(*convolutions: str) -> list[tuple[str, int]]:
@@ -96,7 +96,7 @@ def cut(
 
     Args:
         spec: the spec of an `EnsembleModel`.
-        tensors: its state_dict, or some of it; left as it is.
+        tensors: its state_dict, or some of it; not changed.
         kept: indices of what stays, by group. Groups that are not named stay whole.
 
     Returns:
@@ -106,7 +106,8 @@ def cut(
     for name, indices in kept.items():
         for key, axis in every[name].parts:
             tensor = found[key]
-            # The second layer of the point network has a constant behind its hidden units, which stays.
+            # The last column of the point network's second layer belongs to the constant, not to a hidden unit. It
+            # stays.
             behind = range(every[name].size, tensor.shape[axis])
             index = torch.tensor([*indices, *behind], device=tensor.device)
             found[key] = tensor.index_select(axis, index)
@@ -141,11 +142,12 @@ def described(sizes: Mapping[str, Any]) -> str:
 
 
 def in_words(facts: Mapping[str, Any], after: float | None) -> str:
-    """Return what a compaction has gained and lost, as a sentence for the log and the model card.
+    """Return how time and CRPS have changed by a compaction, as a sentence for the log and the model card.
 
     Args:
-        facts: what the checkpoint records.
-        after: the CRPS ratio of the compacted model, if there is one.
+        facts: the checkpoint's record of the compaction. It has `ms` before and after, `crps_ratio` before, and both
+            `without` the U-Net.
+        after: the CRPS ratio of the compacted model, or None.
     """
     before, without = facts["crps_ratio"], facts["without"]
     text = f"a forward pass takes {facts['ms'][1]:.3g} ms instead of {facts['ms'][0]:.3g}"

@@ -1,6 +1,6 @@
-"""Leave a little rain in forecasts of none.
+"""Give forecasts without rain a small chance of rain.
 
-A distribution with a mass at zero whose mean is zero is certain of zero, however wide it is. The truth is not: it
+A distribution with a mass at zero and a mean of zero gives rain a probability of zero, whatever its scale. But it
 sometimes rains where no member has rain. So mean and scale are changed near zero:
 
     sigma'  = sigma [a + (1 - a) min(u, 1)]
@@ -10,16 +10,16 @@ sometimes rains where no member has rain. So mean and scale are changed near zer
     mean    mean before the change
     u       mean / sigma, and zero where that is negative
     m       max(mean, 0)
-    b       mean, in sigma', at which the distribution is above zero as often as the truth is where u = 0
-    a       factor of sigma with which it then has as much rain as the truth has there
+    b       mean, as a multiple of sigma', for which the chance of rain is that of the truth where u = 0
+    a       factor of sigma for which the mean amount of rain is also that of the truth where u = 0
 
 a and b are two numbers for each lead, variable and level, fitted in `training.truth_fit`. From u = 1 up, a does not
 change the scale, and the mean gains at most (a b)^2 / u scales. With a = 1 and b = 0 the mean is max(mean, 0).
 
-The mean is raised by multiples of sigma' at u = 0, which is a times sigma. With sigma' at each u, which grows with u,
-means that were right already are raised, too: on the embedded archive, the truth equals the mean on average from
-u = 0.5 up. Forecasts of the fitted start had 16 % too much rain on unseen dates with the latter, and 5 % with the
-former; with a point network 8 % and 2 %. The CRPS of rain fell by 1.6 % and 0.6 %.
+The formula of mean' has a sigma, the value of sigma' at u = 0. With sigma' at each u, which grows with u, means that
+are right already would be raised, too: on the embedded archive, the truth equals the mean on average from u = 0.5 up.
+Forecasts of the fitted start had 5 % too much rain on unseen dates with a sigma, and 16 % with sigma'; with a point
+network 2 % and 8 %. The CRPS of rain was 1.6 % lower with a sigma, and 0.6 % with a point network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ensemble_ml.fields import Family
 
 AT_ZERO = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # these have a mass at zero and no upper bound
 _SHARES, _MOST = (0.05, 1.0), 1.0  # bounds of a, and the largest b
-_TINY, _LEAST = 1e-30, 1e-6  # least scale, and least 2 b: hypot has no gradient where both of its arguments are zero
+# Least scale (and least b in a fit), and least 2 b: hypot has no gradient where both of its arguments are zero.
+_TINY, _LEAST = 1e-30, 1e-6
 
 
 def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,10 +58,10 @@ def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, le
 
 
 def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean' and sigma'.
+    """Return mean' and sigma', (...) each.
 
-    Where the mean is negative, the gradient of mean' by the mean is that at zero. Otherwise a point that is forecast
-    dry would have no gradient and would stay dry.
+    Where the mean is negative, the gradient of mean' by the mean is that at zero. Otherwise a point with a dry forecast
+    would have no gradient and would stay dry in training.
 
     Args:
         mean: mean before the change, (...), physical units.
@@ -69,22 +70,23 @@ def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[T
         least: b, (...).
     """
     narrow = scale * (share + (1 - share) * (mean / scale.clamp(min=_TINY)).clamp(0, 1))
-    # This is max(mean, 0) in value. Its gradient is one everywhere, where that of a clamp would be zero below zero.
+    # Its value is max(mean, 0). Its gradient is one everywhere; that of a clamp would be zero for negative means.
     positive = mean - mean.clamp(max=0).detach()
     return (positive + torch.hypot(positive, (2 * least).clamp(min=_LEAST) * share * scale)) / 2, narrow
 
 
 def fitted(family: Family, often: Tensor, much: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a and b that fit what the truth does where u = 0; one and zero where the truth is always zero.
+    """Return a and b, (...) each, that fit the truth where u = 0; one and zero where the truth is always zero.
+
+    If a small mean needs an a below its lower bound, a stays at the bound and b becomes smaller.
 
     Args:
         family: one of `AT_ZERO`.
-        often: fraction of these points at which the truth is above zero, (...).
-        much: mean of the truth at these points, divided by the mean of sigma there, (...). If that asks for a smaller a
-            than is allowed, b is made smaller in its place.
+        often: fraction of the points with u = 0 at which the truth is above zero, (...).
+        much: mean of the truth at these points, divided by the mean of sigma there, (...).
     """
-    # At scale one, the chance of rain and the mean both grow with the location. So the table of locations gives the
-    # mean b that belongs to a chance of rain.
+    # At scale one, the chance of rain and the mean both grow with the location. So b, the mean for a chance of rain, is
+    # interpolated in a table over locations.
     location, means = distributions.MEAN_TABLES[family]
     chance = 1 - distributions.cdf(family, location, torch.ones_like(location), torch.zeros_like(location))
     least = torch.as_tensor(np.interp(often.numpy(), chance.numpy(), means.numpy()), dtype=often.dtype)

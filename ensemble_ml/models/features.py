@@ -33,7 +33,7 @@ from ensemble_ml.models.place import common_planes, position_planes
 from ensemble_ml.models.positions import integers, take
 
 _SMALLEST = 1e-2  # in typical spreads; the logarithm levels off below this, so that it is finite for a spread of zero
-_SHRINK_UNFITTED = 2.0  # k, in members, for input leads that are not predicted, because k is not fitted for them
+_SHRINK_UNFITTED = 2.0  # k in members for input leads that are not predicted: k is fitted for predicted leads only
 
 
 def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
@@ -61,7 +61,7 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
 def unbiased_spread(
     spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor, gain: Tensor, level: Tensor
 ) -> Tensor:
-    """Return s1, the expectation of the full ensemble's spread given the spread of M members, in the units of `spread`.
+    """Return s1, the expected spread of the full ensemble given the spread of M members, in the units of `spread`.
 
         s1 = ((M-1) g s / c4(M) + k l s_clim) / (M - 1 + k)
 
@@ -70,8 +70,7 @@ def unbiased_spread(
         g, l     factors that bring s / c4(M) and s_clim to the mean of the full ensemble's spread
         k        weight of the climatology, as a number of members
 
-    On average, s1 equals the full ensemble's spread. For s0 (`shrunk_spread`) this holds only of its square, the
-    variance.
+    On average, s1 equals the full ensemble's spread. Of s0 (`shrunk_spread`), only the square is right on average.
 
     Args:
         spread: s, (B, ...); zero where M = 1.
@@ -127,8 +126,8 @@ class Features(nn.Module):
         """Return sign and offset by which channels are continued across a pole: x -> sign x + offset.
 
         A wind component w becomes -w in physical units. Its standardised value x = (w - mean) / std therefore becomes
-        -x - 2 mean / std. If the mean is a map, the map is continued like the wind itself, so x becomes -x. The
-        departure of a wind component from the mean changes its sign. All other channels stay as they are.
+        -x - 2 mean / std. If the mean is a map, the map is continued like the wind itself, so x becomes -x. One
+        member's departure from the mean changes its sign with the wind. All other channels stay as they are.
 
         Args:
             surface: True gives the rule of the surface variables, False that of the others.
@@ -163,7 +162,7 @@ class Features(nn.Module):
 
         Returns:
             A batch without NaN in its mean, spread and single member. Where the single member has no value, it is set
-            to the mean. `valid` is the fraction of the members that have a value.
+            to the mean. `valid` is always filled: the fraction of the members that have a value.
         """
         # A NaN would spread through the convolutions to every point of the field.
         hidden = torch.isnan(x.mean)
@@ -190,14 +189,14 @@ class Features(nn.Module):
         """
         level, outs = self.level_spread[..., None, None], self.spec.lead_positions
         shrunk = shrunk_spread(x.spread, x.count, level, _SHRINK_UNFITTED)
-        # At predicted leads, s0 with its fitted k replaces the spread that was shrunk with an unfitted k.
+        # At predicted leads, s0 with its fitted k replaces the spread that was shrunk with `_SHRINK_UNFITTED`.
         shrunk = shrunk.index_copy(1, integers(outs, x.spread.device), spread0)
         mean, std = self._standard()
         known = _log_ratio(climatology, take(level, 0, outs)).expand(len(x), *climatology.shape)
         parts = [(x.mean - mean) / std, _log_ratio(shrunk, level), known]
         if self.spec.config.one_member:
             if x.member is None:
-                raise UserError("model.one_member=true: the input holds no single member; hand one on")
+                raise UserError("model.one_member=true: the input holds no single member; give `member`")
             parts.append((x.member - x.mean) / level)
         pressure, surface = self._planes(torch.cat(parts, 1), self.spec.upper)
         if masked := self.spec.masked_positions:

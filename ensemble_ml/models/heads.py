@@ -10,23 +10,24 @@ All quantities are in units of the ensemble at hand, so the same outputs suit an
     dL, dB, dC    local terms: learned numbers, one for each grid cell, that start at zero
     s_clim        climatological spread at the cell
     B             fitted inflation of the cell, the logarithm of sigma / s0
-    d'', v, w     outputs of the point network (`models.points`), fitted before training
-    s0            prior spread, which sigma follows: its square is right on average (`models.features`)
-    s1            expected spread of the full ensemble, right on average itself (`models.features`), with d' and d''
-    base          location that stands for the mean m + L + v s0 exp(B)
+    v, w          outputs of the point network (`models.points`), which is fitted before training
+    s0            prior spread, whose square is right on average (`models.features`)
+    s1            expected spread of the full ensemble (`models.features`), corrected by d' of `models.linear` and d''
+                  of `models.points`
+    base          location of a distribution with the mean m + L + v s0 exp(B)
     m, L          ensemble mean, linearly corrected where that is on; fitted bias of the cell
 
-The untrained model is therefore a statistical correction fitted to the training dates, and weight decay pulls the local
-terms back to it. All learned terms are multiples of a spread or logarithms, so that one step of a sign-based optimizer
-moves each of them by a similar, sensible amount.
+v, w, b + dB and c + dC are bounded to +-3. The untrained model is a statistical correction fitted to the training
+dates, and weight decay pulls the local terms back to it. All learned terms are multiples of a spread or logarithms, so
+that one step of a sign-based optimizer moves each of them by a similar, sensible amount.
 
-With a linear correction, sigma follows the linearly corrected s1, because the fields around a point know more of the
-flow than the spread of the members there: s0 is then the prior spread of `FOLLOWED` members that have that spread. It
-does not follow d'', because w says the same of sigma itself.
+With a linear correction, s0 is computed from s1 with d', as the prior spread of `FOLLOWED` members that have this
+spread. The fields around a point tell more about the flow than the members' spread at the point alone. d'' is not used
+here, because w corrects sigma directly.
 
 For a normal variable the base is that mean. For a distribution with bounds, the base is the location at which the
 distribution has that mean. For a distribution with a mass at zero, `models.dry` first changes the mean and sigma, and
-s0 shrinks by the same factor as sigma from there on.
+s0 is then multiplied by the same factor as sigma.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
@@ -45,7 +46,7 @@ from ensemble_ml.models.inputs import ModelSpec, Prediction, by_family
 from ensemble_ml.models.linear import departures
 from ensemble_ml.models.positions import integers, take
 
-FOLLOWED = 5  # a corrected s1 counts as the spread of so many members in s0
+FOLLOWED = 5  # number of members as whose spread a corrected s1 enters s0
 _LEAST_SHARE = 0.2  # a linear correction leaves at least this fraction of s1
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
@@ -93,7 +94,7 @@ class Heads(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """Return how many numbers the network must give for each field, lead and cell."""
+        """Return the number of the network's outputs for each field, lead and cell."""
         return 2 * self.postprocess + self.spread
 
     @property
@@ -111,13 +112,10 @@ class Heads(nn.Module):
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
     def followed(self, spread1: Tensor) -> Tensor:
-        """Return the prior spread s0 that belongs to a linearly corrected spread.
+        """Return the prior spread s0 of `FOLLOWED` members whose spread is a linearly corrected s1, in its shape.
 
         Args:
             spread1: (B, T, F, Y, X) corrected s1.
-
-        Returns:
-            s0 of `FOLLOWED` members with that spread, in the same shape.
         """
         count = spread1.new_full((len(spread1),), FOLLOWED)
         return shrunk_spread(spread1, count, self.climatology, self.shrink[..., None, None])
@@ -185,8 +183,8 @@ class Heads(nn.Module):
             base, spread0 = self._base(centre, spread0, inflation)
             scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
-            # The learned bias dL is in units of s_clim, which is the same on every date. The network's shift is in
-            # units of s0, which is not.
+            # The learned bias dL is the same on every date, so its unit is s_clim. The network's shift is in units of
+            # the day's s0.
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
             found |= {"location": base + shift, "scale": scale}
@@ -218,7 +216,7 @@ class Heads(nn.Module):
 
 
 def typical_spread(climatology: Tensor) -> Tensor:
-    """Return the root mean square of s_clim over grid cells, the unit of linear corrections: one number a field, (...).
+    """Return the root mean square of s_clim over grid cells, which is the unit of linear corrections, (...).
 
     Args:
         climatology: s_clim, (..., Y, X).
@@ -231,7 +229,7 @@ def widened(spread: Tensor, more: Tensor) -> Tensor:
 
     Args:
         spread: s1, any shape.
-        more: correction of the spread, the same shape and units.
+        more: what is added to it, the same shape and units.
     """
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
@@ -258,7 +256,7 @@ def _plus(network: Tensor, local: Tensor | None) -> Tensor:
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """Return a smooth function that is the identity near zero and never leaves +-3, so that its exponential is finite.
+    """Bound a logarithm smoothly to +-3, so that its exponential is finite; near zero it stays as it is.
 
     Args:
         exponent: any shape.

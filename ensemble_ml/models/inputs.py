@@ -39,7 +39,8 @@ from ensemble_ml.models.positions import integers, take
 class ModelSpec:
     """A description of everything that fixes the shape of a model. A checkpoint stores it as JSON.
 
-    If the depth in `config` is "auto", it is replaced by the number of poolings that the grid allows.
+    If the depth in `config` is "auto", it is replaced by `ModelConfig.usual_depth`, or by the largest number of
+    poolings that the grid allows if that is less.
 
     Attributes:
         config: the model's part of the configuration.
@@ -54,7 +55,8 @@ class ModelSpec:
         masked: names of the variables that have points without a value (sea surface temperature has none on land).
 
     Raises:
-        UserError: a predicted lead is not an input, or nothing is predicted, or the grid is not regular.
+        UserError: a predicted lead is not an input; variables, levels or predicted leads are empty; a variable is in
+            the wrong list; the grid is not regular; or `config.widths` or `config.inner` do not fit the depth.
     """
 
     config: ModelConfig
@@ -85,8 +87,7 @@ class ModelSpec:
 
     def _depth(self) -> int:
         """Return the depth that "auto" stands for: the usual one, or less where the longitudes allow no more."""
-        # Pooling halves the columns. Where they wrap, an odd number of columns cannot be halved without breaking the
-        # circle.
+        # Pooling halves the columns. If longitude wraps, an odd number of columns cannot be halved.
         usual = self.config.usual_depth
         limit = deepest(self.grid, self.config.pole) if self.config.pools else None
         return usual if limit is None else min(usual, limit)
@@ -182,12 +183,12 @@ class ModelSpec:
 
     @property
     def linear(self) -> bool:
-        """Return True if the model has a linear correction by all fields around a point before its network."""
+        """Return True if the model has a linear correction (`models.linear`) before its network."""
         return self.config.linear and self.config.name == "unet3d"
 
     @property
     def takes_members(self) -> bool:
-        """Return True if the model reads the members one by one, beside their mean and spread."""
+        """Return True if the model reads all members in addition to their mean and spread."""
         return self.config.name == "poet"
 
     @property
@@ -198,8 +199,8 @@ class ModelSpec:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec.
 
-        The distribution of every variable is written out. Otherwise a later change of the registry would make a
-        checkpoint read its learned parameters as those of another distribution.
+        The distribution of every variable is written out. Otherwise, after a change of the registry, the parameters
+        that a checkpoint has learned would be used with another distribution.
         """
         plain: dict[str, Any] = {f.name: list(getattr(self, f.name)) for f in fields(self) if f.name != "config"}
         if not self.masked:
@@ -215,7 +216,7 @@ class ModelSpec:
         Args:
             plain: the result of `to_json`, perhaps read from a file.
         """
-        # JSON has no enumerations, so their values are turned back into them.
+        # JSON has no enumerations; it holds their values.
         config = dict(plain["config"])
         kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
         for key, kind in kinds.items():
@@ -234,7 +235,7 @@ class EnsembleInput:
         spread: as `mean`: standard deviation of the members (ddof = 1); zero where there is one member.
         count: (B,) M, the number of members of each sample.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
-        member: as `mean`: one single member, for a model that asks for one.
+        member: as `mean`: one single member, for a model with `one_member`.
         members: (B, M, T, F, Y, X) all members, for a model that takes them (`ModelSpec.takes_members`). The first
             `count` of a sample are members; the rest are zeros.
         valid: (B, T, Fm, Y, X) fraction of the members that have a value at a point, for the Fm fields of masked
@@ -323,27 +324,21 @@ def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
     return [(kind, [at for at, family in enumerate(families) if family is kind]) for kind in kinds]
 
 
-def ensemble_input(
-    members: Tensor, day_of_year: Tensor, *, one_member: bool = False, all_members: bool = False
-) -> EnsembleInput:
-    """Reduce the members to their mean and spread, which is what a model takes.
+def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
+    """Reduce the members to their mean and spread, the input of a model.
 
     All samples must have the same number M of members.
 
     Args:
         members: (B, M, T, F, Y, X) members, physical units.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
-        one_member: also pass on the first member.
-        all_members: also pass on all members.
     """
     batch, count = members.shape[:2]
     return EnsembleInput(
         members.mean(1),
-        torch.zeros_like(members[:, 0]) if count == 1 else members.std(1),  # torch warns where there is one member
+        torch.zeros_like(members[:, 0]) if count == 1 else members.std(1),  # torch gives NaN for one member
         members.new_full((batch,), float(count)),
         day_of_year,
-        members[:, 0] if one_member else None,
-        members if all_members else None,
     )
 
 
@@ -365,14 +360,19 @@ def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> 
 
 
 def _check_spec(spec: ModelSpec) -> None:
-    """Raise a UserError if the spec names nothing to predict, or a variable in the wrong list, or an irregular grid."""
+    """Check the names, leads and grid of a spec.
+
+    Raises:
+        UserError: variables, levels or predicted leads are empty, a predicted lead is not an input, a variable is in
+            the wrong list, or the grid is not regular.
+    """
     if not spec.variables and not spec.surface:
         raise UserError("data.variables, data.surface: both are empty; name at least one variable")
     if spec.variables and not spec.levels:
         raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
     if not spec.leads_out:
         raise UserError("data.leads_out: empty; name at least one lead time")
-    # The model corrects the ensemble at the lead that it predicts, so it must be given the ensemble there.
+    # The model corrects the ensemble at the predicted lead, so that lead must be an input.
     missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
     if missing:
         raise UserError(

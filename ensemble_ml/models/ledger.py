@@ -1,16 +1,18 @@
-"""Count exactly what the operations of a forward and backward pass move, compute and hold, alike on any machine.
+"""Count what a forward and backward pass moves and holds (bytes) and computes (floating point operations).
+
+Nothing is timed.
 
     moved    bytes that operations read and write; an operand counts once for each operation, and views do not count
     flops    floating point operations of convolutions and matrix products, by torch's own formulas
     now      bytes of tensors that were made in the pass and are still alive
     peak     the largest `now`, plus the working memory of the convolution that runs at that moment
-    least    `moved` of convolutions and products alone: what would be left if all else were fused into them
+    least    `moved` of convolutions and products alone: what would be left if all other operations were fused into them
 
 Operations are counted by kind and by the module that runs them, in the forward and in the backward pass. This works on
 real tensors and on fake ones (`torch._subclasses.FakeTensorMode`), which have shapes and no memory. The working memory
 of a convolution (`_scratch`) is a copy of its kernel, and on a CPU also the buffers of torch's algorithm. The caches
-and the rounding of the allocator are not counted. Torch's own counter (`FlopCounterMode`) keeps the tensors alive that
-recomputation would free, which would spoil `peak`, so only its formulas are used.
+and the rounding of the allocator are not counted. Torch's own counter (`FlopCounterMode`) keeps tensors alive that
+recomputation would free, so `peak` would be too large. Only its formulas are used.
 
 Counting bytes instead of operations follows Ivanov et al. 2021, "Data movement is all you need" (arXiv:2007.00072).
 """
@@ -44,7 +46,7 @@ class Kind(Enum):
 
     @property
     def computes(self) -> bool:
-        """Return True for convolutions and products, which have far more arithmetic than bytes."""
+        """Return True for convolutions and products, which do many operations for each byte."""
         return self in (Kind.CONVOLUTION, Kind.PRODUCT)
 
 
@@ -120,19 +122,15 @@ class Ledger(TorchDispatchMode):
         if self._tracker is not None:
             self._tracker.__exit__(*error)
 
-    def total(self, kinds: Iterable[Kind] = Kind, under: str = "") -> Entry:
-        """Return the totals of some kinds of operations.
+    def total(self, kinds: Iterable[Kind] = Kind) -> Entry:
+        """Return the totals of some kinds of operations, over all modules.
 
         Args:
             kinds: which kinds.
-            under: beginning of the names of the modules to count.
-
-        Returns:
-            Their sum.
         """
         wanted, found = set(kinds), Entry()
-        for (module, kind), entry in self.entries.items():
-            if kind in wanted and module.startswith(under):
+        for (_, kind), entry in self.entries.items():
+            if kind in wanted:
                 found.add(entry)
         return found
 
@@ -147,11 +145,11 @@ class Ledger(TorchDispatchMode):
         return self.total(kind for kind in Kind if kind.computes).moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # More than half of all calls on fake tensors are autograd's questions for a device.
+        # More than half of all calls on fake tensors only ask for a device, so these return early.
         if func is torch.ops.prim.device.default:
             return func(*args)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # An operation may return a storage that existed before, such as a view of an argument. It must not count.
+        # An operation may return a storage of its arguments, as a view does. Such a storage must not count as new.
         for leaf in given:
             self._seen.setdefault(leaf.untyped_storage(), 0)
         found = func(*args, **(kwargs or {}))
@@ -222,12 +220,12 @@ def _scratch(func: Any, args: Any, made: list[Tensor], *, processor: bool) -> in
     The memory profiler of torch 2.13 shows two algorithms on a CPU:
 
         oneDNN    holds a copy of the kernel in blocks; in the backward pass also the kernel's gradient in blocks
-        unfolded  holds a matrix of each cell with its neighbours, and contiguous copies of fields that are not. Torch
-                  uses it for small fields of one sample, and for float64.
+        unfolded  holds a matrix of each cell with its neighbours, and contiguous copies of fields that are not
+                  contiguous. Torch uses it for small fields of one sample, and for float64.
 
-    A kernel whose memory order differs from that of the fields is copied first. On a GPU only this copy is counted, as
-    if fields had channels last, because fake tensors do not show which order cuDNN would choose. The workspace of cuDNN
-    is not counted.
+    A kernel whose memory order differs from that of the fields is copied first. On a GPU only this copy is counted, and
+    fields are taken to have channels last, because fake tensors do not show which order cuDNN would choose. The
+    workspace of cuDNN is not counted.
     """
     backward = func is torch.ops.aten.convolution_backward.default
     if backward:

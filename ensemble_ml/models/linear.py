@@ -1,4 +1,4 @@
-"""A linear correction of the mean and the spread of every field from all fields at the 3 x 3 points around.
+"""A linear correction of the mean and the spread of every field by all fields at the 3 x 3 points around.
 
 The correction is a convolution over latitude and longitude, with weights that vary with latitude:
 
@@ -10,25 +10,26 @@ The correction is a convolution over latitude and longitude, with weights that v
     m_clim   climatological mean of m at the cell, over training dates (`anchor` in the code)
     s_clim   climatological spread at the cell
     u        typical spread of the field: one number for each lead, variable and level
-    k        members' worth of climatology (`shrink` in the code)
+    k        weight of the climatology, as a number of members (`shrink` in the code)
     d        anomalies of all fields at all predicted leads
     d'       correction of the ensemble mean and of s1, in units of u
     h_b      latitude basis function b; all of them add up to one at each latitude
     W0, W1   kernels of 3 x 3 points; their product with d is a convolution
 
-The basis functions are triangles between the latitudes `NODES`. They are there because errors and anomalies hang
-together in other ways in the tropics than in the extratropics, and in a hemisphere of land than in one of sea.
+Each basis function is 1 at one of the latitudes `NODES` and falls linearly to 0 at the next nodes. They are needed
+because errors are related to anomalies differently in the tropics than in the extratropics, and differently in the land
+hemisphere than in the ocean hemisphere.
 
 South of the equator, d and d' are mirrored at the equator: rows run the other way, and northward components change
-their sign. Cyclones there then turn as in the north, and wind and pressure go together as in the north, because the
-equations of motion on a sphere are the same in the mirror. So both hemispheres teach what they have in common.
+their sign. Cyclones then rotate as in the north, and wind is related to pressure as in the north, because the equations
+of motion on a sphere are the same in the mirror. So one set of weights can be fitted to both hemispheres.
 
-The correction pulls the mean towards climatology as far as its field and scale ask for, moves patterns that lead times
-show in other places, and uses the other variables. With one member, the pattern of the mean shows which spread to
-expect. The weights W are fitted in closed form (`training.linear_fit`) and stay fixed in training.
+The correction pulls the mean towards climatology, more or less by field and scale. It shifts patterns whose position
+changes between lead times, and it uses the other variables. With one member, the pattern of the mean tells which spread
+to expect. The weights W are fitted in closed form (`training.linear_fit`) and stay fixed in training.
 
-A latitude lies under at most two basis functions, and each convolution runs over the rows of its own function alone.
-So all of them together cost as much as two convolutions over the globe.
+At each latitude at most two basis functions are above zero, and each convolution runs over the rows of its own function
+alone. So all of them together cost as much as two convolutions over the globe.
 
 Axes: B initialisation time, C channel, O output, P point, N basis function, Y latitude, X longitude.
 """
@@ -47,7 +48,7 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import hemisphere
 
-NODES = tuple(range(-80, 81, 20))  # degrees north; poleward of the last ones a single function is one
+NODES = tuple(range(-80, 81, 20))  # degrees north; poleward of the outermost nodes, their function stays 1
 TERMS = 2  # W0 and W1
 KINDS = 2  # mean and spread: both are channels, and both are outputs
 
@@ -58,15 +59,15 @@ def bands_of(latitude: np.ndarray) -> np.ndarray:
     Args:
         latitude: (Y,) degrees north.
     """
-    hats = _hats(latitude)
-    return hats[hats.any(1)]
+    triangles = _triangles(latitude)
+    return triangles[triangles.any(1)]
 
 
 def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
     """Return groups of the basis functions, level by level, from coarse to fine.
 
-    The first level has one group of all functions. The second joins those that lie as far north as south of the
-    equator. The last has a group for each. A level that equals the one before it is left out.
+    The first level has one group of all functions. The second has one group for each distance from the equator. The
+    last has one group for each function. A level that equals the one before it is left out.
 
     Args:
         latitude: (Y,) degrees north.
@@ -74,18 +75,18 @@ def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
     Returns:
         Levels of groups of indices into `bands_of(latitude)`.
     """
-    nodes = np.array(NODES)[_hats(latitude).any(1)]
+    nodes = np.array(NODES)[_triangles(latitude).any(1)]
     every = range(len(nodes))
-    # Nodes at the same distance from the equator coincide in the mirror.
+    # Nodes at the same distance from the equator coincide when the south is mirrored.
     alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
     levels = [[list(every)], alike, [[band] for band in every]]
-    # The levels are sorted before they are compared: on a grid that lies in the south alone, the second level has the
-    # groups of the third in the other order.
+    # Levels are compared without regard to order: on a grid in the south, the second level has the groups of the third
+    # in reverse order.
     return levels[:1] + [level for before, level in pairwise(levels) if sorted(level) != sorted(before)]
 
 
-def _hats(latitude: np.ndarray) -> np.ndarray:
-    """Return the triangles between `NODES` at each latitude, one a node: (nodes, Y)."""
+def _triangles(latitude: np.ndarray) -> np.ndarray:
+    """Return the basis functions of all `NODES` at each latitude, (nodes, Y)."""
     return np.stack([np.interp(latitude, NODES, unit) for unit in np.eye(len(NODES))])
 
 
@@ -93,7 +94,10 @@ def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
     """Return the shape of W: (N, TERMS, O, C, 3, 3).
 
     Args:
-        spec: variables, leads and grid; O and C are zero if the model has no linear correction.
+        spec: variables, leads and grid of the model.
+
+    Returns:
+        The shape; O and C are zero if the model has no linear correction.
     """
     count = KINDS * len(spec.leads_out) * spec.fields if spec.linear else 0
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
@@ -109,7 +113,7 @@ def of_channels(sign: Tensor) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """The rows of one basis function in one hemisphere: `first` to `last` - 1."""
+    """The rows of one basis function in one hemisphere, `first` to `last` - 1; `band` is the number of the function."""
 
     band: int
     south: bool
@@ -171,7 +175,7 @@ class LinearCorrection(nn.Module):
         for band, south, first, last in self.pieces:
             weight, share = self.weight[band].to(padded.dtype), self.bands[band]
             if south:
-                # Mirroring the kernel gives the same as mirroring the rows, and needs no copy of the field.
+                # Mirroring the kernel equals mirroring the rows, and needs no copy of the field.
                 weight = weight.flip(-2) * self.turn[:, None, None, None] * self.turn[:, None, None]
             for sample, members in enumerate(count):  # the kernel depends on M, which differs between samples
                 departures = padded[sample : sample + 1, :, first : last + 2]
@@ -182,7 +186,7 @@ class LinearCorrection(nn.Module):
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
         """Compute the correction d' at single points, in typical spreads, (O, P).
 
-        Points in the order of their rows take a third of the time of others, because `stretch` then takes views.
+        With points in the order of their rows it takes a third of the time, because `stretch` then gives views.
 
         Args:
             near: (9 C, P) anomalies at the 3 x 3 points around each point.
@@ -226,9 +230,9 @@ class LinearCorrection(nn.Module):
 
 
 def stretch(points: Tensor) -> Tensor | slice:
-    """Return ascending indices as a slice if no index between them is left out.
+    """Return ascending indices as a slice if they are consecutive, else unchanged.
 
-    Indexing with a slice gives a view, where indexing with a tensor copies.
+    Indexing with a slice gives a view; indexing with a tensor copies.
 
     Args:
         points: (P,) ascending indices.

@@ -1,7 +1,7 @@
 """Padding: the values that a convolution reads beyond the edges of a grid on the sphere.
 
-Padding is a step of its own, before convolutions that pad nothing in Y and X. So a partitioned model can put a halo
-exchange in its place.
+Padding is a separate step, and convolutions pad nothing in Y and X. So a partitioned model can replace it by a halo
+exchange.
 
 Longitude wraps only if the points close the circle. Beyond a pole, the rule `cross` continues a field with the row on
 the other side of the pole, rolled by half the circle; `replicate` repeats the outermost row; `zero` puts zeros there.
@@ -12,8 +12,8 @@ the pole, that is a point at a known distance from the pole, and so are row 0 an
 of the rows it holds). The mirror starts at the nearer of these two, or at row 0 if they are equally near. Therefore:
 
 - a row on the pole itself is left out at the finest level;
-- a pooled row that lies only partly on the pole is kept, one fine row off;
-- a last pooled row that holds nothing but the pole (33 rows: row 16 of 17, row 8 of 9, ...) is left out again.
+- a pooled row that lies only partly on the pole is used, although it stands one fine row from where it should;
+- a last pooled row that holds only the pole (33 rows: row 16 of 17, row 8 of 9, ...) is left out again.
 
 Axes: B initialisation time, C channel, Y latitude from north to south, X longitude eastwards, Z level.
 """
@@ -129,8 +129,8 @@ def deepest(grid: Grid, pole: Pole) -> int | None:
     if not grid.wraps:
         return None
     columns = grid.shape[1]
-    # How often two divides the number of columns. Crossing a pole rolls a row by half the circle, which needs one
-    # factor of two at every level.
+    # The number of factors of two in the number of columns. Crossing a pole rolls a row by half the circle, so at the
+    # coarsest level one factor must be left.
     twos = (columns & -columns).bit_length() - 1
     return max(0, twos - 1) if _crosses(grid, pole) else twos
 
@@ -164,9 +164,9 @@ class Padder(nn.Module):
 
     Args:
         geometry: rows, columns and edges.
-        sign: (C, Z) factor of values continued across a pole, value -> sign * value + offset. A component of a vector
-            changes its sign there in physical units, while the network holds it standardised.
-        offset: (C, Z).
+        sign: (C, Z) factor of values continued across a pole, value -> sign * value + offset; None for 1. It is -1 for
+            a component of a vector.
+        offset: (C, Z), not zero where a vector component is standardised by a mean (`Features.pole_rule`); None for 0.
     """
 
     sign: Tensor | None
@@ -231,7 +231,7 @@ def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
     Returns:
         The tensor, in the dtype and on the device of `x`.
     """
-    # The order of the axes in memory must survive, or the convolution that follows would copy its input.
+    # With another order of axes in memory, the convolution that follows would copy its input.
     if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
         return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 4, 1, 2, 3)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):

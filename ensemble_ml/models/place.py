@@ -27,14 +27,14 @@ def hemisphere(spec: ModelSpec) -> np.ndarray:
 
 
 def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
-    """Return sine and cosine of latitude and of longitude, then the static fields, standardised, (P - 4, Y, X).
+    """Return sine and cosine of latitude and of longitude, then the standardised static fields, (P - 4, Y, X).
 
     Args:
         spec: the model's spec.
         static: (n, Y, X) static fields.
     """
     lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
-    # Sines and cosines, because a longitude as a number would jump where the circle closes.
+    # The longitude itself would jump where the circle closes, so the planes are sines and cosines.
     planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
     shape = len(lat), len(lon)
     place = torch.from_numpy(np.stack([np.broadcast_to(p, shape) for p in planes]).astype(np.float32))

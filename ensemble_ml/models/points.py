@@ -5,7 +5,7 @@ It has one hidden layer, and adds what the linear correction (`models.linear`) c
     d'', v, w  = W2 [gelu(W1 [x, 1]), 1]
 
     x     inputs at a point, (K)
-    d''   correction of the spread beside d', in typical spreads, (F)
+    d''   correction of the spread in addition to d', in typical spreads, (F)
     v     shift of the mean in sigmas, (F)
     w     change of the logarithm of sigma, (F)
 
@@ -15,20 +15,20 @@ A model that does not predict the truth has neither v nor w. The inputs x are:
     differences      of d along a row, and of d from row to row
     mean around      mean of d over 3 x 3 points, less d
     |d_m|            size of the anomalies of means
-    |grad d_m|       size of their gradient, in typical spreads a row
-    log s            logarithm of the spread s = d_s + s_clim, shrunk towards climatology, in typical spreads
+    |grad d_m|       size of their gradient, in typical spreads per row
+    log s            logarithm of the spread s = d_s + s_clim, in typical spreads (d_s is shrunk, so s is as well)
     common planes    place, static fields, 1/M, log M, season (`models.place`)
 
-Spread grows where the flow is steep, because what is uncertain there is where things are. No linear map of anomalies
+Spread is large where gradients are, because the position of a steep gradient is uncertain. No linear map of anomalies
 can express that. Nor does the spread alone show how large errors will be. For smooth fields, four numbers (d, two
-differences and the mean around) hold as much as all nine points, at half the work.
+differences and the mean around) tell as much as all nine points, at half the cost.
 
-South of the equator, x and v are mirrored at the equator as in `models.linear`. The mirror has the opposite season. So
-northward components, differences from row to row, and sine and cosine of the season change their sign. The place does
-not, so the network can also learn in what the hemispheres differ.
+South of the equator, x and v are mirrored at the equator as in `models.linear`. So northward components and differences
+from row to row change their sign, and the season is shifted by half a year. The place is not mirrored, so the network
+can also learn how the hemispheres differ.
 
 The weights are fitted to single points of many training dates (`training.point_fit`). This learns in a minute what the
-U-Net did not learn in five (ARCHITECTURE, "Tried"). They stay fixed in training.
+U-Net did not learn in five (ARCHITECTURE, "Tried"). They stay fixed when the U-Net is trained.
 
 Axes: B initialisation time, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit,
 K input, P plane common to all fields, N point, Y latitude, X longitude.
@@ -72,7 +72,7 @@ def point_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """
     channels = correction_shape(spec)[3]
     fields = channels // KINDS
-    # The network reads the anomalies of the linear correction, so it needs that one.
+    # The network reads the anomalies of the linear correction, so there is none without that correction.
     units = spec.config.points if channels else 0
     if not units:
         return {"points_first": (0, 0), "points_second": (0, 0)}
@@ -169,7 +169,8 @@ class PointNetwork(nn.Module):
             strip = slice(start, min(start + step, rows))
             frame = self.frame(strip)
             given = padded_BCYX[:, :, strip.start : strip.stop + 2], climatology_FYX[:, strip], common_BPYX[:, :, strip]
-            # In the mirror only the shift v of a mean has a sign. `turn` has those of means, then ones for the spreads.
+            # Outputs are d'', v and w, and only v, the shift of a mean, changes its sign in the mirror. `turn` has the
+            # signs of means and then ones for spreads; the ones serve d'' and w.
             signs = torch.cat([frame.turn[len(climatology_FYX) :], frame.turn])[: len(self.second)]
             found[:, :, strip] = self(inputs_of(*given, frame)) * signs
         return found.unflatten(1, (-1, len(climatology_FYX)))
@@ -211,7 +212,7 @@ def apply_first(first: Tensor, inputs_BKN: Tensor) -> Tensor:
 
 
 def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:
-    """Compute W [x, 1], (B, H, N). In bfloat16 this is faster than the same as a convolution."""
+    """Compute W [x, 1], (B, H, N). In bfloat16 this is faster than a convolution that does the same."""
     device = inputs_BKN.device.type
     # The weights are cast before they are expanded: autocast would cast them again for each sample.
     low = torch.is_autocast_enabled(device)
@@ -223,6 +224,6 @@ def _stretch(spec: ModelSpec) -> Tensor:
     """Return the distance from row to row, divided by that between neighbours in the row: (Y, 1)."""
     latitude, longitude = np.asarray(spec.latitude, float), np.asarray(spec.longitude, float)
     steps = [float(np.abs(np.diff(axis)).mean()) if len(axis) > 1 else 1.0 for axis in (latitude, longitude)]
-    # Meridians draw together towards the poles, so a difference along a row belongs to a shorter distance there.
+    # Meridians converge towards the poles, so neighbours in a row are closer there.
     narrow = np.cos(np.deg2rad(latitude)).clip(1e-6)
     return torch.from_numpy((steps[0] / steps[1] / narrow).clip(max=_MOST_STRETCH).astype(np.float32))[:, None]

@@ -34,8 +34,8 @@ def integers(numbers: Sequence[int], device: torch.device) -> Tensor:
     Returns:
         (N,) int64.
     """
-    # Elsewhere there is nothing to save. A cached tensor could even do harm: if it was made in a dry run on fake
-    # tensors, it would be fake for all later uses.
+    # On other devices a cache saves nothing. It could even do harm: a tensor that was made in a dry run on fake tensors
+    # would be fake for all later uses.
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     return _kept(tuple(numbers), device)

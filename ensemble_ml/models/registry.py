@@ -1,4 +1,4 @@
-"""The models that the setting `model.name` chooses from: our network, and published methods as its baselines.
+"""The models among which the setting `model.name` chooses: our network, and published methods as its baselines.
 
 Each is made from a `ModelSpec` and a `Climate`, and maps an `EnsembleInput` to a `Prediction`. Each has the attributes
 `spec`, `speed`, `features` and `heads`, and the method `param_groups()`.
@@ -29,7 +29,7 @@ MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
 
 
 def refuse_masks(spec: ModelSpec) -> None:
-    """Refuse variables that have points without a value, if the chosen model cannot take them.
+    """Check that the chosen model can take variables that have points without a value.
 
     Raises:
         UserError: the spec has masked variables, and its model is a baseline.

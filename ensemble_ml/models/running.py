@@ -1,4 +1,4 @@
-"""The running statistics of batch norms, which a forward pass in training mode changes beside the gradients."""
+"""The running statistics of batch norms, which each forward pass in training mode changes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Running:
-    """A copy of a model's running statistics, used to restore them after passes that must leave no trace.
+    """A copy of a model's running statistics, used to restore them after passes that must not change the model.
 
     Args:
-        model: any module; its batch norms are found.
+        model: any module, with or without batch norms.
     """
 
     def __init__(self, model: nn.Module):

@@ -1,11 +1,11 @@
-"""The choice of arithmetic and of the order of axes in memory: ask the hardware what it can do, then time it.
+"""The choice of precision and of the order of axes in memory, by timing what the hardware offers.
 
-With channels first in memory, torch's float32 conv3d leaves oneDNN for some shapes and takes a path about ten times
-slower. With channels last it did not do so on the machines that were measured, and bfloat16 is up to twice as fast
-again where the CPU has it. Folding the levels into the batch or the channels of a 2D convolution was as fast at best.
+With channels first in memory, torch's float32 conv3d does not use oneDNN for some shapes, and is then about ten times
+slower. With channels last this did not happen on the machines that were measured, and bfloat16 is up to twice as fast
+again where the CPU has it. A 2D convolution with the levels as samples or channels was not faster.
 
-The fastest way depends on machine and shape. So it is measured on the real shapes, and a checkpoint records the choice.
-A resumed run takes the recorded one, and its results are equal bit for bit.
+The fastest choice depends on machine and shape. So it is measured on the real shapes, and a checkpoint records it. A
+resumed run uses the recorded choice, so its results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
 
-Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # a call -> a call that does the same, its result
+Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # call -> (call that does the same, its result)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Speed:
             if isinstance(module, nn.Conv3d | nn.Conv2d) and isinstance(module.weight, nn.Parameter):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
-        # Only float64 changes the dtype of the weights. In bfloat16 they stay float32, and autocast casts them where it
-        # is used.
+        # Only float64 changes the dtype of the weights. With bfloat16 they stay float32, and autocast casts them in
+        # each pass.
         if self.precision is Precision.float64:
             model.double()
-        # With TF32, a GPU would round float32 to ten bits. Whoever wants speed can take bfloat16.
+        # With TF32, a GPU would round the mantissas of float32 to ten bits. bfloat16 is the choice for speed.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # also while timing, so that the time is that of the training
         model.speed = self  # type: ignore[assignment]
@@ -89,14 +89,14 @@ class Speed:
 
 
 def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
-    """Return the speeds that the device offers for a wanted precision, with the one most likely to be fast first.
+    """Return the speeds that the device offers for a wanted precision.
 
     Args:
         device: the device of the model.
         wanted: the setting `model.precision`.
 
     Returns:
-        Speeds; those with channels last come first.
+        Speeds, those that are most likely fast first: channels last before channels first, bfloat16 before float32.
 
     Raises:
         UserError: bfloat16 is asked for on a device without it.
@@ -105,16 +105,17 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
     if wanted is Precision.bfloat16 and not low:
         lacks = "has no bfloat16 arithmetic"
         if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            lacks = f"needs cuDNN 9.15, whose bfloat16 is right, and has {torch.backends.cudnn.version()}"
+            version = torch.backends.cudnn.version()
+            lacks = f"has cuDNN {version}, and before 91500 (9.15) bfloat16 gives wrong results or is slow"
         raise UserError(f"model.precision=bfloat16: {device_name(device)} {lacks}; use auto or float32")
     kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the instruction set that torch uses of a processor.
+    """Return the name of a GPU, or the instruction set that torch uses on a CPU.
 
-    Between devices of different names, the last bits of results differ.
+    Between devices of different names, the last bits of results may differ.
     """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
@@ -157,11 +158,13 @@ def choose(
         step: a forward and backward pass of `model` on a real batch.
         wanted: `auto` tries all that the hardware has; another precision is fixed, and only the order of axes is
             chosen.
-        seconds: limit for all trials together. A speed that is far behind is not repeated. On a GPU, the first run of
-            each speed, which loads and compiles kernels, does not count.
-        record: turns `step` into a call that does the same, as the training will where it can (`training.recorded`).
+        seconds: limit for all trials together. A speed that takes four times as long as the best is not repeated. On a
+            GPU, the first run of each speed, which loads and compiles kernels, does not count.
+        record: turns `step` into a CUDA graph that does the same, as training does where possible
+            (`training.recorded`).
 
     Raises:
+        UserError: `wanted` is bfloat16, and the device does not have it.
         torch.OutOfMemoryError: the step does not fit into the GPU at any speed.
     """
     device = next(model.parameters()).device
@@ -181,7 +184,7 @@ def choose(
         except torch.OutOfMemoryError as error:  # bfloat16 may still fit where float32 does not
             log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
             lacking = error.with_traceback(None)  # the frames of a traceback would keep the tensors of the pass alive
-        play = step  # drops a recording, and so frees its memory
+        play = step  # a recording is dropped, which frees its memory
         model.zero_grad(set_to_none=True)
     if not tried:
         raise lacking
@@ -205,14 +208,14 @@ def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) 
     if record is not None:
         try:
             play, _ = record(step)
-        # Memory is short, or something cannot be recorded. The training will meet the same and log why.
+        # Memory is short, or something cannot be recorded. Training will fail to record it as well, and log why.
         except RuntimeError:
             model.zero_grad(set_to_none=True)
     return play, time.perf_counter() - began
 
 
 def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float, fastest: float) -> float:
-    """Return the time of the fastest of up to three runs after one that warms up; of a single run if time is out."""
+    """Return the time of the fastest of up to three runs after a warm-up, or of the warm-up if time was out then."""
     found: list[float] = []
     for _ in range(4):
         start = time.perf_counter()

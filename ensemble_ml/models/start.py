@@ -1,7 +1,7 @@
 """The start of a model: everything before its U-Net, which is fitted to the training dates before training.
 
-The formulas stand in `models.heads`, `models.linear` and `models.points`. The fits (`training.climate_fit`) fill the
-arrays of one start step by step, and apply what is fitted already as the model does.
+The formulas stand in `models.heads`, `models.linear` and `models.points`. The fits (`training.climate_fit`) fill its
+arrays one after another, and each fit applies what is already fitted in the same way as the model.
 
 Axes: B initialisation time, C channel of the linear correction, T lead, F field (variables and levels, then surface
 variables), Y latitude, X longitude.
@@ -26,7 +26,7 @@ class Start(nn.Module):
 
     Args:
         spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the training dates, as the fits know them so far.
+        climate: statistics of the training dates; during the fits, those fitted so far.
         local_terms: give each grid cell learned terms of its own.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Optimizers of torch that do not import torch's compiler.
 
-torch wraps some methods of its optimizers such that their first call, in the constructor already, imports
-`torch._dynamo`. That takes every process three to five seconds of processor time and 80 MB, whether or not anything is
-compiled. The methods inside the wrappers do the same work.
+torch wraps some methods of its optimizers so that their first call, which the constructor makes, imports
+`torch._dynamo`. That costs each process three to five seconds of processor time and 80 MB, whether or not anything is
+compiled. Here the methods inside the wrappers are called directly. They do the same work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class Eager(Optimizer):
-    """A base class, or the first of two, for an optimizer that runs as it is written, not compiled."""
+    """A base class of optimizers that are not compiled. It must come before other base classes."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do."""

@@ -1,4 +1,4 @@
-"""The interface of what happens between the backward pass and the optimizer's step.
+"""The interface by which ranks agree on gradients between the backward pass and the optimizer's step.
 
     exchange.attach(optimizer)                  once
     exchange.begin(step)                        before backward; numbers the step
@@ -34,8 +34,8 @@ class Outcome:
 
     Attributes:
         norm: norm of the gradient before clipping. If ranks vote, it is this rank's own gradient.
-        culprits: ranks whose gradients were not finite. If ranks average before they vote, these are all ranks that
-            share such a mean.
+        culprits: ranks whose gradients were not finite. If groups of ranks average before they vote, all ranks of a
+            group whose mean was not finite.
         waited: seconds spent waiting for other ranks, without those hidden by the backward pass.
         bytes_sent: bytes that this rank sent.
         missed: other ranks took this step before this rank's gradient was complete. `finish` returns the next one.
@@ -70,8 +70,8 @@ class Exchange:
         params: the parameters that are exchanged.
         apart: the parameters of which each rank steps only its own grid points.
         checked: whether `finish` has checked the gradients since the last step.
-        tells: returns numbers of this rank that travel with its gradient, if the exchange sums them. One of them may be
-            `samples`, the number of its samples.
+        tells: function that returns numbers of this rank by name, which are summed over ranks along with the gradient
+            if the exchange can do so. One may be `samples`, the number of this rank's samples.
     """
 
     def __init__(self, clip: float = 0.0):
@@ -85,20 +85,20 @@ class Exchange:
 
     @property
     def slack(self) -> int:
-        """Return how many steps ranks may be apart."""
+        """Return by how many steps ranks may differ in the number of steps that they have done."""
         return 0
 
     def meets(self, step: int) -> bool:
-        """Return whether all ranks have done the same number of steps when `step` steps are done."""
+        """Return whether all ranks wait for each other after `step` steps."""
         return True
 
     @property
     def abstains(self) -> bool:
-        """Return whether this rank's gradient does not count and its momentum stays unchanged."""
+        """Return True if this rank's gradient is not used in the step, and its momentum does not change."""
         return False
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Serve the parameters of `optimizer`."""
+        """Take the parameters of `optimizer` as those to exchange."""
         self.optimizer = optimizer
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.apart = []
@@ -112,7 +112,7 @@ class Exchange:
         yield
 
     def finish(self) -> Outcome:
-        """Return once all ranks agree on gradients or signs."""
+        """Agree with all ranks on gradients or signs, check that they are finite, and clip them."""
         norm = total_norm(self.params)
         if not math.isfinite(float(norm)):
             return Outcome(float(norm), (0,))
@@ -138,11 +138,11 @@ class Exchange:
         return {}
 
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
-        """Bring the ranks' parts of some tensors together on all of them.
+        """Gather the ranks' parts of some tensors, so that all ranks hold them whole. They are changed in place.
 
         Args:
             p: a parameter of `apart`.
-            held: tensors in the shape of `p`, of which each rank holds its own grid points.
+            held: tensors in the shape of `p`, which are right only at this rank's own grid points.
         """
 
     def local_state(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ class Exchange:
         return {}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Restore this rank's tensors; here, these are momenta.
+        """Restore tensors of a checkpoint; in this class, momenta that a run with votes has saved.
 
         If the saved run had another number of ranks, the caller passes the mean over its ranks.
         """
@@ -164,12 +164,17 @@ class Exchange:
 
 
 def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients together, on the device of the parameters."""
+    """Return the norm of all gradients together, as a scalar on the device of the parameters.
+
+    Args:
+        params: the parameters; those without a gradient do not count.
+        norm_type: p of the norm; infinity gives the largest magnitude.
+    """
     grads = [dense_values(p.grad) for p in params if p.grad is not None]
     found = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
     return found.to(params[0].device) if params else found
 
 
 def dense_values(grad: Tensor) -> Tensor:
-    """Return a gradient, or the values of a sparse one, summed where it names an element twice."""
+    """Return a gradient, or the values of a sparse one, with values at the same index summed."""
     return grad.coalesce().values() if grad.is_sparse else grad

@@ -4,15 +4,13 @@
     weight   = weight * (1 - lr * weight_decay) - lr * sign(u)
     momentum = beta2 * momentum + (1 - beta2) * gradient
 
-This is Algorithm 2 of the paper. The decay is applied first, as in lion-pytorch and in the authors' own code; this
-equals the paper's order up to a term lr^2 * weight_decay. Every weight moves by exactly `lr` in a step, apart from the
-decay. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
+This is Algorithm 2 of the paper. Apart from the decay, every weight moves by exactly `lr` in a step, or not at all if u
+is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
 
-Over several ranks the signs may come from a vote. The optimizer asks its `Exchange` for them, whose base class serves a
-single rank.
+With several ranks the signs may come from a vote, for which the optimizer asks its `Exchange`.
 
 A gradient that is NaN or infinite would stay in the momentum for ever. The weight would then never move again, or
-always in one direction. Both leave the weight finite, so nobody would notice. Such a step is refused before anything
+always in one direction. In both cases it stays finite, so nobody would notice. Such a step is refused before anything
 changes.
 """
 
@@ -35,21 +33,21 @@ _HALF = (torch.bfloat16, torch.float16)
 class Lion(Eager):
     """The Lion optimizer, for one rank or many.
 
-    Used alone, `step` checks all gradients first and raises an error if one is not finite. Weights and momenta are then
-    unchanged, so a caller may skip the step and go on. After `exchange.finish()` it does not check again, because the
-    outcome has the answer (the trainer ends the run, or skips the step with `optim.nonfinite=skip`).
+    Without a call of `exchange.finish()`, `step` checks all gradients first and raises an error if one is not finite.
+    Weights and momenta are then unchanged, so a caller may skip the step and go on. After `exchange.finish()` it does
+    not check again: `Outcome.finite` says whether the step may be taken.
 
     The momentum of weights in bfloat16 or float16 is kept in float32.
 
     Args:
-        params: tensors, or dictionaries of a group's `params` and its own settings.
+        params: tensors, or dictionaries with the `params` of a group and its own settings.
         lr: length of a step, in units of the weights.
-        betas: share of the momentum in the update, and the decay of the momentum.
+        betas: beta1 and beta2, in [0, 1): weights of the momentum in the update, and in the next momentum.
         weight_decay: decoupled decay; weights shrink by `lr * weight_decay` in a step.
-        exchange: what ranks agree on before a step; its `attach` is called here.
+        exchange: exchange with the other ranks, which is attached to this optimizer; None for a single rank.
         stochastic: round weights in bfloat16 or float16 up or down at random, with the exact value as the mean. Steps
-            smaller than the spacing of such numbers would otherwise be lost. The draws depend on step and position
-            only.
+            smaller than the spacing of such numbers would otherwise be lost. The random numbers depend only on the
+            number of the step and the position of the weight.
 
     Raises:
         UserError: a setting is out of range; in `step`, a gradient is not finite.
@@ -121,7 +119,7 @@ class Lion(Eager):
         return super().state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The momentum of weights in half precision stays float32, which torch would round."""
+        """Load a state. The momentum of weights in half precision stays float32; torch itself would round it."""
         super().load_state_dict(state_dict)
         self.steps = state_dict.get("steps", 0)
         given = state_dict["state"]
@@ -140,7 +138,7 @@ class Lion(Eager):
         bad = next(i for i, grad in grads if not dense_values(grad).isfinite().all())
         raise UserError(
             f"Lion: the gradient of parameter {bad}, of shape {tuple(params[bad].shape)}, is not finite; no weight was"
-            " changed: leave the step out, or take a lower lr or clip the gradients"
+            " changed: skip this step, or lower lr, or clip the gradients"
         )
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -181,10 +179,9 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Round float32 to one of its two neighbours in bfloat16 or float16, at random.
+    """Round float32 to one of its two neighbours in bfloat16 or float16, at random with the mean `x`.
 
-    The nearer neighbour is the more likely one, such that the mean over seeds is `x`. Ranks that hold the same `x` and
-    seed on the same kind of device get the same result.
+    Ranks with the same `x` and seed on the same kind of device get the same result.
     """
     generator = torch.Generator(x.device).manual_seed(seed)
     draw = torch.rand(x.shape, generator=generator, device=x.device)

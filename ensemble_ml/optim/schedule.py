@@ -20,9 +20,8 @@ Schedule = Callable[[int], float]
 def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: float) -> float:
     """Return the learning rate of `step`: a linear warm-up, then half a cosine down to `final * peak`.
 
-    The schedule is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. A warm-up that would take
-    more than half of a short run is cut to half of it. Steps beyond the last one keep the final rate, and a run of a
-    single step takes it at the peak.
+    The schedule is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. The warm-up takes at most
+    half of the run. Steps beyond the last one keep the final rate. In a run of a single step the rate is `peak`.
 
     Args:
         step: number of the step, from 0.
@@ -54,10 +53,13 @@ def build(
         config: the optimizer's settings.
         params: tensors, or dictionaries of groups.
         steps: number of steps in the run.
-        exchange: what ranks agree on before a step; it is attached to the optimizer. None for a single rank.
+        exchange: exchange with the other ranks, which is attached to the optimizer; None for a single rank.
 
     Returns:
         The optimizer, and a function that gives the learning rate of a step.
+
+    Raises:
+        UserError: a setting of Lion is out of range.
     """
     betas = (config.beta1, config.beta2)
     optimizer: Optimizer
@@ -71,7 +73,7 @@ def build(
 
 
 def schedule_of(config: OptimConfig, steps: int) -> Schedule:
-    """Return the learning rate of each step.
+    """Return a function that gives the learning rate of a step, numbered from 0.
 
     Args:
         config: the optimizer's settings.

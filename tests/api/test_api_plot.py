@@ -51,7 +51,7 @@ def test_reliability_of_each_threshold(here):
     np.testing.assert_array_equal(last.get_xydata(), same.get_xydata())
     with pytest.raises(UserError, match="the truth has several values along number"):
         eml.plot.reliability(probability, truth.expand_dims(number=2))
-    with pytest.raises(UserError, match=r"forecast: has probabilities along threshold_tp, and the event is of one"):
+    with pytest.raises(UserError, match=r"probabilities along threshold_tp, but the event is for one threshold"):
         eml.plot.reliability(probability, truth > 0.001)
     with pytest.raises(UserError, match="forecast: the truth lacks some of its times or places"):
         eml.plot.reliability(probability, truth.isel(init_time=[0]))

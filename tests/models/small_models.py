@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -51,7 +53,8 @@ def make_climate(spec: ModelSpec, seed=1) -> Climate:
 def make_input(spec: ModelSpec, batch=2, members=3, seed=2, one_member=False) -> EnsembleInput:
     generator = torch.Generator().manual_seed(seed)
     given = 4 + torch.randn(batch, members, len(spec.leads_in), *spec.shape[1:], generator=generator)
-    return ensemble_input(given, torch.arange(1.0, batch + 1) * 40, one_member=one_member)
+    found = ensemble_input(given, torch.arange(1.0, batch + 1) * 40)
+    return replace(found, member=given[:, 0]) if one_member else found
 
 
 def awake(model, size=0.1):

@@ -43,10 +43,10 @@ def test_modules_have_their_own_entries_in_both_passes():
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     with Ledger(by_module=True) as ledger:
         net(torch.ones(5, 8)).sum().backward()
-    first, last = (ledger.total([Kind.PRODUCT], name).flops for name in ("0", "2"))
+    first, last = (ledger.entries[name, Kind.PRODUCT].flops for name in ("0", "2"))
     # Forward, and the product for the gradient of the weights; that of the input is needed in the last layer alone.
     assert first == 2 * (2 * 5 * 8 * 16) and last == 3 * (2 * 5 * 16 * 4)
-    assert ledger.total([Kind.POINTWISE], "1").calls == 2
+    assert ledger.entries["1", Kind.POINTWISE].calls == 2
     assert ledger.total().flops == first + last
 
 

@@ -2,17 +2,18 @@
 
     W_i = g_i / sqrt(fan_in) sum over k of a_ik v[o_ik : o_ik + size_i]
 
-    v       the bank: as many numbers as a fraction `share` of all kernels hold
-    o_ik    first number of window k of convolution i; a window goes on at the bank's start beyond its end
-    a_ik    how much of each window a convolution takes
+    v       the bank; its size is a fraction `share` of the size of all kernels together
+    o_ik    first number of window k of convolution i; a window that passes the end of v continues at its start
+    a_ik    weight of window k in convolution i
     g_i     a gain of each output channel, zero where a branch starts at zero
     fan_in  numbers of a kernel that make one output
 
-The network then has a fraction of the weights, so ranks exchange a fraction of the bytes. It is no faster in a forward
-pass, which needs the kernels as they are: `EnsembleModel.settle` makes an ordinary model of it, for forecasts.
+The network then has a fraction of the weights, so ranks exchange a fraction of the bytes. Its forward pass is not
+faster, because it first computes the full kernels. For forecasts, `EnsembleModel.settle` turns it into an ordinary
+model.
 
-Windows that convolutions share are Shapeshifter networks (Plummer et al. 2022, arXiv:2006.10598). The gain of a channel
-lets layers of unlike sizes share them.
+Sharing windows between convolutions follows Shapeshifter networks (Plummer et al. 2022, arXiv:2006.10598). The gain of
+each channel lets layers of different sizes share them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Bank(nn.Module):
     Args:
         network: a network that is just initialised. Its 3D convolutions lose their kernels: they have one only while
             `laid` is active.
-        share: numbers of the bank over those of all kernels.
-        templates: windows that each kernel combines.
+        share: size of the bank as a fraction of the size of all kernels.
+        templates: number of windows that each kernel combines.
 
     Raises:
         UserError: the bank has fewer numbers than the widest convolution has outputs.
@@ -46,7 +47,7 @@ class Bank(nn.Module):
 
     def __init__(self, network: nn.Module, share: float, templates: int):
         super().__init__()
-        # A tuple, so that the convolutions stay modules of the network alone.
+        # In a tuple, the convolutions do not become submodules of the bank.
         self._convs = tuple(module for module in network.modules() if isinstance(module, nn.Conv3d))
         sizes, widest = [conv.weight.numel() for conv in self._convs], max(conv.out_channels for conv in self._convs)
         count = round(share * sum(sizes))
@@ -55,13 +56,14 @@ class Bank(nn.Module):
             few = f"{count} numbers for convolutions of up to {widest} outputs"
             raise UserError(f"model.bank={share:g}: {few}; give {least:g} or more")
         self.values = nn.Parameter(torch.randn(count))
-        # Multiples of the golden ratio are spread evenly whatever their number. If each window began where the one
-        # before it ends, kernels of equal sizes could all take the same one.
+        # The fractional parts of multiples of the golden ratio are spread evenly, however many there are. If each
+        # window began where the one before it ends, kernels of equal sizes could all take the same window.
         starts = [int(n * _GOLDEN % 1 * count) for n in range(templates * len(sizes))]
         self.offsets = [starts[i : i + templates] for i in range(0, len(starts), templates)]
         mixed = torch.nn.init.orthogonal_(torch.empty(max(templates, len(sizes)), templates))
         self.mix = nn.ParameterList(row / row.norm() for row in mixed[: len(sizes)])
-        # A kernel that is zero starts a branch; the others have torch's usual spread.
+        # A kernel of zeros stays zero, so that its branch starts at zero. The others get the variance of torch's own
+        # initialisation, 1 / (3 fan_in).
         gains = (float(bool(conv.weight.any())) / sqrt(3) for conv in self._convs)
         self.gains = nn.ParameterList(
             torch.full((conv.out_channels,), gain) for conv, gain in zip(self._convs, gains, strict=True)
@@ -132,7 +134,10 @@ class _Windows(torch.autograd.Function):
 
 
 def _pieces(offset: int, size: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the stretches of a window that wraps round a vector of `count` numbers: where in the vector and in it."""
+    """Yield the pieces of a window that wraps round a vector of `count` numbers, as slices of vector and window.
+
+    Most windows have one piece.
+    """
     done = 0
     while done < size:
         start = (offset + done) % count

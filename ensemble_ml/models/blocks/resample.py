@@ -1,8 +1,8 @@
 """Pooling and upsampling by two over latitude and longitude, for any size and any order of axes in memory.
 
-Both are written as sums over the four corners of 2 x 2 blocks. Torch's pooling in 3D knows no bfloat16, and in 2D it
-copied its input, its output and both gradients to another order of axes. An odd last row or column is a block of its
-own, which equals padding to an even size with cells of weight zero.
+Both are written as sums over the four cells of 2 x 2 blocks. Torch's 3D pooling does not support bfloat16, and its 2D
+pooling copied its input, its output and both gradients to another order of axes. An odd last row or column has blocks
+of fewer cells, over which the mean is taken.
 
 Axes: B initialisation time, C channel, Y latitude, X longitude, Z plane.
 """
@@ -29,7 +29,7 @@ def pool(x_BCYXZ: Tensor) -> Tensor:
 
 
 def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
-    """Add a field of half the size, upsampled to the nearest neighbour, to `skip`.
+    """Upsample a field of half the size by nearest neighbour, and add it to `skip_BCYXZ`.
 
     Args:
         skip_BCYXZ: (B, C, Y, X, Z).
@@ -42,7 +42,10 @@ def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
 
 
 def _corners(large: Tensor, small: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the four corners of all blocks, each with the part of `small` whose blocks have it; the first is whole."""
+    """Yield views of one cell of every block, for each of the four cells, with the part of `small` that has this cell.
+
+    Blocks at an odd edge lack some cells. All blocks have the first one.
+    """
     for i in (0, 1):
         for j in (0, 1):
             corner = large[:, :, i::2, j::2]
@@ -75,7 +78,7 @@ class _Pool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """Return the mean over the cells of each block."""
         ctx.size = x.shape
-        # A custom function: autograd of the sliced sums would keep copies, and give gradients in another order of axes.
+        # Autograd would keep copies for the sums of slices, and give gradients in another order of axes.
         return _mean_of_sums(_sums(x), *x.shape[2:4])
 
     @staticmethod

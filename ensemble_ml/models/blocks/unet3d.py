@@ -10,10 +10,10 @@
 Beyond the top and the lowest plane the network sees zeros, because nothing continues there, and a convolution pads
 zeros for free.
 
-There are no norms. Inputs are standardised, every residual branch starts at zero, and a learned scale and shift stand
-where norms would. On a synthetic task this reached a lower loss than a norm over groups of channels, which in turn beat
-a norm over the channels of a point: a norm removes the amplitude, which is what a spread consists of. Without norms no
-point depends on a sum over the grid, so any partition of the grid is exact.
+There are no normalisation layers. Inputs are standardised, every residual branch starts at zero, and a learned scale
+and shift take the place of a norm. On a synthetic task this reached a lower loss than group norm, which in turn was
+better than a norm over the channels of each point: a norm removes the amplitude, and a spread is an amplitude. Without
+norms no point depends on a sum over the grid, so any partition of the grid is exact.
 
 Pressure is the last axis, in channels-last memory (B, Y, X, Z, C), where a whole column is a matrix (see
 `models.speed`).
@@ -56,15 +56,15 @@ class Activation(nn.Module):
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         """Activate (B, C, Y, X, Z), in the dtype of the input."""
         x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
-        # With channels last, weight and bias lie along the contiguous axis, so one kernel does it all without a copy.
+        # With channels last, weight and bias broadcast along the contiguous axis, so nothing is copied.
         return _ScaledSilu.apply(x_BYXZC, self.weight.to(dtype), self.bias.to(dtype)).permute(0, 4, 1, 2, 3)
 
 
 class _ScaledSilu(torch.autograd.Function):
     """silu(w x + b), which keeps x alone for the backward pass and computes w x + b again there.
 
-    Autograd would keep w x + b as well, which is one of the three fields that a convolution and its activation keep.
-    The operations are autograd's own, in the same order, so no bit differs.
+    Autograd would keep w x + b as well: a third of what a convolution and its activation keep. The operations are those
+    of autograd in the same order, so results are equal bit for bit.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class PointLinear(nn.Linear):
 class Convolution(nn.Module):
     """A convolution over 3 x 3 points and three planes, with weights across planes as `vertical` says.
 
-    The padding over (Y, X) is a step of its own, made before, so that a partitioned model can exchange halos there.
+    Padding over (Y, X) is a separate step before it, in which a partitioned model exchanges halos.
 
     Args:
         inputs: channels of the input.
@@ -161,7 +161,7 @@ class ResidualBlock(nn.Module):
         self.recompute = recompute
         pad = Padder(geometry)
         self.scale1 = Activation(channels)
-        # No bias: the shift of `scale2` follows and does the same.
+        # No bias: `scale2` follows and has a shift.
         self.conv1 = Convolution(channels, inner, planes, vertical, pad, bias=False)
         self.scale2 = Activation(inner, planes if vertical is Vertical.affine else None)
         self.conv2 = Convolution(inner, channels, planes, vertical, pad, bias=True)
@@ -175,7 +175,7 @@ class ResidualBlock(nn.Module):
         return self._sum(x_BCYXZ)
 
     def _sum(self, x_BCYXZ: Tensor) -> Tensor:
-        # Nothing between has a name, so that without a backward pass each field goes as soon as the next one is there.
+        # Intermediate fields get no names. Without a backward pass, each is then freed as soon as the next one is made.
         return x_BCYXZ + self.conv2(self.scale2(self.conv1(self.scale1(x_BCYXZ))))
 
 
@@ -190,8 +190,9 @@ class UNet3d(nn.Module):
         vertical: how weights act across planes.
         inner: channels inside each block, encoder first (`ModelConfig.channels`); None for those of its level.
         recompute: keep only the input of each block for the backward pass, and compute the rest again there.
-        bank: numbers of a vector that all kernels share (`bank.Bank`) over those of all kernels; 0: each has its own.
-        templates: windows of that vector that each kernel combines.
+        bank: size of a vector that all kernels share (`bank.Bank`), as a fraction of the size of all kernels; 0 gives
+            each its own.
+        templates: number of windows of that vector that each kernel combines.
 
     Raises:
         UserError: the bank has fewer numbers than the widest convolution has outputs.

@@ -10,16 +10,19 @@
     a, b, c, d     coefficients, with c, d >= 0
     e_k            coefficients of the seasonal terms
 
-If the reference is zero, points that share coefficients, or that are drawn to shared ones, pay for the differences of
-their climates: two fields with the same anomalies would have different scores.
+Points may share coefficients, or be drawn to shared ones. With a reference of zero, such a fit is worse where climates
+differ from point to point, even if the anomalies are the same.
 
 The CRPS of a normal distribution is convex in (location, scale), and its curvature has rank one:
 
     2 phi(z) / scale [1 z; z z^2]
 
+    z    (truth - location) / scale
+    phi  density of the standard normal distribution
+
 So each point takes damped Gauss-Newton steps of its own (Levenberg-Marquardt), in units of its own errors and with the
-square roots of c and d as parameters. All points move in the same batched operations. Other distributions take the same
-curvature and the exact gradient of their own CRPS. The fit is deterministic.
+square roots of c and d as parameters. All points are computed in the same batched operations. For other distributions,
+the fit uses the same curvature and the exact gradient of their own CRPS. The fit is deterministic.
 
 Axes: D sample (date), K seasonal term, P parameter. Axes before D are separate problems.
 """
@@ -39,15 +42,15 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 
 _TINY = 1e-12
-_LEAST_UNIT = 0.02
-_REACH = 1.5  # factor from a point's own typical error within which the prior's scale is brought
-_LEAST_SIGNAL = 1e-3  # variance of biases between points, relative to that of errors
+_LEAST_UNIT = 0.02  # least unit of a point, as a fraction of the root mean square of all units
+_REACH = 1.5  # largest factor between the prior's scale and a point's own typical error
+_LEAST_SIGNAL = 1e-3  # least variance of biases between points, relative to that of errors
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
 
 @dataclass(frozen=True, eq=False)
 class Emos:
-    """The coefficients of the formula at the head of this file.
+    """The coefficients of the formula in this module's docstring.
 
     Attributes:
         a: (...) float64, intercept.
@@ -100,7 +103,7 @@ class Emos:
 
 
 def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
-    """Join the parts of a vector of points that `Emos.at` took apart.
+    """Join parts that `Emos.at` returned to one vector of points.
 
     Args:
         parts: the parts.
@@ -150,8 +153,8 @@ def fit_emos(
         tolerance: a point has converged if its step is smaller than this, in units of a typical error.
 
     Raises:
-        UserError: shapes differ, or a point has fewer observations than coefficients. A point without any observation
-            keeps the start.
+        UserError: shapes differ, no point has an observation, or a point has some, but fewer than coefficients. Points
+            without any keep the start.
     """
     m, s2, y = _tensor(mean), _tensor(variance), _tensor(observation)
     shapes = [tuple(v.shape) for v in (m, s2, y)]
@@ -255,7 +258,7 @@ class _Problem:
         return self._outwards(theta)
 
     def _better(self, one: Tensor, other: Tensor, goal: Tensor, pull: Tensor) -> Tensor:
-        """Return at each point the start with the lower value. From a prior that is far away, steps would be short."""
+        """Return at each point the start with the lower value: a fit that starts far away would need many steps."""
         values = [self._expand(theta, goal, pull)[0] for theta in (one, other)]
         return torch.where((values[0] < values[1])[..., None], one, other)
 
@@ -274,7 +277,7 @@ class _Problem:
         return 0.5 / max(signal, _LEAST_SIGNAL)
 
     def _start(self) -> Tensor:
-        """Return a simple start: the mean error, slope one, and half of the error's variance from each of c and d."""
+        """Return a simple start: the mean error, slope one, and half of the error variance from each of c and d."""
         theta = self.y.new_zeros(*self.total.shape, self.design.shape[-1] + 2)
         theta[..., 0] = self._average(self.y - self.mean) / self.unit
         theta[..., -2] = torch.where(self.single, 1.0, math.sqrt(0.5))
@@ -339,7 +342,7 @@ class _Problem:
 
 
 def _positive(values: Tensor) -> Tensor:
-    """Replace values that are not positive by one, so that they may be divided by."""
+    """Replace values that are not positive by one, so that division by them is safe."""
     return torch.where(values > 0, values, 1.0)
 
 

@@ -5,9 +5,9 @@ the way up at each scale, batch norm, ReLU, maximum pooling, bilinear interpolat
 its outputs o1 and o2 come location = m + s o1 and scale = s exp(o2), as in the authors' training script. m and s are
 mean and standard deviation of the members.
 
-Some things differ here. One network predicts all fields and leads, where theirs has a network for each target. It reads
-the inputs that all our baselines read. Padding continues the sphere, where theirs is zero. Where one member has no
-spread, s is the climatological spread, and s is never below a hundredth of its level's typical spread.
+Some things differ here. One network predicts all fields and leads; the paper has a network for each target. It reads
+the inputs that all our baselines read. Padding continues the sphere; that of the paper is zero. With one member, s is
+the climatological spread, and s is never below a hundredth of its level's typical spread. o2 is bounded to +-3.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Ens10UNet(Rival):
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Turn the first two outputs into location and scale, in physical units."""
-        # A spread of zero at all points means that there is one member. Then the climatological spread is taken.
+        # If the spread is zero at all points, there is one member, and the climatological spread is used.
         floor = torch.maximum(fields.spread, _SMALLEST * fields.typical)
         spread = torch.where(
             fields.spread.flatten(1).amax(1).reshape(-1, *[1] * (floor.ndim - 1)) > 0, floor, fields.climatology
@@ -109,8 +109,8 @@ def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
     rows, columns = like.shape[-2:]
     if not wraps:
         return _bilinear(x_BCYX, rows, columns)
-    # One column of the other end is added on each side. Interpolation then sees its true neighbours, and the two extra
-    # columns that each of them becomes are cut off.
+    # A column of the other end is added on each side, so that outer columns have their true neighbours. Each added
+    # column becomes two, which are cut off.
     x_BCYX = torch.cat([x_BCYX[..., -1:], x_BCYX, x_BCYX[..., :1]], -1)
     return _bilinear(x_BCYX, rows, columns + 4)[..., 2:-2]
 
@@ -118,8 +118,8 @@ def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
 def _bilinear(x_BCYX: Tensor, rows: int, columns: int) -> Tensor:
     """Interpolate bilinearly.
 
-    On a GPU this is a product with matrices, because the gradient of torch's interpolation is summed there in an order
-    that changes from run to run.
+    On a GPU this is done by matrix products: the gradient of torch's interpolation is summed there in an order that
+    changes from run to run.
     """
     if not x_BCYX.is_cuda:
         return F.interpolate(x_BCYX, size=(rows, columns), mode="bilinear")

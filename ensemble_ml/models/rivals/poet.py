@@ -11,12 +11,12 @@ One U-Net transforms every member. At its three deepest scales, the members atte
     d_i      output of the network for member i
     s'       standard deviation of the x_i'
     s_clim   climatological spread
-    k        how many members the climatology counts for
+    k        weight of the climatology, as a number of members
 
-The paper trains by the fair CRPS of the members. Here the prediction is a distribution, as for all baselines, and the
-network learns by the CRPS of that distribution. Its variance is blended with the climatological one as in s0, because
-the spread of two or three members is no good forecast, and one member has none. Beside the departures of its member,
-the network reads the channels that all baselines read.
+The paper minimises the fair CRPS of the members. Here the prediction is a distribution, as for all baselines, and the
+CRPS of that distribution is minimised. Its variance is blended with the climatological one as in s0, because the spread
+of two or three members is a poor forecast, and one member has none. For each member, the network reads its departures
+from the mean and the channels that all baselines read.
 
 Axes: B initialisation time, M member, T lead, F field, C channel, Y latitude, X longitude, Z plane (one), N = B M.
 """
@@ -65,7 +65,7 @@ class MemberAttention(nn.Module):
 
         Args:
             x_NCYXZ: (B M, C, Y, X, Z).
-            there_BM: True for the members that there are; the others are not attended to.
+            there_BM: True where a sample has a member; the other places are not attended to.
 
         Returns:
             The same shape as `x_NCYXZ`.
@@ -74,7 +74,7 @@ class MemberAttention(nn.Module):
         points = x_NCYXZ.permute(0, 2, 3, 4, 1)
         kinds = self.inwards(self.norm(points)).unflatten(0, (batch, members)).unflatten(-1, (3, _HEADS, -1))
         query, key, value = _by_point(kinds)
-        # Samples may have fewer members than the batch is wide. Nobody attends to the empty places.
+        # Samples may have fewer members than M. Nobody attends to the empty places.
         mask = there_BM[:, None, None, None, :]
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         found = found.permute(0, 3, 1, 2, 4).flatten(3).reshape(points.shape)
@@ -111,7 +111,9 @@ class _MemberUNet(UNet3d):
 
 
 class Poet(Rival):
-    """The network, with widths and depth as in our own. It takes all members (`EnsembleInput.members`).
+    """The network. It takes all members (`EnsembleInput.members`).
+
+    As in our own network, `model.hidden` channels double with each level up to `model.max_hidden`.
 
     Args:
         spec: shapes, variables, grid and configuration.
@@ -148,10 +150,10 @@ class Poet(Rival):
             Parameters of the distributions, physical units.
 
         Raises:
-            UserError: the batch has no members.
+            UserError: the batch has no members, or its mean has another shape than the model takes.
         """
         if x.members is None:
-            raise UserError("model.name=poet: the input holds no members; hand them on")
+            raise UserError("model.name=poet: the input holds no members; give `members`")
         fields, shape = self.reduced(x), (len(self.spec.leads_out), self.spec.fields)
         there = torch.arange(x.members.shape[1], device=x.count.device) < x.count[:, None]
         departures = (x.members - x.mean[:, None]) / self.features.level_spread[..., None, None]
@@ -179,7 +181,7 @@ class Poet(Rival):
     def _moments(
         self, members: Tensor, count: Tensor, fields: Reduced, move: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return location and scale of the transformed members, (B, M, T, F, Y, X) both members and shifts d."""
+        """Return location and scale of the transformed members; members and shifts d are (B, M, T, F, Y, X)."""
         centre = _mean(move, there)
         # The mean of the shifts goes into the location, so only what differs between members goes into the spread.
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
@@ -194,6 +196,6 @@ class Poet(Rival):
 
 
 def _mean(values: Tensor, there_BM: Tensor) -> Tensor:
-    """Return the mean over the members that there are: (B, M, ...) -> (B, ...)."""
+    """Return the mean over the members that a sample has: (B, M, ...) -> (B, ...)."""
     weight = there_BM.to(values.dtype) / there_BM.sum(1, keepdim=True)
     return (values * weight.reshape(*there_BM.shape, *[1] * (values.ndim - 2))).sum(1)

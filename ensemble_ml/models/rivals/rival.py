@@ -1,7 +1,7 @@
-"""The common base of the baseline networks: our network's inputs as planes of a map, and parameters of each field out.
+"""The common base of the baseline networks. They read our network's inputs as maps and predict as our network does.
 
-Axes: B date, T lead, C channel, F field (variables and levels, then surface variables), O output, Y latitude,
-X longitude.
+Axes: B initialisation time, T lead, C channel, F field (variables and levels, then surface variables), O output,
+Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
 
-_STENCILS = 4  # of departures: the departures themselves, two differences, the mean around
+_STENCILS = 4  # planes made of each departure: itself, two differences, the mean around
 
 
 @dataclass(eq=False)
@@ -97,7 +97,10 @@ class Rival(nn.Module):
             x: the inputs of the model.
 
         Returns:
-            Location, scale and spread in physical units, as far as the settings ask for them.
+            Location, scale and spread in physical units, (B, T, F, Y, X), as far as the settings ask for them.
+
+        Raises:
+            UserError: the mean has another shape than the model takes.
         """
         fields, config = self.reduced(x), self.spec.config
         raw = self.network(self.planes(x, fields), x).unflatten(1, (self.outputs, len(self.spec.leads_out), -1))
@@ -121,6 +124,9 @@ class Rival(nn.Module):
 
         Args:
             x: the inputs of the model.
+
+        Raises:
+            UserError: the mean has another shape than the model takes.
         """
         x.check(self.spec, self.spec.grid.shape)
         leads, heads = self.spec.lead_positions, self.heads
@@ -130,10 +136,10 @@ class Rival(nn.Module):
         return Reduced(mean, spread, s0, s1, heads.climatology, typical)
 
     def planes(self, x: EnsembleInput, fields: Reduced) -> Tensor:
-        """Return the channels of our own network, with pressure levels side by side, (B, C, Y, X).
+        """Return the channels of our own network, with each pressure level as channels of its own, (B, C, Y, X).
 
-        If `model.departures` is on, the inputs of its statistical start are among them: departures d of
-        `models.linear`, with their differences and means around each point.
+        If `model.departures` is on, the anomalies d of `models.linear` are added, with their differences and means
+        around each point.
 
         Args:
             x: the inputs of the model.
@@ -155,7 +161,7 @@ class Rival(nn.Module):
         return [centre, along, across, F.avg_pool2d(padded, 3, 1) - centre]
 
     def pole_rule(self) -> tuple[Tensor, Tensor]:
-        """Return sign and offset (C, 1) that the channels of `planes` take across a pole."""
+        """Return sign and offset, (C, 1) each, by which the channels of `planes` are continued across a pole."""
         rules = [self.features.pole_rule(surface=surface) for surface in (False, True)]
         sign, offset = (torch.cat([rule[i].flatten() for rule in rules]) for i in (0, 1))
         plain = torch.zeros(plane_count(self.spec))
@@ -170,7 +176,7 @@ class Rival(nn.Module):
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the groups of parameters for an optimizer.
 
-        Parameters with two or more axes decay, also those that belong to places. All others do not.
+        Parameters with two or more axes have weight decay, also those of single grid cells. All others have none.
         """
         plain = [p for p in self.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"name": "weights", "params": [p for p in self.parameters() if p.ndim > 1]}]
