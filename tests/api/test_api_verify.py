@@ -62,7 +62,7 @@ def test_several_forecasts_by_name_and_refusals(here):
         ("ours", False), ("theirs", False), ("lazy", True),
     ]  # fmt: skip
     found = scores.to_xarray()
-    with pytest.raises(UserError, match="baseline: a list of Datasets says nothing of their names"):
+    with pytest.raises(UserError, match="baseline: Datasets in a list have no names"):
         eml.verify("forecast", ensemble, baselines=[small, small])
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
