@@ -189,8 +189,8 @@ def split_dates(
     count = len(times) // _VALIDATION
     if count < _FEWEST:
         raise UserError(
-            f"{store.path}: {len(times)} init times, of which a {_VALIDATION}th is for validation, but at least {_FEWEST}"
-            " are needed there; give train= and validation=, or more init times"
+            f"{store.path}: {len(times)} init times, of which a {_VALIDATION}th is for validation, but {_FEWEST} are"
+            " needed there; give train= and validation=, or more init times"
         )
     return _iso(times[:-count]), _iso(times[-count:])
 
