@@ -133,7 +133,9 @@ class XarrayFile:
             with self._lock:
                 self.records = self._index(self._dataset())
         except UserError as error:
-            raise error if path in str(error) else UserError(f"{path}: {error}") from error
+            if path in str(error):
+                raise
+            raise UserError(f"{path}: {error}") from error
         # A file that is being written looks damaged. If it has changed, the error says so.
         finally:
             self._check_unchanged()
@@ -515,7 +517,8 @@ class XarrayFile:
             into: not used here, because values are floats.
 
         Raises:
-            UserError: another value is NaN or infinite, or the file cannot be read or has changed since it was indexed.
+            UserError: another value is NaN, infinite or implausible, or the file cannot be read or has changed since it
+                was indexed.
         """
         places = self._places(records)
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):

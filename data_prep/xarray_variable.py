@@ -28,7 +28,7 @@ def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.
         level: the level that its name states, hPa; 0 for none.
 
     Raises:
-        UserError: init times and leads contradict each other.
+        UserError: init, lead and valid times contradict each other, or a time is absent.
         OfSomethingElse: it has no init time, and is not static.
     """
     axes = {role: find_axis(array, role) for role in LEADING}

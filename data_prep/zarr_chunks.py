@@ -70,6 +70,9 @@ class Written:
             values: (member, lead, level, Y, X) of one init time.
             leading: the array's dimension for init time, member, lead and level, None if it has none.
             first: (4,) positions of the first field along these dimensions.
+
+        Raises:
+            UserError: the index of a shard cannot be read.
         """
         for place in np.ndindex(*values.shape[:3]):
             at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)} | self._fixed

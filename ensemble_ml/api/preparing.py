@@ -87,7 +87,8 @@ def calibrate(
         truth: the same for the truth; None takes that of a tensor store.
         train: init times to fit on: a year, an ISO date or a range, or a list of these; None takes all dates that are
             not for validation.
-        validation: init times that choose penalties and calibration factors; None takes the last fifth of all dates.
+        validation: init times that choose penalties and calibration factors; None takes all that `train` leaves, or the
+            last fifth if that is None as well.
         networks: whether to fit the point network, too, which takes minutes.
         output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
         **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,

@@ -46,7 +46,7 @@ def train(
         train: init times to train on: a year, an ISO date or a range, or a list of these; None takes those of the
             experiment if it states any, else all dates that are not for validation.
         validation: init times that choose the best checkpoint; None takes those of the experiment if it states any,
-            else the last fifth of all dates.
+            else all that `train` leaves, or the last fifth if that is None as well.
         **settings: other settings of `ensemble-ml train` by their names: `steps`, `batch_size`, `max_minutes`, `resume`
             ... The name of a file in `conf/` may be given for a group: `experiment="quickstart"`, `model="small"`,
             `optim="adamw"`. Names with a dot go in braces: `**{"model.hidden": 8, "data.levels": [500]}`.

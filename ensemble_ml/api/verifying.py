@@ -214,8 +214,14 @@ def _linked(there: Path, folder: Path) -> str:
     """Make a folder of links to the forecasts of another folder.
 
     `evaluate` names the scores of forecasts by their folder, so a folder with the wanted name has to exist.
+
+    Raises:
+        UserError: the other folder holds no NetCDF file, or is not there.
     """
     files = sorted(there.glob("*.nc")) if there.is_dir() else [there]
+    # Without this check, the error of `evaluate` would name the folder of links.
+    if not any(path.is_file() for path in files):
+        raise UserError(f"{there}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     folder.mkdir(parents=True)
     for path in files:
         (folder / path.name).symlink_to(path)

@@ -52,7 +52,7 @@ def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
 
     Raises:
         UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises
-            one if a rank does not come.
+            one if a rank does not come or cannot be reached, or if the ranks' settings or devices do not fit together.
     """
     world = read_world(dict(os.environ) if env is None else env, config.launcher)
     topology = make_topology(config, rank=world.rank, size=world.size)

@@ -71,7 +71,7 @@ def meet(world: World, patience: timedelta = MEETING) -> Meeting:
         patience: how long ranks wait for each other.
 
     Raises:
-        UserError: nothing gives rank 0's address, or mpi4py belongs to another MPI than the launcher.
+        UserError: nothing gives rank 0's address, or mpi4py is missing or belongs to another MPI than the launcher.
     """
     if world not in _meetings:
         _meetings[world] = Meeting(*_arranged(world, patience), job=world.job)
