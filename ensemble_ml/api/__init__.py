@@ -1,7 +1,7 @@
 """The functions that Python programs use: `open`, `prepare`, `train`, `load`, `calibrate` and `verify` of the package.
 
-docs/python.md shows how they work together. They open their inputs and run the same code as the tasks of the command
-line, so both give the same results bit for bit.
+docs/python.md shows how they work together. They run the same code as the tasks of the command
+line, also to open their inputs. So both give the same results bit for bit.
 """
 
 from ensemble_ml.machine import let_waiting_threads_sleep

@@ -115,7 +115,7 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
 
 
 def _control(word: str) -> Control:
-    """Return the choice that a word names, or raise a UserError."""
+    """Return the member of `Control` with this name, or raise a UserError."""
     try:
         return Control(word)
     except ValueError:

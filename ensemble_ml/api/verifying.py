@@ -231,7 +231,7 @@ def _linked(there: Path, folder: Path) -> str:
 def _saved(forecast: xr.Dataset, folder: Path) -> str:
     """Write one file for each init time, as `evaluate` reads them.
 
-    Dates are computed chunk by chunk: those of one chunk are predicted together anyway.
+    Init times are computed chunk by chunk, because those of one chunk are predicted together.
     """
     if _START not in forecast.dims:
         held = ", ".join(map(str, forecast.dims))

@@ -252,7 +252,7 @@ class GradientAverage(BucketExchange):
 
     @torch.no_grad()
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
-        """Bring the ranks' parts of each tensor of `held` together on all ranks.
+        """Give all ranks the whole of each tensor of `held`, of which each rank has its own shard up to date.
 
         Each rank sets what lies outside its own shard to zero, so a sum over the ranks gives the whole tensor.
         """
@@ -266,8 +266,8 @@ class GradientAverage(BucketExchange):
     def _prepare(self) -> None:
         """Allocate one buffer for each bucket."""
         self._under_way: list[tuple[int, Pending, Tensor]] = []  # number of a bucket, its collective, and the sums
-        # Behind the gradients of a bucket stand one number a parameter (how many ranks used it) and one a rank (whether
-        # its gradients are finite).
+        # After the gradients of a bucket come one number a parameter (how many ranks used it) and one a rank (1 if its
+        # gradients are not finite).
         self._flats, self._views = [], []
         for bucket in self.buckets:
             extra = len(bucket.slots) + self.group.size

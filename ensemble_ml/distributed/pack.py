@@ -131,7 +131,7 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (P, 64 w), uint8 below 2^bits, into words (P, bits w).
 
-    The elements of one byte lie a fraction of the row apart, so packing takes a few operations on whole bytes.
+    A byte holds one element of each of the 8 / bits equal parts of a row, so packing takes few operations on bytes.
 
     Args:
         codes: one row for each rank.
