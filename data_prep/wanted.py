@@ -1,8 +1,8 @@
-"""The part of an archive that a build needs, by which large NetCDF files and Zarr stores are listed in part only.
+"""The part of an archive that a build needs. Of a very large NetCDF file or Zarr store, only this part is listed.
 
-WeatherBench 2's IFS ENS has 350 million fields. A row of the table for each would need 40 GB, and a build of two leads
-of six variables needs one in 150 of them. Files of fewer fields are listed whole, so that messages can name all that an
-archive has.
+WeatherBench 2's IFS ENS has 350 million fields. A table with a row for each would need 40 GB, and a build of two leads
+of six variables needs one field in 150. Variables of fewer than a million fields are listed whole, so that messages can
+name all that an archive has.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field, field
 from ensemble_ml.store.source import select_dates
 
-MANY = 1_000_000  # fields of a variable from which on only a part is listed
-_MOST = 60_000_000  # fields of a variable that can be listed: 7 GB
-_AROUND = np.timedelta64(48, "h")  # before and after the times of a forecast, for sums and means of a truth
+MANY = 1_000_000  # a variable with so many fields or more is listed in part only
+_MOST = 60_000_000  # most fields of a variable that are listed: 7 GB
+_AROUND = np.timedelta64(48, "h")  # a truth's sums and means need times before and after those of the forecast
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Variables with their components, levels (hPa), leads (hours), init times and a period; None for all.
+    """The variables, levels, leads and times that a build needs; None stands for all.
 
     Attributes:
-        variables: names of variables.
-        levels: pressure levels.
-        leads: leads. They do not apply to sums, which may need the lead before.
+        variables: short names, with those of components.
+        levels: pressure levels, hPa.
+        leads: leads, hours. They do not restrict values over an interval (sums, gusts), which may need the lead before.
         dates: init times, as `select_dates` takes them.
         period: first and last time of a truth.
     """
@@ -52,11 +52,14 @@ class Wanted:
         """Return what the settings of a build ask for.
 
         Args:
-            variables: names of variables, or None.
-            levels: pressure levels, or None.
-            leads: leads, or None.
+            variables: short names, or None.
+            levels: pressure levels (hPa), or None.
+            leads: leads (hours), or None.
             dates: init times, or None.
-            derive: variables that are derived from others.
+            derive: short names of variables that are derived from others.
+
+        Raises:
+            UserError: a name is not in the registry.
         """
         names = None if variables is None else with_components((*variables, *derive))
         return cls(
@@ -72,28 +75,28 @@ class Wanted:
 
         Args:
             names: the forecast's variables.
-            levels: its levels.
-            init_time: (D,) its init times.
+            levels: its pressure levels, hPa.
+            init_time: (D,) its init times, datetime64.
             last_lead: its last lead, hours.
         """
         period = init_time.min() - _AROUND, init_time.max() + np.timedelta64(last_lead, "h") + _AROUND
         return cls(with_components(names), tuple(levels) or None, period=period)
 
     def lists(self, of: Field, count: int) -> bool:
-        """Return whether a variable with so many fields is listed at all."""
+        """Return whether a variable with `count` fields is listed at all."""
         return of.static or self.variables is None or of.name in self.variables or count < MANY
 
     def places(self, of: Field, ticks: Mapping[str, np.ndarray], name: str, *, over_time: bool) -> np.ndarray:
-        """Return the positions of the fields that are listed, (R, N), for the R axes of a variable.
+        """Return the positions of the N fields that are listed along the four leading axes of a variable, (4, N).
 
         Args:
             of: the variable.
-            ticks: values of its axes, by "init", "member", "lead" and "level".
+            ticks: coordinate values of "init", "member", "lead" and "level", in this order.
             name: its name in the file, for the message.
             over_time: whether its values are those of an interval.
 
         Raises:
-            UserError: they are more than can be listed.
+            UserError: more than 60 million fields would be listed.
         """
         shape = [len(values) for values in ticks.values()]
         if math.prod(shape) < MANY:
@@ -126,12 +129,15 @@ def with_components(names: Iterable[str]) -> frozenset[str]:
 
     Args:
         names: short names.
+
+    Raises:
+        UserError: a name is not in the registry.
     """
     return frozenset(one for name in names for one in (field(name).name, *(field(name).components or ())))
 
 
 def _of_dates(init: np.ndarray, dates: Sequence[str]) -> np.ndarray:
-    """Return which init times are asked for, (D,) bool; all if none is, because another file may hold those."""
+    """Return which init times are asked for, (D,) bool. If this file has none of a period, return all as True."""
     keep = np.zeros(len(init), bool)
     try:
         keep[select_dates(init, dates)] = True

@@ -1,8 +1,8 @@
 """Read NetCDF files and Zarr stores through xarray.
 
 Names of axes and variables that other programs use are converted to those of the registry. Values are read as float32
-(xarray decodes the packed integers of NetCDF). A file may lack any axis: a scalar coordinate, or nothing, then counts
-as an axis of length one.
+(xarray decodes the packed integers of NetCDF). Member, lead and level may each be a scalar coordinate or missing; they
+then count as an axis of length one. So may the init time, but only static fields may lack it.
 """
 
 from __future__ import annotations
@@ -90,13 +90,15 @@ class XarrayFile:
         overrides: the user's statements.
         names: names of the variables in the file.
         found: short names of the variables that are read.
+        skipped, methods, origins, grid, records, stamp: see `data_prep.records.Reader`.
         assumed: units that the file does not state but that the convention of a name fixes, by short name.
-        without_units: variables that are left out because they have no units: the file's names and ours.
+        without_units: short names of variables that are left out because they have no units, by their names in the
+            file.
         elsewhere: labels in `skipped` of variables that a scalar coordinate makes another quantity.
 
     Raises:
-        UserError: the file cannot be opened, changes meanwhile, has no latitude or longitude, or an axis has unknown
-            units.
+        UserError: the file cannot be opened, or changes meanwhile; its grids differ or are Gaussian; an axis has
+            unknown units; or no variable can be read, of which the message explains the first.
     """
 
     keyed = False
@@ -131,7 +133,9 @@ class XarrayFile:
             with self._lock:
                 self.records = self._index(self._dataset())
         except UserError as error:
-            raise error if path in str(error) else UserError(f"{path}: {error}") from error
+            if path in str(error):
+                raise
+            raise UserError(f"{path}: {error}") from error
         # A file that is being written looks damaged. If it has changed, the error says so.
         finally:
             self._check_unchanged()
@@ -163,8 +167,8 @@ class XarrayFile:
     def _check_unchanged(self) -> None:
         """Raise a UserError if the file has changed.
 
-        A Zarr store may consist of millions of files, so this would take too long at each read. Builds check it at
-        their end. Of a URL, requests notice it.
+        A Zarr store may consist of millions of files, so it is not checked at each read; a build checks it at its end.
+        A URL is not checked here either: each request notices a change.
         """
         if not is_zarr_store(self.path) and not is_remote(self.path):
             self.stamp.check(self.path, Stamp.of_archive(self.path))
@@ -197,8 +201,8 @@ class XarrayFile:
             self._skip(f"{name} (beside {kept}, over other hours)")
         data = data.drop_vars(others)
         with_members = variables_with_members(data, self.overrides)
-        for name in sorted(map(str, data.data_vars)):
-            array = data[name]  # sorted, because the order of variables in a file has no meaning
+        for name in sorted(map(str, data.data_vars)):  # the order of variables in a file has no meaning
+            array = data[name]
             number = array.dtype.kind in "iufb"  # a land mask may be boolean
             if array.ndim < 1 or not number or name.endswith(("_bnds", "_bounds")):
                 continue
@@ -260,7 +264,11 @@ class XarrayFile:
     def _agrees(self, variable: Variable, field: Field, grid: Grid) -> bool:
         """Return whether the values of a variable that states no units agree with the registry's units.
 
-        They are all levels of the first date and member, at the first lead that has any value.
+        Only the first init time and member are read, with all levels, at the first lead that has a value (of a sum: one
+        above zero).
+
+        Raises:
+            UserError: no lead of a remote file has such a value.
         """
         levels = variable.levels
         for lead in range(variable.shape[2]):
@@ -268,8 +276,8 @@ class XarrayFile:
             values = block[0, 0]
             if np.isfinite(values).any() and (not field.accumulated or np.nanmax(values) > 0):
                 return len(levels) == len(values) and agree(field, values, levels, grid)
-        if is_remote(self.path):  # a server may err; without this the variable would be left out
-            text = f"{variable.name}: states no units, and no value of its first init time came to tell"
+        if is_remote(self.path):  # an error of the server must not silently leave the variable out
+            text = f"{variable.name}: states no units, and its first init time has no value that would show them"
             raise UserError(
                 f"{self.path}: {text}; try again, or state them, as in 'units={{{field.name}: {field.units}}}'"
             )
@@ -292,10 +300,11 @@ class XarrayFile:
                 raise OfSomethingElse(text, f"on {standard}")
         check_degrees(array, *axes)  # type: ignore[arg-type]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
-        # The outermost cells of a Gaussian grid end at the poles. With bounds like those of a regular grid they would
-        # not.
+        # Cell bounds are computed as on a regular grid. On a Gaussian grid the outermost would miss the poles.
         if grid.gaussian:
-            raise UserError(f"{array.name}: a Gaussian grid; only regular ones are read: cdo remapcon brings it to one")
+            raise UserError(
+                f"{array.name}: a Gaussian grid; only regular ones are read: regrid it, e.g. by cdo remapcon"
+            )
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
             raise UserError(f"{array.name}: grid {grid.describe()} differs from the file's first, {first}")
@@ -313,7 +322,7 @@ class XarrayFile:
     ) -> np.ndarray:
         """Return the records of a data variable that is a field of the registry.
 
-        If `fixed` is not empty, the variable is the part at these positions along further dimensions of the file's.
+        `fixed` holds the positions of `array` along further dimensions of the file's variable; it is mostly empty.
         """
         field = identity.field
         assert field is not None
@@ -337,7 +346,7 @@ class XarrayFile:
         self._listed += math.prod(variable.shape)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
-        # When a control is joined with its members, as number 0, it keeps its type.
+        # If the control is joined with its members, as number 0, the joined array has the type of the control.
         if array.attrs.get("GRIB_dataType") == "cf":
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
@@ -347,7 +356,7 @@ class XarrayFile:
         of_hours = by_hours and axes["lead"] is not None
         strange = {
             "at levels of no whole hPa": records["level"] == BETWEEN,
-            # Hours in a name, or stated by the user, apply to every lead, but nothing is before a forecast's start.
+            # Hours in a name, or stated by the user, apply to every lead, but no sum begins before the forecast.
             "of hours before the start": (records["lead_start"] < 0) & of_hours,
             "of a negative member": records["member"] < 0,
             "of leads before the start": records["lead"] < 0,
@@ -360,7 +369,7 @@ class XarrayFile:
     def _variable(
         self, data: xr.Dataset, array: xr.DataArray, field: Field, units: str, fixed: dict[Hashable, int], **place: Any
     ) -> Variable:
-        """Return how the values of a data variable are read; `place` says where they lie."""
+        """Return the `Variable` by which values are read; `place` holds the rest of its fields."""
         factor, shift = conversion(array, field, units)
         step = abs(factor * array.encoding.get("scale_factor", 0.0))
         written = Written(self.path, data[array.name], field, fixed) if is_zarr_store(self.path) else None
@@ -373,7 +382,11 @@ class XarrayFile:
         self, records: np.ndarray, data: xr.Dataset, array: xr.DataArray, field: Field,
         places: Mapping[Hashable, np.ndarray], *, of_leads: bool,
     ) -> None:  # fmt: skip
-        """Set the intervals that values cover in their records, where they cover any."""
+        """Set the start of the interval that each value covers in `records`. Instantaneous values stay as they are.
+
+        Raises:
+            UserError: the interval is unknown, or contradicts what the user states.
+        """
         said = field.name in self.overrides.intervals
         if not over_intervals(array, field) and not said:
             return
@@ -392,8 +405,8 @@ class XarrayFile:
         records["bounded"] = True
         if rate:
             records["decimal"] = 3600.0 * stated
-        # Hours of a name apply to every lead, but the forecast begins at 0. A truth whose times are starts has
-        # intervals before them.
+        # The hours in a gust's name apply to every lead, but no interval begins before the forecast. A truth has no
+        # leads, so its intervals are not cut.
         if hours_of_gust(array) and of_leads:
             inside = np.maximum(records["lead_start"], 0)
             records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
@@ -410,12 +423,12 @@ class XarrayFile:
         """Return the hours that each field's values cover (see `data_prep.cell_bounds.widths`).
 
         Raises:
-            OfSomethingElse: a rate is the mean over intervals that are not known, so that it is not known of what.
+            OfSomethingElse: the variable is a mean rate over unknown intervals.
         """
         if not rate:
             return widths(data, array, field, places)
         units, stated = array.attrs["units"], None
-        text = f"{array.name}: a mean rate in {units}, and nothing says over which hours up to each time"
+        text = f"{array.name}: a mean rate in {units}, and nothing states the hours that it is a mean over"
         try:
             stated = widths(data, array, field, places)
         except OfSomethingElse:
@@ -423,7 +436,7 @@ class XarrayFile:
         except UserError as error:
             text = f"{text} ({error})"
         if stated is None:
-            raise OfSomethingElse(text, f"a mean rate in {units}, over no hours that are said")
+            raise OfSomethingElse(text, f"a mean rate in {units} over unknown hours")
         return stated
 
     def _of_user(
@@ -439,20 +452,23 @@ class XarrayFile:
             of_leads: whether the file has leads.
 
         Raises:
-            UserError: the file states other intervals or moments, or has no leads to which sums from the start belong.
+            UserError: the file states other intervals or instantaneous values; or the user states sums from the start,
+                and the file has no leads.
         """
         words = self.overrides.intervals[field.name]
         key = "intervals" if self.overrides.forecast else "truth_intervals"
         here = f"{key}={{{field.name}: {words}}}: {array.name}"
         if words == FROM_START and not of_leads:
-            raise UserError(f"{here} has no lead times, so nothing is known of a start; give the hours of its sums")
+            raise UserError(f"{here} has no lead times, so its sums have no known start; give their hours")
         if not over_intervals(array, field):
-            raise UserError(f"{here} states values of moments (cell_methods); leave it out of {key}=, or mend the file")
+            raise UserError(
+                f"{here} states instantaneous values (cell_methods); leave it out of {key}=, or correct the file"
+            )
         hours = leads.astype(np.int32) if words == FROM_START else np.full(len(leads), words, np.int32)
-        # A file states no hours, or none, of a sum at the start of the forecast.
+        # At the start of a forecast, an interval of 0 h is correct for any sum.
         others = [] if stated is None else np.unique(stated[(stated != hours) & (stated > 0)]).tolist()
         if others:
-            raise UserError(f"{here} states sums over {others[0]} h; leave it out of {key}=, or mend the file")
+            raise UserError(f"{here} states sums over {others[0]} h; leave it out of {key}=, or correct the file")
         return hours
 
     def _number_of(self, origin: Origin) -> int:
@@ -462,15 +478,12 @@ class XarrayFile:
         return self.origins.index(origin)
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Return which of `records` are all NaN (see `data_prep.records.Reader`).
-
-        One row of each field is read first, and the whole field only if that row is NaN.
-        """
+        """Return which of `records` are fields of NaN alone, (N,) bool (see `data_prep.records.Reader`)."""
         found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
         unknown = records[found[records["offset"]] == UNKNOWN]
         places = [(offset, *at) for offset, at in zip(unknown["offset"].tolist(), self._places(unknown), strict=True)]
 
-        def together(place: tuple[int, Variable, tuple[int, ...]]) -> tuple[int, ...]:  # as a build reads
+        def together(place: tuple[int, Variable, tuple[int, ...]]) -> tuple[int, ...]:  # what a build reads at once
             _, variable, (date, _, lead, _) = place
             return variable.base, date, lead
 
@@ -481,7 +494,7 @@ class XarrayFile:
             wanted = np.array(where)
             first, last = wanted.min(0), wanted.max(0) + 1
             inside = tuple((wanted - first)[:, 1:].T)
-            # One row shows that most fields have values, and is much less to read than the whole field.
+            # The middle row shows a value in most fields. Whole fields are read only if a row is all NaN.
             empty = np.isnan(self._read(variable, first, last, middle)).all((-2, -1))[inside]
             if empty.any():
                 empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]
@@ -494,7 +507,7 @@ class XarrayFile:
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield float32 values (see `data_prep.records.Reader`). One variable and init time is read at once.
+        """Yield float32 values (see `data_prep.records.Reader`). It reads a variable's init time at once.
 
         NaN marks points without a value if the registry allows these for the variable.
 
@@ -504,7 +517,8 @@ class XarrayFile:
             into: not used here, because values are floats.
 
         Raises:
-            UserError: another value is NaN or infinite, or the file cannot be read or has changed since it was indexed.
+            UserError: another value is NaN, infinite or implausible, or the file cannot be read or has changed since it
+                was indexed.
         """
         places = self._places(records)
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
@@ -512,7 +526,7 @@ class XarrayFile:
             variable, wanted = places[numbers[0]][0], np.array([places[number][1] for number in numbers])
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
-            # NaN makes both ends NaN, which no limits hold.
+            # A field with NaN has NaN as least and most, which fail the comparisons below.
             least, most = block.min((-2, -1)), block.max((-2, -1))
             for number, place in zip(numbers, (wanted - first)[:, 1:].tolist(), strict=True):
                 values, seconds = block[tuple(place)], float(records[number]["decimal"])
@@ -521,7 +535,7 @@ class XarrayFile:
                     if low < least[tuple(place)] and most[tuple(place)] < high:
                         yield RawField(values)
                         continue
-                if seconds != 1.0:  # a mean rate, of which the sum over the interval is wanted
+                if seconds != 1.0:  # a mean rate becomes the sum over its interval
                     values = (values * seconds).astype(np.float32)
                 step, bounds = seconds * variable.step, field_of(records[number]).family.bounds
                 yield variable.checked(self.path, records[number], on_bounds(values, step, bounds), step)

@@ -1,4 +1,4 @@
-"""A data variable of a NetCDF file or Zarr store: its leading axes, and the way from its values to the registry's."""
+"""A data variable of a NetCDF file or Zarr store: its leading axes, and the conversion of its values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field
 
 LEADING = ("init", "member", "lead", "level")
-_UNWRITTEN = 9.9e36  # just below NetCDF's fill value, which stands where nothing was written, stated or not
+_UNWRITTEN = 9.9e36  # just below NetCDF's default fill value, which no attribute has to state
 
 
 def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.DataArray | None]:
@@ -28,7 +28,7 @@ def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.
         level: the level that its name states, hPa; 0 for none.
 
     Raises:
-        UserError: init times and leads contradict each other.
+        UserError: init, lead and valid times contradict each other, or a time is absent.
         OfSomethingElse: it has no init time, and is not static.
     """
     axes = {role: find_axis(array, role) for role in LEADING}
@@ -47,33 +47,35 @@ def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """A data variable, whose leading axes are converted to (init, member, lead, level).
+    """A data variable whose leading axes are converted to (init, member, lead, level).
 
-    Any of these may have length one.
+    Any of these axes may have length one. A value in the registry's units is `factor` times the file's plus `shift`.
     """
 
     name: Hashable
-    base: int  # offset of its first field
+    base: int  # number of its first field among all fields of the file
     dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the leading axes
     rows: np.ndarray  # (Y,), and (X,) for columns: where the file has our rows and columns
     columns: np.ndarray
     factor: float
     shift: float
     step: float  # step of packed integers in the registry's units; 0 for floats
     limits: tuple[float, float]  # valid values, in the file's units
-    written: Written | None  # for Zarr, if values do not show which fields were never written
+    written: Written | None  # of a Zarr store whose values do not show which fields were never written
     fixed: Mapping[Hashable, int]  # position along further dimensions
-    levels: np.ndarray  # all of them, hPa
+    levels: np.ndarray  # (level,), hPa
 
     def decoded(self, values: np.ndarray, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Return a block as the registry has it, (member, lead, level, Y, X) float32.
+        """Return a block of one init time in the registry's units, (member, lead, level, Y, X) float32.
+
+        Points that were never written or lie outside the valid limits are NaN.
 
         Args:
             values: the block as it was read, with axes in our order.
-            rows: (Y,) our rows in it.
-            first: (4,) position of the block along the leading axes.
-            last: (4,) position after it.
+            rows: (Y,) positions of our rows in the block.
+            first: (4,) position of the block's first field along the leading axes.
+            last: (4,) positions one after its last field.
         """
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
             values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
@@ -83,7 +85,7 @@ class Variable:
         shape = (last - first)[1:].tolist()
         values = values.reshape(*shape, *values.shape[-2:])[..., rows[:, None], self.columns]
         if self.written is not None:
-            values = self.written.told(values, [self.dims.get(role) for role in LEADING], first.tolist())
+            values = self.written.mark(values, [self.dims.get(role) for role in LEADING], first.tolist())
         if (self.factor, self.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * self.factor + self.shift
         return values.astype(np.float32, copy=False)
@@ -98,7 +100,7 @@ class Variable:
             step: step of packed integers in the registry's units; 0 for floats.
 
         Raises:
-            UserError: a value is missing or implausible.
+            UserError: a value is implausible, or missing in a variable that may not lack points.
         """
         units = field_of(record).units
         low, high = plausible(field_of(record), step, int(record["level"]))

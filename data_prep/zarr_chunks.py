@@ -1,9 +1,9 @@
 """Detection of fields of a Zarr variable that were never written.
 
-Such a field has a missing chunk, or equals everywhere what a missing chunk reads as (init times may share a chunk with
-others that were written). A missing chunk reads as the fill value of the array. If that is NaN, or if an attribute
-declares this value as missing, the values are NaN already. Otherwise they would look like any other field: 0 K, or
-`add_offset`.
+A missing chunk reads as the array's fill value. If that is NaN, or if an attribute declares it as missing, the values
+are NaN already. Otherwise they look like those of any other field: 0 K, or `add_offset`. So a field counts as unwritten
+if one of its chunks is missing. It also does if all its values equal the fill value, because it may share a chunk with
+an init time that was written.
 
 Chunks of Zarr version 3 may be stored together in a file, a shard, whose index lists the chunks that exist.
 """
@@ -28,9 +28,9 @@ from ensemble_ml.store.remote import has_object, is_remote, open_zarr_array, rea
 class Written:
     """The chunks that exist of a variable in a Zarr store, used to find fields that were never written.
 
-    `doubtful` tells whether this is needed, because the values do not show it. A quantity that is zero over a whole
-    chunk (rain, cloud, humidity, land) is not doubtful if a missing chunk reads as zero: its writer may have left the
-    chunk out on purpose. Other quantities, such as temperature, never have a field of equal values.
+    `doubtful` is True if this search is needed, because the values do not show it. It is not needed for quantities
+    that may be zero over a whole chunk (rain, cloud, humidity, land) if a missing chunk reads as zero: the writer may
+    have left the chunk out on purpose. Other quantities, such as temperature, never have a field of equal values.
 
     Args:
         path: folder of the Zarr store.
@@ -49,44 +49,47 @@ class Written:
         if made.dtype.kind == "i" and unsigned(said):
             kind = f"u{made.dtype.itemsize}"
             fill, marks = None if fill is None else fill.astype(kind), [mark.astype(kind) for mark in marks]
-        told = fill is not None and any((mark == fill).any() for mark in marks)
-        says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
+        declared = fill is not None and any((mark == fill).any() for mark in marks)
+        not_finite = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
         factor, offset = (float(said.get(name, usual)) for name, usual in (("scale_factor", 1), ("add_offset", 0)))
-        self._unwritten = None if fill is None or says else float(fill) * factor + offset
+        self._unwritten = None if fill is None or not_finite else float(fill) * factor + offset
         may_be_zero = field.static or field.family is not Family.NORMAL or field.accumulated
         zero = offset == 0 if fill is None else self._unwritten == 0
-        self.doubtful = not told and not says and not (may_be_zero and zero)
+        self.doubtful = not declared and not not_finite and not (may_be_zero and zero)
         self._metadata = made.metadata
         self._chunk: Sequence[int] = made.chunks
         together = made.shards or made.chunks
         self._in_file = tuple(whole // part for whole, part in zip(together, made.chunks, strict=True))
         self._codec: Any = made.metadata.codecs[0] if made.shards else None
-        self._there: dict[tuple[int, ...], np.ndarray] = {}  # file -> which of its chunks are there
+        self._there: dict[tuple[int, ...], np.ndarray] = {}  # file -> which of its chunks exist
 
-    def told(self, values: np.ndarray, leading: Sequence[Hashable | None], first: Sequence[int]) -> np.ndarray:
-        """Return `values` with NaN in fields that were never written.
+    def mark(self, values: np.ndarray, leading: Sequence[Hashable | None], first: Sequence[int]) -> np.ndarray:
+        """Return `values` with NaN in fields that were never written. Writable floats are changed in place.
 
         Args:
             values: (member, lead, level, Y, X) of one init time.
             leading: the array's dimension for init time, member, lead and level, None if it has none.
-            first: positions of the first field along these dimensions.
+            first: (4,) positions of the first field along these dimensions.
+
+        Raises:
+            UserError: the index of a shard cannot be read.
         """
         for place in np.ndindex(*values.shape[:3]):
             at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)} | self._fixed
-            if not self._all(at) or self._nothing(values[place]):
+            if not self._complete(at) or self._equals_fill(values[place]):
                 values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
                 values = values if values.flags.writeable else values.copy()
                 values[place] = np.nan
         return values
 
-    def _nothing(self, values: np.ndarray) -> bool:
+    def _equals_fill(self, values: np.ndarray) -> bool:
         """Return whether a field equals everywhere what a missing chunk reads as."""
         first = values.flat[0]
         return self._unwritten is not None and bool(
             np.isclose(first, self._unwritten, rtol=1e-6) and (values == first).all()
         )
 
-    def _all(self, at: dict[Hashable | None, int]) -> bool:
+    def _complete(self, at: dict[Hashable | None, int]) -> bool:
         """Return whether all chunks exist that hold a part of the field at the given positions."""
         ranges = [
             range(at[dim] // size, at[dim] // size + 1) if dim in at else range(-(-length // size))

@@ -1,8 +1,8 @@
-"""Zarr stores whose arrays lie in groups: which groups there are, and the coordinates that they share.
+"""Zarr stores whose arrays lie in groups: a list of the groups, and the coordinates that they share.
 
 dynamical.org keeps fields at the surface in the root of a store and those on pressure levels in a group of it. Each
-group is read like a store of its own. What its dimensions lack of coordinates is taken from the groups above it, as
-xarray's DataTree does.
+group is read like a store of its own. A dimension without a coordinate takes it from the groups above, as in xarray's
+DataTree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_zarr(path: str | os.PathLike) -> bool:
 def groups_of(path: str) -> list[str]:
     """Return the paths of all groups in a Zarr store, sorted.
 
-    Behind a URL, only metadata that the root consolidates name them.
+    Behind a URL, only groups in the consolidated metadata of the root are found.
 
     Args:
         path: folder or URL of the store.
@@ -36,7 +36,7 @@ def groups_of(path: str) -> list[str]:
 
 
 def _groups_in(folder: str) -> Iterator[str]:
-    """Yield the groups in a folder, and those in them. Folders of arrays may hold millions of chunks and stay shut."""
+    """Yield all groups below a folder. Folders of arrays are not searched: they may hold millions of chunks."""
     for entry in os.scandir(folder):
         if entry.is_dir() and is_zarr(entry.path) and not _is_array(entry.path):
             yield entry.path
@@ -44,7 +44,7 @@ def _groups_in(folder: str) -> Iterator[str]:
 
 
 def _is_array(folder: str) -> bool:
-    """Return whether a folder with metadata of Zarr is an array of version 3, whose metadata have a group's name."""
+    """Return whether a Zarr folder is an array of version 3, whose metadata file is named like that of a group."""
     try:
         with open(os.path.join(folder, "zarr.json"), encoding="utf-8") as file:
             return json.load(file).get("node_type") == "array"

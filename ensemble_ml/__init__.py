@@ -5,7 +5,7 @@
     forecast = eml.load("runs/first").predict(ensemble, members=5)
     scores = eml.verify(forecast, ensemble, eml.open("truth/"))
 
-What is listed in `__all__` is imported when it is first used, so that `import ensemble_ml` costs next to nothing.
+A name of `__all__` is imported when it is first used, so that `import ensemble_ml` takes hardly any time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_PLACES = {  # of what is imported when it is first used
+_PLACES = {  # the module of each name that is imported at its first use
     "Model": "api.model",
     "Scores": "api.verifying",
     "calibrate": "api.preparing",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for (PEP 562)."""
+    """Import a name of `__all__` at its first use (PEP 562)."""
     if name == "plot":
         return import_module("ensemble_ml.plot")
     if name in _PLACES:

@@ -12,22 +12,20 @@ from ensemble_ml.errors import UserError
 _ELEMENT = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
 )  # an element of a list or a sweep, quoted or bare
-
-
 _OPENING = ("[", "{", "'", '"')  # first characters of lists, tables and quoted texts
-_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table and continues
+_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table, but goes on
 
 
 def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
-    """Quote an argument that Hydra would not take for the text or path that it is.
+    """Return an argument of the command line, in quotes if Hydra would change its text or could not read it.
 
     Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
-    becomes 1.1. Other texts have no form in its grammar, such as a path with brackets, which a shell's pattern has.
+    becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets.
 
     Args:
         task: word of the command line.
         argument: key=value.
-        readable: returns whether an argument has a form in Hydra's grammar.
+        readable: returns whether an argument is in Hydra's grammar.
 
     Raises:
         UserError: the value has braces that a shell would have expanded.
@@ -66,5 +64,5 @@ def _refuse_braces(key: str, value: str) -> None:
 
 
 def in_quotes(path: str) -> str:
-    """Return a path in quotes, so that Hydra reads it back whatever its characters."""
+    """Return a text in quotes, so that Hydra reads it unchanged."""
     return "'" + path.replace("'", "\\'") + "'"

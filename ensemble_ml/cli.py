@@ -1,7 +1,7 @@
 """The command line: `ensemble-ml TASK key=value ...`.
 
-`compose` makes the settings of the task of what is given, and the task runs. A user's mistake ends in one line and
-status 2. `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell completion)
+`compose` turns the arguments into the settings of the task, and the task runs. A user's mistake ends in one line and
+status 2. `-m` runs a sweep by Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell completion)
 are Hydra's own, too.
 """
 
@@ -43,6 +43,7 @@ _CHOICES = {  # the values of an option; the first one is the default
     "--cfg": ("job", "hydra", "all"),
     "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
 }
+_EXAMPLES = {"--package": "model", "--config-dir": "FOLDER"}
 _LONG = {
     "-c": "--cfg",
     "-i": "--info",
@@ -51,7 +52,7 @@ _LONG = {
     "-sc": "--shell-completion",
     "-m": "--multirun",
 }
-_EXTRAS = {
+_EXTRAS = {  # the extra of ensemble-ml that installs a module
     "eccodes": "grib",
     "cfgrib": "grib",
     "gribapi": "grib",
@@ -67,7 +68,8 @@ def run_task(task: str, composed: DictConfig) -> int:
     """Run a task on its composed configuration and return the exit status.
 
     Raises:
-        UserError: a package that the task needs is not installed, or the operating system refused an operation.
+        UserError: a setting is not allowed, a package that the task needs is not installed, or the operating system
+            refused an operation.
     """
     config = build_config(task, composed, TASKS[task].example)
     try:
@@ -77,7 +79,7 @@ def run_task(task: str, composed: DictConfig) -> int:
         if extra is None:
             raise
         raise UserError(f"{error.name}: not installed; pip install 'ensemble-ml[{extra}]'") from error
-    except BrokenPipeError:  # `main` ends quietly then
+    except BrokenPipeError:  # `main` then ends without a message
         raise
     except OSError as error:
         if error.filename is None and error.errno is None:
@@ -120,7 +122,7 @@ def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
         why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise UserError(f"the sweep's folder cannot be made ({why}); set hydra.sweep.dir=FOLDER") from error
     if failed:
-        raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
+        raise UserError(f"{len(failed)} of the sweep's runs failed; the last: {failed[-1]}")
     return 0
 
 
@@ -158,7 +160,7 @@ def _goes_on() -> bool:
     """Return whether a sweep continues in this process if a run fails.
 
     A process that runs a single combination must end with a status instead: Hydra turns exceptions into results, and
-    SLURM would call the job completed. The same holds for one of several ranks, whose failure has ended the others.
+    SLURM would call the job completed. So must one of several ranks, because its failure has ended the other ranks.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -202,7 +204,7 @@ def overview() -> str:
             *rows,
             "",
             "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs simulate to evaluate.",
-            'ensemble-ml --version says which one this is; eval "$(ensemble-ml -sc install=bash)" completes by Tab.',
+            'ensemble-ml --version prints the version; eval "$(ensemble-ml -sc install=bash)" completes by Tab.',
         ]
     )
 
@@ -231,7 +233,7 @@ def _dispatch(arguments: list[str]) -> int:
         settings = _with_store(settings)
     size = next((item for item in settings if re.match(r"[+]*size=", item)), None)
     if task == "simulate" and size is not None:
-        raise UserError(f"{size}: names what was chosen, and chooses nothing; use simulate={size.partition('=')[2]}")
+        raise UserError(f"{size}: is only the name of the chosen size; use simulate={size.partition('=')[2]}")
     options.pop("--run", options.pop("-r", None))  # running is the default
     shows = sorted(options.keys() & set(_SHOWS))
     if shows and "--multirun" in options:
@@ -256,7 +258,8 @@ def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Separate Hydra's options, under their long names and with their values, from settings.
 
     Raises:
-        UserError: an option does not exist, or its value is missing or not allowed.
+        UserError: an option does not exist, or its value is missing or not allowed; the folder of --config-dir does not
+            exist, or has a file with a name of `conf/`.
     """
     options: dict[str, str] = {}
     settings: list[str] = []
@@ -297,9 +300,6 @@ def _refuse_names_of_conf(folder: Path) -> None:
         name = shipped.relative_to(conf_folder())
         if (folder / name).is_file() and (folder / name).read_bytes() != shipped.read_bytes():
             raise UserError(f"--config-dir {folder}: {name} has the name of a file in conf, which wins; rename yours")
-
-
-_EXAMPLES = {"--package": "model", "--config-dir": "FOLDER"}
 
 
 def _no_option(name: str) -> str:
@@ -357,8 +357,7 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _on_sigterm(*_: object) -> None:
-    """Raise KeyboardInterrupt, which unwinds the stack."""
-    # Unwinding the stack lets every writer remove its half-made files.
+    """Raise KeyboardInterrupt, so that every writer removes its unfinished files while the stack unwinds."""
     raise KeyboardInterrupt
 
 
@@ -371,7 +370,7 @@ def _stopped(error: KeyboardInterrupt) -> int:
     """Print why the command was stopped, and return the exit status for it."""
     print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
     if isinstance(error, Stopped) and error.requeue:
-        return STATUS_REQUEUE if error.first else 0
+        return STATUS_REQUEUE if error.first else 0  # a launcher ends all ranks at the first status that is not 0
     return STATUS_INTERRUPTED
 
 
@@ -387,9 +386,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     if not ignored(signal.SIGHUP):
         signal.signal(signal.SIGHUP, _on_sigterm)
-    # SIGUSR1 would end the process at once. Other commands than `train` go on when they are run again
-    # (docs/workflows.md), so they may stop anywhere. A training that has not yet loaded its checkpoint handles it once
-    # it has (see `ensemble_ml.signals`).
+    # Without a handler, SIGUSR1 would end the process at once. All commands but `train` may stop anywhere, because they
+    # go on when they are run again (docs/workflows.md). A training acts on the signal only after it has loaded its
+    # checkpoint (see `ensemble_ml.signals`).
     signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigusr1)
     try:
         return _dispatch(arguments)

@@ -46,7 +46,7 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
     """
     register_schemas()
     path = [] if more is None else [f"hydra.searchpath=[{in_quotes(str(Path(more).absolute()))}]"]
-    # A program that calls `eml.train` may itself be one of Hydra's, and finds its own state as it was.
+    # A program that calls `eml.train` may itself use Hydra, so Hydra's state is restored afterwards.
     state = GlobalHydra.instance()
     callers, state.hydra = state.hydra, None
     try:
@@ -59,7 +59,7 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
 
 
 def set_values(task: str, composed: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set settings of a composed configuration to values of Python, as overrides of the command line do to texts.
+    """Set settings of a composed configuration to Python values. On the command line, overrides do this with texts.
 
     Args:
         task: word of the command line.
@@ -80,12 +80,12 @@ def set_values(task: str, composed: DictConfig, values: Mapping[str, Any]) -> No
 
 
 def readable(task: str, arguments: list[str]) -> list[str]:
-    """Return arguments of the command line, quoted where Hydra would not take them for the texts that they are."""
+    """Return arguments of the command line, in quotes where Hydra would change or could not read them."""
     return [as_text(task, argument, _readable) for argument in arguments]
 
 
 def _readable(argument: str) -> bool:
-    """Return whether an argument has a form in Hydra's grammar."""
+    """Return whether an argument is in Hydra's grammar."""
     try:
         OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -107,10 +107,10 @@ def build_config(task: str, composed: DictConfig, example: str = "") -> Any:
     Args:
         task: word of the command line.
         composed: the configuration.
-        example: settings that suffice, for the message where some are missing.
+        example: settings that suffice, for the message if some are missing.
 
     Raises:
-        UserError: a mandatory key is missing, or a value is not allowed.
+        UserError: a mandatory key is missing or empty, a key is no setting, or a value is not allowed.
     """
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
@@ -131,11 +131,11 @@ def build_config(task: str, composed: DictConfig, example: str = "") -> Any:
 
 
 def _added(task: str, composed: DictConfig) -> Iterator[str]:
-    """Yield keys that are no settings. Hydra accepts any key with a + before it, but no task would read it."""
+    """Yield keys that are no settings. Hydra accepts any key after a +, but no task would read it."""
     known = _keys(task)
 
     def leaves(node: Any, path: str) -> Iterator[str]:
-        if isinstance(node, dict) and path not in known:  # the names below a known key are the user's own
+        if isinstance(node, dict) and path not in known:  # names inside a known setting are free
             for name, value in node.items():
                 yield from leaves(value, f"{path}.{name}" if path else str(name))
         elif path not in known:
@@ -145,7 +145,7 @@ def _added(task: str, composed: DictConfig) -> Iterator[str]:
 
 
 def _unreadable(argument: str) -> str:
-    """Return advice for an argument that has no form in Hydra's grammar."""
+    """Return the message for an argument that is not in Hydra's grammar."""
     key, equals, value = argument.partition("=")
     text = f"{argument}: cannot be read; write key=value, with no blank around ="
     if not equals:

@@ -75,7 +75,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
             ["train", "run=a", "data.store=x", "optim.clip_by=bucket"],
             "optim.clip_by=bucket: exchange=allreduce averages gradients, so clip holds their total; use clip_by=total",
         ),
-        (["train", "run=a", "data.store=x", "optim.quorum=3"], "optim.quorum=3: exchange=allreduce takes no notice"),
+        (["train", "run=a", "data.store=x", "optim.quorum=3"], "optim.quorum=3: exchange=allreduce ignores it"),
         (
             ["train", "run=a", "data.store=x", "optim.exchange=vote", "optim.quorum=3", "parallel.lat=auto"],
             "optim.quorum=3: the planner may split a sample over ranks",
@@ -155,7 +155,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["predict", "checkpoint=${oc.env:NOT_THERE}", "input=b", "output=c"], "checkpoint: "),
         (["predict", "checkpoint=a", "input=b", "output="], "output: is not given; give output=..."),
         (["evaluate", "forecast=a", "ensemble=", "output=c"], "ensemble: is not given; give ensemble=..."),
-        (["simulate", "size=tiny", "output=a"], "size=tiny: names what was chosen, and chooses nothing; use simulate="),
+        (["simulate", "size=tiny", "output=a"], "size=tiny: is only the name of the chosen size; use simulate="),
         (["simulate", "members=1", "output=a"], "members=1: at least 2 are needed for breeding"),
         (["inspect", "store=a", "hydra/launcher=cluster"], "hydra/launcher=cluster: belongs to a sweep; add -m"),
         (["train", "run=a", "data.store=b", "hydra.run.dir=x"], "hydra.run.dir=x: belongs to a sweep; add -m"),
@@ -192,7 +192,7 @@ def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch, pla
     status, _, err = run(capsys, "train", *settings[:place], "-m", *settings[place:])
     assert status == cli.STATUS_USER and "Traceback" not in err
     assert err.count(f"ensemble-ml: store {tmp_path}/nothing: no such folder") == 2
-    assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")
+    assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs failed; the last: store")
 
 
 @pytest.mark.parametrize(

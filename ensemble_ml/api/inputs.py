@@ -146,7 +146,7 @@ class Reopened:
 
     @property
     def source(self) -> Any:
-        """Return the source itself, which is opened at the first use."""
+        """Return the source, which is opened at the first use."""
         if self._source is None:
             with once(self._logged):
                 self._source = self._opener(self._config)
@@ -158,13 +158,13 @@ class Reopened:
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up special methods before the copy has its attributes. Without this check, such a look-up
-        # would read `source`, which looks up `_source`, which is not there either and ends here again, without end.
+        # would read `source`, which needs the missing `_source` and so would call this method again, without end.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.source, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the opener and its argument, with which another process opens the source, without the same notices."""
+        """Return what another process needs to open the source. It does not log the same notices again."""
         return {"_opener": self._opener, "_config": self._config, "_source": None, "_logged": self._logged}
 
     def __deepcopy__(self, _: Any) -> Reopened:
@@ -179,7 +179,7 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
         given: the user's settings by their names. A choice may be given as the text of its value, and a list of texts
             of length one as that text (`dates="2003"`).
         ours: settings that the caller derives from its other arguments. The user may not give these.
-        refused: settings that have no meaning here, each with a text that says what to do instead.
+        refused: settings that have no meaning here, each with a text that states what to do instead.
 
     Returns:
         An instance of `cls`; settings that nobody gives keep their defaults.

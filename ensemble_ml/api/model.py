@@ -21,10 +21,10 @@ _REFUSED = {name: _TO_FILES for name in ("output", "overwrite", "resume", "paral
 
 
 class Model:
-    """A trained model, as `load` and `calibrate` return it.
+    """A trained model, as `load`, `train` and `calibrate` return it.
 
     Attributes:
-        path: the folder of its checkpoint.
+        path: the folder of its checkpoint, a `Path`.
         meta: the content of checkpoint.json: settings, dates, versions and checksum of the checkpoint.
         spec: the inputs and outputs of the model: variables, levels (hPa), leads (h) and grid.
     """
@@ -97,7 +97,7 @@ class Model:
             The path of the folder.
 
         Raises:
-            UserError: the folder exists and `overwrite` is off.
+            UserError: the folder exists and `overwrite` is off, or it holds other files than an export.
         """
         config = ExportConfig(checkpoint=str(self.path), output=os.fspath(folder), overwrite=overwrite)
         return export(config)

@@ -64,7 +64,7 @@ class _Origin:
         return self
 
 
-def open(  # the package's name for it
+def open(  # hides the builtin, since users call it as `ensemble_ml.open`
     paths: Any,
     *,
     static: str | None = None,
@@ -86,8 +86,8 @@ def open(  # the package's name for it
         control: "apart" or "include": whether an unperturbed member of an archive counts as a member.
         names: the names of variables in the archive, by the names used here, e.g. {"t2m": "temperature_2m"}.
         units: units of variables that NetCDF or Zarr does not state, by the names used here, e.g. {"tp": "mm"}.
-        intervals: the hours over which sums are, where NetCDF or Zarr does not state them, e.g. {"tp": 6}; "start"
-            stands for sums from the start of the forecast.
+        intervals: the hours that sums cover, where NetCDF or Zarr does not state them, e.g. {"tp": 6}; "start" stands
+            for sums from the start of the forecast.
 
     Returns:
         A Dataset with the dimensions init_time, realization, lead_time (timedelta64), level (hPa), latitude (degrees,
@@ -97,7 +97,8 @@ def open(  # the package's name for it
         `lsm`.
 
     Raises:
-        UserError: a file is missing or damaged, or holds no known variable.
+        UserError: a file is missing or damaged, or holds no known variable; or an argument has a value that is not
+            allowed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -114,7 +115,7 @@ def open(  # the package's name for it
 
 
 def _control(word: str) -> Control:
-    """Return the choice that a word names, or raise a UserError."""
+    """Return the member of `Control` with this name, or raise a UserError."""
     try:
         return Control(word)
     except ValueError:
@@ -205,7 +206,7 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
 
 
 def settings_of_both(of_ensemble: Mapping[str, Any], of_truth: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task that follow from those with which its ensemble and its truth were opened.
+    """Return the settings of a task from those with which its ensemble and its truth were opened.
 
     Names and units of a task are for both inputs. Where the two were opened with different ones, those of the ensemble
     count.
@@ -222,7 +223,7 @@ def settings_of_both(of_ensemble: Mapping[str, Any], of_truth: Mapping[str, Any]
 def notices_of(*inputs: Any) -> set[str]:
     """Return the texts of the notices that were logged when Datasets were opened.
 
-    What opens their paths again leaves these out (`data_prep.notices.once`).
+    A function that opens their paths again does not log these a second time (`data_prep.notices.once`).
 
     Args:
         *inputs: Datasets, paths (which have none), or lists of either.
@@ -254,7 +255,7 @@ def _base(name: str, *parts: str) -> str:
 def _origin(array: xr.DataArray) -> _Origin | None:
     """Return the origin of a variable, or None if it was changed.
 
-    The name of a Dask array identifies what it computes, so an equal name means equal values.
+    The name of a Dask array identifies its computation, so an equal name means equal values.
     """
     found: _Origin | None = array.variable.encoding.get(_ORIGIN)
     if found is None or array.chunks is None:

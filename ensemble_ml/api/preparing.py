@@ -16,21 +16,21 @@ from ensemble_ml.api.inputs import is_store_path, settings_of
 from ensemble_ml.api.opening import notices_of, resolve, resolve_pair, settings_of_both
 from ensemble_ml.config import DataConfig, ModelConfig, PrepareConfig, TrackingConfig, TrainConfig, as_list
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import TensorStore, open_store
+from ensemble_ml.store import TensorStore, open_store, select_dates
 
 if TYPE_CHECKING:
     from ensemble_ml.api.model import Model
 
 _SIZES = (1, 2, 3, 5, 8, 10)  # sizes of reduced ensembles to fit corrections to, if they are smaller than the full one
-_VALIDATION = 5  # one of so many init times is for validation: the last ones
-_FEWEST = 4  # validation dates; with fewer, no calibration factors are fitted
+_VALIDATION = 5  # the last fifth of the init times is for validation
+_FEWEST = 4  # least number of init times for validation; from fewer, no calibration factors are fitted
 
 
 def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **settings: Any) -> Path:
     """Convert an ensemble and its truth to a tensor store, which training reads.
 
-    The store is that of `ensemble-ml prepare`, bit for bit. Packed integers of GRIB are kept if `open` has opened the
-    archives and nothing was changed. Other Datasets are computed date by date with the active Dask scheduler, and
+    The store is that of `ensemble-ml prepare`, bit for bit. Packed integers of GRIB are kept for a path, and for a
+    Dataset of `open` that was not changed. Other Datasets are computed date by date with the active Dask scheduler, and
     packed into 16 bits. After an interruption, the same call continues where it stopped.
 
     Args:
@@ -87,7 +87,8 @@ def calibrate(
         truth: the same for the truth; None takes that of a tensor store.
         train: init times to fit on: a year, an ISO date or a range, or a list of these; None takes all dates that are
             not for validation.
-        validation: init times that choose penalties and calibration factors; None takes the last fifth of all dates.
+        validation: init times that choose penalties and calibration factors; None takes all that `train` leaves, or the
+            last fifth if that is None as well.
         networks: whether to fit the point network, too, which takes minutes.
         output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
         **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,
@@ -97,7 +98,8 @@ def calibrate(
         The model; `Model.save` keeps it.
 
     Raises:
-        UserError: ensemble and truth do not fit each other, or there are too few init times.
+        UserError: ensemble and truth do not fit each other; there are too few init times; a setting is not known, or a
+            truth or setting is given with a tensor store.
 
     Example:
         >>> import ensemble_ml as eml
@@ -126,10 +128,10 @@ def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -
     """Open the tensor store that `ensemble` is, or prepare one at `path`."""
     paths, _ = resolve(ensemble)
     if is_store_path(paths):
-        # A store was made with its truth and settings, so anything given here would be ignored without a word.
+        # A store already has its truth and settings, so what is given here would silently be ignored.
         if truth is not None or settings:
             given = "truth" if truth is not None else min(settings)
-            raise UserError(f"{given}: {paths} is a tensor store, which has what it was prepared with; leave it out")
+            raise UserError(f"{given}: {paths} is a tensor store, made with its own truth and settings; leave it out")
         return open_store(paths)
     return open_store(prepare(ensemble, truth, path, **settings))
 
@@ -173,9 +175,10 @@ def split_dates(
 
     If one of the two is given, the other gets all remaining dates. If neither is given, the last fifth is for
     validation.
-    """
-    from ensemble_ml.store.source import select_dates
 
+    Raises:
+        UserError: given dates match no init time, or a fifth of all is fewer than four.
+    """
     times = store.layout.init_time
     every = np.arange(len(times))
     if validation is not None:
@@ -187,8 +190,8 @@ def split_dates(
     count = len(times) // _VALIDATION
     if count < _FEWEST:
         raise UserError(
-            f"{store.path}: {len(times)} init times, of which a {_VALIDATION}th is too few for validation; give train="
-            " and validation=, or give more"
+            f"{store.path}: {len(times)} init times, of which a {_VALIDATION}th is for validation, but {_FEWEST} are"
+            " needed there; give train= and validation=, or more init times"
         )
     return _iso(times[:-count]), _iso(times[-count:])
 

@@ -46,7 +46,7 @@ def train(
         train: init times to train on: a year, an ISO date or a range, or a list of these; None takes those of the
             experiment if it states any, else all dates that are not for validation.
         validation: init times that choose the best checkpoint; None takes those of the experiment if it states any,
-            else the last fifth of all dates.
+            else all that `train` leaves, or the last fifth if that is None as well.
         **settings: other settings of `ensemble-ml train` by their names: `steps`, `batch_size`, `max_minutes`, `resume`
             ... The name of a file in `conf/` may be given for a group: `experiment="quickstart"`, `model="small"`,
             `optim="adamw"`. Names with a dot go in braces: `**{"model.hidden": 8, "data.levels": [500]}`.
@@ -65,7 +65,7 @@ def train(
         >>> model.path.parent.name
         'checkpoints'
     """
-    # torch takes seconds to import, so a wrong setting is reported before.
+    # torch takes seconds to import, so wrong settings are reported before that.
     paths, _ = resolve(store)
     if not is_store_path(paths):
         raise UserError(
@@ -86,7 +86,7 @@ def train_config(
     validation: str | list[str] | None,
     settings: Mapping[str, Any],
 ) -> TrainConfig:
-    """Compose the settings of a training through the same door as the command line.
+    """Compose the settings of a training as the command line does.
 
     Args:
         store: path of the tensor store. It is opened only if init times have to be split.
@@ -99,7 +99,8 @@ def train_config(
         The settings, validated.
 
     Raises:
-        UserError: there is no such setting or file of `conf/`, or a value is not allowed.
+        UserError: there is no such setting or file of `conf/`, a value is not allowed, or there are too few init times
+            to split.
     """
     groups = groups_of("train")
     files = {name: value for name, value in settings.items() if name in groups}
@@ -109,7 +110,7 @@ def train_config(
     words = [f"{name}={'null' if value is None else in_quotes(str(value))}" for name, value in files.items()]
     composed = compose_config("train", words)
     set_values("train", composed, values)
-    # An experiment that states init times is split as under the command.
+    # If an experiment states init times, its own split holds, as on the command line.
     if not composed.data.train and (train is None or validation is None):
         train, validation = split_dates(open_store(store), train, validation)
     dates = {"data.train": train, "data.validation": validation}

@@ -70,7 +70,7 @@ class Scores:
                 for values, one in zip(axes.values(), (row["entrant"], row["lead_hours"], name), strict=True)
             )
             for metric, value in row.items():
-                # A metric is a dict of a value and its interval. All other entries of a row are names.
+                # A metric is a dict of a value and its interval. All other entries of a row say what was scored.
                 for part in _METRICS_OF if isinstance(value, dict) else ():
                     label = metric if part == "value" else f"{metric}_{part}"
                     made = found.setdefault(label, np.full(shape, np.nan))
@@ -145,7 +145,7 @@ def verify(
             is scored.
         members: how many members, from the first on, make up the raw reduced ensemble that forecasts are compared with;
             None takes as many as the first forecast was made from.
-        baselines: statistical forecasts that are scored as further baselines, given as `forecast` is: of EMOS, as
+        baselines: statistical forecasts to score as further baselines, given as `forecast` is, e.g.
             {"emos": eml.train(store, model="emos", ...).predict(ensemble)}.
         **settings: other settings of `ensemble-ml evaluate` by their names: `fit`, `regions`, `climate_days`,
             `block_days`, `bootstrap`, `confidence`, `seed`, `regrid` ...
@@ -154,7 +154,8 @@ def verify(
         The scores; `report` writes their page, `to_xarray` gives them as numbers.
 
     Raises:
-        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known.
+        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known; or Datasets are
+            given in a list, without names.
 
     Example:
         >>> import ensemble_ml as eml
@@ -181,13 +182,13 @@ def verify(
         with once(notices_of(ensemble, truth)):
             both = open_verified(config)
             ground = open_ground(config, both)
-        # The scores name their inputs as text. An open Dataset cannot be written to scores.json.
+        # An open Dataset cannot be written to scores.json.
         config = replace(config, ensemble=_shown(paths), truth=None if of_truth is None else _shown(of_truth))
         return Scores(score(config, both, both.unverified(), ground))
 
 
 def _shown(paths: Any) -> list[str]:
-    """Return inputs as texts."""
+    """Return inputs as texts for scores.json."""
     return [shown_input(path) for path in as_list(paths)]
 
 
@@ -198,7 +199,7 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
     if not isinstance(forecast, Mapping):
         given = as_list(forecast)
         if any(is_dataset(one) for one in given):
-            raise UserError(f"{name}: a list of Datasets says nothing of their names; give {{NAME: Dataset, ...}}")
+            raise UserError(f"{name}: Datasets in a list have no names; give {{NAME: Dataset, ...}}")
         return given
     found = []
     for label, one in forecast.items():
@@ -213,8 +214,14 @@ def _linked(there: Path, folder: Path) -> str:
     """Make a folder of links to the forecasts of another folder.
 
     `evaluate` names the scores of forecasts by their folder, so a folder with the wanted name has to exist.
+
+    Raises:
+        UserError: the other folder holds no NetCDF file, or is not there.
     """
     files = sorted(there.glob("*.nc")) if there.is_dir() else [there]
+    # Without this check, the error of `evaluate` would name the folder of links.
+    if not any(path.is_file() for path in files):
+        raise UserError(f"{there}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     folder.mkdir(parents=True)
     for path in files:
         (folder / path.name).symlink_to(path)
@@ -224,14 +231,14 @@ def _linked(there: Path, folder: Path) -> str:
 def _saved(forecast: xr.Dataset, folder: Path) -> str:
     """Write one file for each init time, as `evaluate` reads them.
 
-    Dates are computed chunk by chunk: those of one chunk are predicted together anyway.
+    Init times are computed chunk by chunk, because those of one chunk are predicted together.
     """
     if _START not in forecast.dims:
         held = ", ".join(map(str, forecast.dims))
         given = "give what predict returns, or a folder"
         raise UserError(f"{folder.name}: has no dimension {_START} (it has {held}); {given}")
     folder.mkdir(parents=True)
-    # `xr.open_zarr` gives valid times as one chunk and fields as several, of which a Dataset states no chunk sizes.
+    # `xr.open_zarr` gives valid times in one chunk and fields in several. Such a Dataset refuses to state chunk sizes.
     forecast = forecast.unify_chunks()
     first = 0
     for size in forecast.chunksizes.get(_START, (1,) * forecast.sizes[_START]):

@@ -39,7 +39,7 @@ class Packing(Enum):
 
 
 class Control(Enum):
-    """The treatment of an unperturbed member."""
+    """The treatment of an unperturbed member: apart from the members, or one of them."""
 
     apart = "apart"
     include = "include"
@@ -91,7 +91,7 @@ class SimulateConfig:
         require("truth_truncation/forecast_truncation", given, truncations, "21, 31, 42 and 63 are allowed")
         require("forecast_truncation", self.forecast_truncation, self.forecast_truncation <= self.truth_truncation, f"at most truth_truncation={self.truth_truncation}")
         for key in ("truth_minutes", "forecast_minutes"):
-            require(f"{key}", getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
+            require(key, getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
         require("rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
         require("columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
         require("levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
@@ -104,8 +104,7 @@ class SimulateConfig:
         for window in self.windows:
             require("windows", window, _day(window) is not None, "write month and day, 01-07")
         require("windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
-        # A window takes its warm-up and its dates, which are 48 h apart, and before them the days that seed the
-        # perturbations.
+        # In days: the warm-up cycles and the init times, 48 h apart, and before them the days that seed perturbations.
         days = [day.toordinal() for window in self.windows if (day := _day(window)) is not None]
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
@@ -118,7 +117,7 @@ class SimulateConfig:
         require("windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
         ends = days[-1] + 2 * max(self.train_dates, self.validation_dates, self.test_dates) - 2
         within = not several or date.fromordinal(ends).year == date.fromordinal(days[-1]).year
-        require("windows", self.windows, within, "the last window runs into the next year, and the splits are told apart by years; begin it earlier or take fewer dates")
+        require("windows", self.windows, within, "the last window runs into the next year, and the splits are distinguished by years; begin it earlier or take fewer dates")
         require("spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
         require("norm", self.norm, self.norm > 0, "must be above 0 K")
         require("inflation", self.inflation, self.inflation > 0, "must be above 0")
@@ -134,13 +133,14 @@ _INTERVALS = "intervals", "truth_intervals"
 
 
 def check_overrides(config: Any) -> None:
-    """Check what a task states of variables, and key it by the names of variables that the registry uses.
+    """Check what a task states of variables, and replace its keys by the registry's names.
 
     Args:
         config: an instance with `names`, `units`, `intervals` and perhaps `truth_intervals`, which are replaced.
 
     Raises:
-        UserError: a variable is not known or no sum, or its units cannot be converted.
+        UserError: a variable is not known, or its units cannot be converted; an interval is no whole number of hours,
+            or belongs to a variable that is no sum; or two variables have the same name in the archive.
     """
     examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
     for key, example in examples.items():
@@ -184,10 +184,10 @@ def _our_names(variables: list[str] | None) -> list[str] | None:
     return names
 
 
-NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null goes by what is known"
-INTERVALS = "hours over which sums are for which NetCDF or Zarr state no interval, by our names, e.g. 'intervals={tp: 6}', or start: from the start of the forecast"
+NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null recognises usual names"
+INTERVALS = "hours that sums cover where NetCDF or Zarr states no interval, by our names, e.g. 'intervals={tp: 6}'; start: sums from the start of the forecast"
 TRUTH_INTERVALS = "the same for the truth, e.g. 'truth_intervals={tp: 1}'"
-UNITS = "units of variables for which NetCDF or Zarr state none, by our names, e.g. 'units={tp: mm}'"
+UNITS = "units of variables where NetCDF or Zarr states none, by our names, e.g. 'units={tp: mm}'"
 
 
 @dataclass
@@ -212,7 +212,7 @@ class PrepareConfig:
     truth_regrid: bool = opt(False, "bring truth and static fields on other grids to the forecast's, conservatively")
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
     gaps: Gaps = opt(Gaps.error, "error | skip | mask: init times with missing fields end the run, are left out, or kept with these fields absent; the last two also look for fields that are all NaN in NetCDF and Zarr")
-    index: str | None = opt("", "folder for the tables of files, which save looking through them again; empty: .NAME.index beside the output; null keeps none")
+    index: str | None = opt("", "folder for the tables of fields of each file, so that no file is scanned again; empty: .NAME.index beside the output; null keeps none")
     climate_days: int = opt(0, "also keep the model climate, for the extreme forecast index: quantiles of the members of other years within this many days of each init time (9 is usual); 0 keeps none")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store, once the new one is complete")
@@ -221,7 +221,7 @@ class PrepareConfig:
     workers: int = opt(0, "threads, processes or SLURM jobs; 0 means a thread or process for every core")
     scheduler: str | None = opt(None, "executor=distributed: address of a dask.distributed scheduler (tcp://host:8786)")
     parts: str | None = opt(None, "i/n: build the i-th of n shares of the init times; the last to finish completes the store")
-    finalise: bool = opt(False, "build nothing; complete the store out of the init times that are built")
+    finalise: bool = opt(False, "build nothing; complete the store from the init times that are built")
 
     def __post_init__(self) -> None:
         check_region(self.region)
@@ -260,7 +260,7 @@ class InspectConfig:
 
     store: Any = opt(MISSING, "tensor store, finished or still being built; or an archive (files, a folder, a glob), a run or a checkpoint; may be given without the key", paths=True)
     verify: bool = opt(False, "of a tensor store: check the sha256 of every file; reads the whole store")
-    complete: bool = opt(False, "of a tensor store: end with status 2 unless every init time of its plan is built, and none was left out for gaps: the guard of a workflow before training")
+    complete: bool = opt(False, "of a tensor store: end with status 2 unless every init time of its plan is built, and none was left out for gaps: a check for workflows before training")
     speed: bool = opt(True, "of a tensor store: read the forecast of an init time drawn at random, and time it")
     format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
 

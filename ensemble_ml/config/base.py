@@ -19,7 +19,7 @@ def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
     Args:
         default: the default value, or a function that makes it.
         doc: the line that `--help` prints.
-        paths: whether the field holds a path or a list of paths although its type does not say so.
+        paths: whether the field holds a path or a list of paths although its type (`Any`) does not state it.
     """
     metadata = {"doc": doc, "paths": paths}
     # A mutable default needs a function, so that each instance has its own.
@@ -39,15 +39,15 @@ def part(cls: type, doc: str) -> Any:
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether an archive is given as an open xarray Dataset and not as a path.
+    """Return whether an input is an open xarray Dataset and not a path.
 
-    The test is by an attribute, so that xarray need not be imported here.
+    An attribute shows it, so that xarray need not be imported here.
     """
     return hasattr(value, "data_vars")
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return paths as a list. A single string becomes a list of one path, and Datasets stay as they are."""
+    """Return a value, a list or a tuple as a list: empty for None. All but Datasets become texts."""
     if value is None:
         return []
     values = value if isinstance(value, list | tuple) else [value]
@@ -104,26 +104,21 @@ def check_finite(node: Any, path: str = "") -> None:
 _PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
 
 
-def check_period(key: str, spec: str) -> None:
+def check_periods(key: str, specs: list[str] | None) -> None:
     """Raise a UserError if a period is not YYYY[-MM[-DD[THH[:MM]]]], or two of these joined by `/`.
 
     Args:
         key: name of the setting, for the message.
-        spec: the period.
+        specs: the periods, or None.
     """
-    ends = spec.split("/")
-    good = 1 <= len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
-    require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
-
-
-def check_periods(key: str, specs: list[str] | None) -> None:
-    """Check each period of a list as `check_period` does. None is an empty list."""
-    for spec in specs or ():
-        check_period(key, str(spec))
+    for spec in map(str, specs or ()):
+        ends = spec.split("/")
+        good = len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
+        require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
 
 
 def check_region(region: list[float] | None) -> None:
-    """Raise a UserError if a region is not [north, west, south, east] on the sphere. None is allowed."""
+    """Raise a UserError if a region is not [north, west, south, east] in degrees, north above south. None is allowed."""
     if region is not None:
         good = len(region) == 4 and 90 >= region[0] > region[2] >= -90
         require("region", region, good, "give [north, west, south, east], degrees")
@@ -171,4 +166,6 @@ def _as_yaml(value: Any) -> str:
     """Return a value as YAML writes it, for `--help`."""
     if isinstance(value, Enum):
         return str(value.value)
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

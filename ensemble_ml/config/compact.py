@@ -1,4 +1,4 @@
-"""Settings of compaction: cut a trained model down to one that predicts faster, and of its benchmark."""
+"""Settings of `compact`, which cuts a trained model down so that it predicts faster, and of its benchmark."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompactBenchmark:
     seeds: int = opt(3, "quality: trainings of each competitor")
     steps: int = opt(160, "quality: steps of each training; compaction adds a quarter of them")
     rivals: list[str] = opt(lambda: list(_RIVALS), f"quality: {' | '.join(_RIVALS)}: which competitors are trained from scratch")
-    speedup: float = opt(1.6, "quality: speedup of the compaction, of a network without the fits before it")
+    speedup: float = opt(1.6, "quality: speedup by compaction, of a network without the fits before it")
     checkpoint: str | None = opt(None, "predict: a run, fits included, whose prediction is timed before and after; null leaves the section out")
 
     def __post_init__(self) -> None:

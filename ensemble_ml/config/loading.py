@@ -15,21 +15,21 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
 class Assign(Enum):
-    """Which rank computes a sample of the global batch."""
+    """The rule that assigns the samples of the global batch to ranks."""
 
     fixed = "fixed"
     locality = "locality"
 
 
 class LoaderName(Enum):
-    """Who reads: by plan, or each batch when its turn has come."""
+    """The loader: it reads by a plan of the run, or each batch as it comes."""
 
     clairvoyant = "clairvoyant"
     torch = "torch"
 
 
 def parse_bytes(key: str, value: Any) -> int | None:
-    """Return the number of bytes in a size such as 4GB or 512MiB, or in a plain number. None stays None.
+    """Return a size such as 4GB, 512MiB or a plain number in bytes. None stays None.
 
     Args:
         key: name of the setting, for the message.
@@ -48,18 +48,18 @@ def parse_bytes(key: str, value: Any) -> int | None:
 
 @dataclass
 class LoadingConfig:
-    """How batches reach the model."""
+    """The loading of batches."""
 
-    name: LoaderName = opt(LoaderName.clairvoyant, "clairvoyant: read by plan, each byte from slow storage as seldom as can be | torch: torch's DataLoader")
+    name: LoaderName = opt(LoaderName.clairvoyant, "clairvoyant: read by plan, each byte from slow storage as rarely as possible | torch: torch's DataLoader")
     ram: Any = opt(None, "clairvoyant: memory for loading on each rank, packed cache and look-ahead together, as 4GB or 512MiB; null takes half of what is free, shared by the ranks of a host")
     disk: Any = opt(0, "clairvoyant: space for packed fields on local disk, for each rank")
     folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
-    ahead: int = opt(3, "batches read ahead; torch: shared out to the workers, of which each reads one at least, and without workers none")
+    ahead: int = opt(3, "batches read ahead; torch: divided among the workers, at least one for each, and none without workers")
     threads: int = opt(2, "clairvoyant: threads that read and decode")
     assign: Assign = opt(Assign.fixed, "fixed: each rank gets its slice of the global batch | locality: a rank gets the samples that it holds, as far as slices stay equally long")
     workers: int = opt(0, "torch: worker processes; 0 reads in the training thread")
-    timeline: str | None = opt(None, "clairvoyant: write a picture of reads, waits and compute to this file (.png, .svg); 'run' puts it into the run folder")
-    bandwidth: float | None = opt(None, "for `plan`: slow storage, MB/s over all ranks; null measures it on what is read of the store")
+    timeline: str | None = opt(None, "clairvoyant: write a picture of reads, waits and compute to this file (.png, .svg, .pdf); 'run' puts it into the run folder")
+    bandwidth: float | None = opt(None, "for `plan`: bandwidth of slow storage, MB/s over all ranks; null measures it while reading the store")
     host: str | None = opt(None, "clairvoyant: name under which other nodes reach this one; null takes the host name")
     node: str | None = opt(None, "clairvoyant: name that ranks share only where they share memory; null takes host name and device of /dev/shm")
 

@@ -11,7 +11,7 @@ from ensemble_ml.fields import Family, field
 
 
 class Vertical(Enum):
-    """How the weights of the 3D U-Net act across pressure levels."""
+    """The way in which the weights of the 3D U-Net act across pressure levels."""
 
     shared = "shared"
     affine = "affine"
@@ -20,7 +20,7 @@ class Vertical(Enum):
 
 
 class Pole(Enum):
-    """What a convolution sees beyond a pole."""
+    """The rule for the values that a convolution sees beyond a pole."""
 
     cross = "cross"
     replicate = "replicate"
@@ -33,7 +33,7 @@ Standardise = Enum("Standardise", {"global": "global", "las": "las"})
 
 
 class Precision(Enum):
-    """Arithmetic of the convolutions; `auto` times a step of each and takes the fastest that the hardware has."""
+    """The arithmetic of the convolutions. `auto` times a step of each and takes the fastest that the hardware has."""
 
     auto = "auto"
     float32 = "float32"
@@ -59,8 +59,8 @@ class ModelConfig:
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
-    points: int = opt(1024, "unet3d: hidden units of a small network of the points around, what spread and errors owe to them beyond the linear correction; 0: none")
-    departures: bool = opt(False, "drn, ens10_unet, poet: also show them what unet3d's statistical start sees: departures from the training mean at the point in typical spreads, their differences and means around")
+    points: int = opt(1024, "unet3d: hidden units of the point network, which corrects spread and errors beyond the linear correction, by the points around; 0: none")
+    departures: bool = opt(False, "drn, ens10_unet, poet: also give them the inputs of unet3d's statistical stages: departures from the training mean at the point, in units of the typical spread, with their differences and means around")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
@@ -112,13 +112,15 @@ class ModelConfig:
         return self.name not in ("emos", "drn")
 
     def channels(self) -> tuple[list[int], list[int]]:
-        """Return the channels of each level of the 3D U-Net, and those inside each residual block. `depth` is a number.
+        """Return the channels of each level of the 3D U-Net, and those inside each residual block.
+
+        `depth` must be a number by now, not "auto".
 
         Raises:
             UserError: `widths` or `inner` has too few or too many numbers.
         """
         widths = self.widths or [min(self.hidden * 2**level, self.max_hidden) for level in range(self.depth + 1)]
-        if not self.widths:  # `max_hidden` bounds the coarser levels alone; the stems need the finest one as it is set
+        if not self.widths:  # `max_hidden` bounds only the coarser levels: the first layers need `hidden` channels
             widths[0] = self.hidden
         levels = self.depth + 1
         require("model.widths", widths, len(widths) == levels, f"model.depth={self.depth} has {levels} levels; give a number for each")

@@ -9,14 +9,14 @@ from ensemble_ml.config.base import at_least, opt, require
 
 
 class OptimName(Enum):
-    """Optimizers."""
+    """The optimizer."""
 
     lion = "lion"
     adamw = "adamw"
 
 
 class ExchangeName(Enum):
-    """What the ranks agree on in a step, and in which form."""
+    """The way in which ranks combine gradients or updates in a step, and the form in which they send them."""
 
     none = "none"
     allreduce = "allreduce"
@@ -29,7 +29,7 @@ class ExchangeName(Enum):
 
 
 class VoteScale(Enum):
-    """What a voted code is a multiple of: the mean magnitude, the largest one, or nothing but the sign."""
+    """The unit of voted codes: from the mean magnitude, from the largest one, or none (the sign alone)."""
 
     l1 = "l1"
     linf = "linf"
@@ -37,7 +37,7 @@ class VoteScale(Enum):
 
 
 class MomentumSync(Enum):
-    """When the ranks' momenta are averaged."""
+    """The schedule by which ranks average their momenta."""
 
     never = "never"
     every = "every"
@@ -46,21 +46,21 @@ class MomentumSync(Enum):
 
 
 class Nonfinite(Enum):
-    """What happens after gradients that are not finite."""
+    """The reaction to gradients that are not finite."""
 
     stop = "stop"
     skip = "skip"
 
 
 class ClipBy(Enum):
-    """Over what `clip` measures the norm of the gradient."""
+    """The part of the gradient whose norm `clip` bounds."""
 
     total = "total"
     bucket = "bucket"
 
 
 class MomentumKept(Enum):
-    """How a checkpoint holds momenta that differ between ranks."""
+    """The form in which a checkpoint holds momenta that differ between ranks."""
 
     ranks = "ranks"
     mean = "mean"
@@ -81,7 +81,7 @@ class OptimConfig:
     warmup: int = opt(50, "steps of linear warm-up")
     final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
     clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
-    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bucket, which only exchanges that vote take, holds each bucket to its share of clip, so that votes need not wait for the end of backward")
+    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bound the norm of the whole gradient, or of each bucket by its share of clip, so that votes need not wait for the end of backward (only for exchanges that vote)")
     nonfinite: Nonfinite = opt(Nonfinite.stop, "stop | skip: end the run at gradients that are not finite, or leave out the step on all ranks")
     exchange: ExchangeName = opt(ExchangeName.allreduce, "none | allreduce | fp16 | bf16 | powersgd | vote | lion_cub | distributed_lion: what ranks exchange; one rank exchanges nothing")
     bits: int = opt(1, "bits an element that a rank sends: vote 1, 2, 4 or 8; lion_cub 1 or 8")
@@ -91,9 +91,8 @@ class OptimConfig:
     hierarchical: bool = opt(False, "average in full precision inside a node and vote between nodes")
     momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")
     momentum_every: int = opt(100, "steps between averagings; the first interval where they grow")
-    momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank; a layer that needs more is never averaged")
-    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first, but for those that a stop or the clock asks for")
-
+    momentum_mb: float = opt(1.0, "1e6 bytes that a rank may send in a selective averaging; a layer that needs more is never averaged")
+    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first, except checkpoints that a stop or the clock asks for")
     quorum: str = opt("all", "all | auto | number: ballots that end a vote; a late rank abstains in it and follows (auto: three quarters of the ranks)")
     bound: int = opt(10, "votes after which all ranks wait for each other, where quorum is not all")
     replay: str | None = opt(None, "votes.jsonl of a run with quorum, whose votes are repeated", paths=True)
@@ -130,7 +129,7 @@ class OptimConfig:
             ("quorum", "all", self.exchange is ExchangeName.vote),
         ):  # fmt: skip
             value = getattr(self, key)
-            require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} takes no notice of it; leave it out, or use exchange=vote")
+            require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} ignores it; leave it out, or use exchange=vote")
         require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
         at_least(self, 1, "rank", "momentum_every", group="optim.")
         require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")

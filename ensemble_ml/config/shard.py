@@ -16,7 +16,7 @@ class ShardConfig:
     hidden: list[int] = opt(lambda: [32, 64, 128], "channels of the networks whose memory is measured; the last one's steps are timed")
     store: str | None = opt(None, "tensor store with a truth, for the section pretraining; null leaves that out")
     train: list[str] = opt(lambda: ["2001"], "init times to pretrain on, and to take labelled ones from")
-    validation: list[str] = opt(lambda: ["2002"], "init times that choose")
+    validation: list[str] = opt(lambda: ["2002"], "init times that choose the best checkpoint")
     test: list[str] = opt(lambda: ["2003"], "init times to score")
     levels: list[int] | None = opt(None, "pressure levels of these trainings, hPa; null takes all")
     leads: list[int] | None = opt(None, "lead times that they predict, hours; null takes all")
@@ -24,7 +24,7 @@ class ShardConfig:
     batch_size: int = opt(4, "init times a step of these trainings")
     validate_every: int = opt(20, "steps between their validations")
     labelled: list[int] = opt(lambda: [8, 16, 60], "numbers of init times whose truth is used")
-    steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; an autoencoder, and training from scratch, get the same time of processors")
+    steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; an autoencoder, and training from scratch, get the same processor time")
     seeds: int = opt(3, "trainings of each kind")
     fits: bool = opt(False, "let the trainings make the statistical corrections before the first step, too")
 

@@ -13,14 +13,14 @@ VARIED = ("optim.lr", "optim.final_lr", "optim.warmup", "spread_weight")
 
 
 class TournamentData(Enum):
-    """Which init times a trainer takes its samples from."""
+    """The init times from which a trainer takes its samples."""
 
     shared = "shared"
     parted = "parted"
 
 
 class TournamentKeep(Enum):
-    """Who takes whose weights."""
+    """The rule by which worse trainers take the weights of better ones."""
 
     pairs = "pairs"
     truncation = "truncation"

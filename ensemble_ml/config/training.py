@@ -76,7 +76,7 @@ class TrainConfig:
     batch_size: int = opt(4, "init times in a step, over all ranks; if there are fewer than parallel.data, some ranks compute nothing")
     validate_every: int = opt(100, "steps between validations")
     patience: int = opt(0, "validations in a row without a better score after which training ends; 0 trains all `steps`")
-    until: float = opt(0.0, "training ends when crps_ratio in validation reaches this value, to measure time to solution; 0 trains all `steps`")
+    until: float = opt(0.0, "training ends when crps_ratio in validation is at most this value, to measure time to solution; 0 trains all `steps`")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
     checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last, minutes; 0 sets no limit")
     max_minutes: float = opt(0.0, "minutes for the whole run; the fits before the first step may take 70 % of them and are cut short beyond that, and `steps` is reduced to what fits into the rest, at least one; 0 sets no limit")

@@ -1,6 +1,6 @@
 """Everything that happens between ranks: topology, communication, halo exchange, partition and votes.
 
-This is the only package that may use `torch.distributed`. `start` joins the other ranks of the job and returns a
+Only this package may use `torch.distributed`. `start` joins the other ranks of the job and returns a
 `Session`, which holds the `Mesh` of communicators. A single rank runs the same code with communicators that do nothing.
 """
 

@@ -1,12 +1,12 @@
 """Parameters in fixed buckets, and the hooks that detect when a bucket's gradients are complete.
 
 Buckets go in the reverse order of the parameters, which is roughly the order in which the backward pass finishes them.
-Small parameters from all over the network come last (`late` in a group of the optimizer): some of them are finished at
-the very end, and in front they would hold up the first bucket, and all others behind it.
+Small parameters from all over the network come last (`late` in a group of the optimizer). Some of them are finished at
+the very end, so in the first bucket they would delay it and all others.
 
 Buckets never change. DistributedDataParallel rebuilds its buckets after the first step, so a resumed run would not be
-bit-equal to an uninterrupted one. Each parameter starts on a word of 64 elements, and its elements lie in the order
-that they have in memory.
+bit-equal to an uninterrupted one. Each parameter starts at a multiple of 64 elements, the length of a word of signs.
+Its elements keep their order in memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] =
 
     Args:
         params: all parameters, in the order of the model.
-        limit: elements of a bucket.
+        limit: most elements of a bucket.
         late: indices into `params` of those that come last.
 
     Returns:
@@ -82,13 +82,11 @@ def _like(flat: Tensor, p: Tensor) -> Tensor:
 
 
 class Arrivals:
-    """A set of hooks that call `full(bucket number)` for each bucket in turn: 0, 1, 2, ...
+    """A set of hooks that call `full(number)` for each bucket, in the order 0, 1, 2, ... on every rank.
 
-    in the same order on every rank.
-
-    A bucket waits for those before it. `flush` hands on the buckets that the backward pass leaves incomplete
-    (parameters that it did not use, or a rank without a sample), so every rank joins every exchange. Parameters that
-    are frozen when the step begins are not waited for.
+    A bucket waits for those before it, but not for parameters that are frozen when the step begins. `flush` hands on
+    the buckets that the backward pass leaves incomplete (parameters that it did not use, or a rank without a sample),
+    so every rank joins every exchange. With `defer`, all buckets wait for `flush`.
     """
 
     def __init__(self, params: Sequence[Tensor], buckets: Sequence[Bucket], full: Callable[[int], None]):
@@ -129,7 +127,11 @@ class Arrivals:
             hook.remove()
 
     def _arrived(self, index: int) -> None:
-        """Note that a gradient is complete, and hand on the buckets that this completes."""
+        """Note that a gradient is complete, and hand on the buckets that it completes.
+
+        Raises:
+            RuntimeError: its bucket was handed on before in this step.
+        """
         if self._held or self.defer:
             return
         bucket = self._home[index]

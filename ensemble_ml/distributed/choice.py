@@ -29,7 +29,7 @@ from ensemble_ml.optim.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
-# Makes a communicator of the ranks given, None on ranks that are not among them.
+# A function that makes a communicator of some ranks, and returns None on all others.
 Connect = Callable[[tuple[int, ...], Topology], Communicator | None]
 
 
@@ -104,6 +104,9 @@ def exchange_between(
         outer: the ranks that vote, or that average without votes.
         inner: the ranks that average before `outer` votes.
         reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+
+    Raises:
+        UserError: the backend cannot sum the type of the exchange.
     """
     name = config.exchange
     if config.votes and outer.size > 1:
@@ -137,7 +140,11 @@ def _common(config: OptimConfig) -> dict[str, Any]:
 
 
 def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int:
-    """Return how many ranks average before a vote: those of a sample, or those of a node."""
+    """Return how many ranks average before a vote: those of a sample, or those of a node.
+
+    Raises:
+        UserError: the ranks of a node do not make whole samples, or the nodes do not have the same number of ranks.
+    """
     if not config.hierarchical:
         return topology.spatial
     ranks = topology.data * topology.spatial
@@ -159,7 +166,7 @@ def consecutive_groups(topology: Topology, inner_size: int, connect: Connect) ->
         rows = [members[i : i + inner_size] for i in range(0, len(members), inner_size)]
         columns = list(zip(*rows, strict=True))
         for role, sets in (("inner", rows), ("outer", columns)):
-            # torch requires every rank to take part in making every group, so all groups are gone through.
+            # torch requires every rank to take part in making every group, also of other ranks.
             for ranks in sets:
                 made = connect(tuple(ranks), topology) if len(ranks) > 1 else None
                 found[role] = made or found[role]
@@ -173,16 +180,16 @@ def _try_type(group: Communicator, dtype: torch.dtype, name: ExchangeName) -> No
         group.all_reduce(torch.ones(2, dtype=dtype, device=device))
     except (RuntimeError, ValueError, TypeError) as error:
         raise UserError(
-            f"optim.exchange={name.value}: the back end has no sum of {dtype} ({error}); use fp16 or allreduce"
+            f"optim.exchange={name.value}: the backend cannot sum {dtype} ({error}); use allreduce"
         ) from error
 
 
 @dataclass(frozen=True)
 class OwnState:
-    """The state that one rank holds apart from the others.
+    """The state of one rank that differs between ranks.
 
     Attributes:
-        rank: number of this part of the state.
+        rank: number of this part of the state, from 0.
         ranks: number of parts.
         tensors: the tensors by name.
         keep: whether this rank writes the part. Several ranks may hold the same one, and one of them writes it.
@@ -195,11 +202,9 @@ class OwnState:
 
 
 def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> OwnState | None:
-    """Return the state that this rank holds apart, uncopied; None if all ranks hold all in common.
+    """Return the state that differs between ranks, not copied; None if there is none. Every rank calls this.
 
-    Every rank calls this.
-
-    With `mean`, momenta are averaged instead, in place, so that the running job continues from the same values as a
+    With `mean`, momenta are averaged in place instead, so that the running job continues from the same values as a
     resumed one.
     """
     if not isinstance(exchange, BucketExchange):
@@ -217,8 +222,8 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
 def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
     """Give this rank its tensors back from a checkpoint.
 
-    If the number of ranks has changed, or ranks hold nothing apart any more, all ranks get the mean of the parts, or an
-    equal share of tensors that add up.
+    If the number of ranks has changed, or all ranks now hold the same state, all get the mean of the parts. Tensors
+    whose sum matters are divided equally among them.
 
     Args:
         exchange: the exchange of this run.

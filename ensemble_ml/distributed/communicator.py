@@ -1,6 +1,6 @@
 """The interface of communication between ranks, over a process group or within a single rank.
 
-The null communicator of a single rank lets it run the same code as a group.
+A single rank has a null communicator, so that it runs the same code.
 
 Every collective fills tensors that the caller made and returns a `Pending`. It counts two things. `seconds_waited` is
 the time that the host waits for results; under NCCL, waiting inside the GPU's own queue is not included. `bytes_sent`
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch before 2.13 has them by other names, which 2.13 warns of.
+# Before torch 2.13 these functions had other names, for which torch 2.13 warns.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -38,7 +38,7 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return once the result is in its tensor. On a GPU, it is then ordered before later kernels of the stream."""
+        """Return once the result is in its tensor. On a GPU, return once later kernels of the stream will see it."""
 
 
 class Communicator(Protocol):

@@ -1,5 +1,8 @@
 """The cost model of a training step: measured local compute, and messages over links of known latency and bandwidth.
 
+The cost of messages is linear in their bytes (Hockney 1994, Parallel Computing 20). That of sums over S ranks has the
+latency of a reduce-scatter and an all-gather by halving and doubling (Thakur, Rabenseifner and Gropp 2005).
+
     step    = compute + halo + norm + exposed
     halo    = sum of (2 alpha + beta bytes) over convolutions, split axes and passes
     norm    = sum of (2 alpha log2(S) + beta bytes) over sums and gathers
@@ -10,7 +13,7 @@
     exposed   the part of the gradient exchange that is left when the backward pass is done
 
 Passes are forward, backward, and recomputed forward. Messages along both axes that travel at once have an alpha and a
-beta of their own. Bytes are those of one rank. A rank sends and receives at once, so the larger of the two counts.
+beta of their own. A rank sends and receives at once, so the larger of the two numbers of bytes counts.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ class Piece:
 
 
 def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
-    """Extrapolate a piece of `flops` floating-point operations from `known` pieces with theirs.
+    """Extrapolate a piece of `flops` floating-point operations from `known` pieces, each with its operations.
 
     The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
     the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
@@ -112,7 +115,7 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     determinant = uu * vv - uv * uv
     if determinant > 1e-9 * uu * vv:
         a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
-        # If the best line has a negative coefficient, that one is set to zero and the other fitted alone.
+        # A negative coefficient is set to zero, and the other one is fitted alone.
         if a >= 0 and b >= 0:
             return a, b
         if b < 0:
@@ -122,7 +125,10 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """The predicted seconds of a step by what they are spent on, and the bytes that a rank sends in it."""
+    """The predicted seconds of a step by their causes, and the bytes that a rank sends in it.
+
+    `exchange` is the time of all exchanges of gradients; only `exposed` of it falls after the backward pass.
+    """
 
     compute: float
     halo: float

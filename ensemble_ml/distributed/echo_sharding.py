@@ -3,8 +3,8 @@
 Hooks on the blocks of the U-Net allocate and free what FSDP2 does (torch 2.13), in its order:
 
     forward    gather: the shards of all ranks, then the same as kernels; a block's shards stay until the next gather
-    backward   kernels are made of the shards, the shards of the next block are gathered ahead, gradients are copied
-               into one buffer, which stays until the next block's, and leave their sum of this rank's part
+    backward   kernels are made of the shards; the shards of the next block are gathered ahead; gradients are copied
+               into one buffer, which stays until that of the next block; this rank's part of their sum stays
 
 Kernels are contiguous, which FSDP2 asks for. Gloo copies what it sends.
 
@@ -51,7 +51,7 @@ class EchoShards:
         unet: the network, with weights of the type in which they are gathered.
         shards: ranks that share its weights.
         traffic: counts the messages.
-        gloo: ranks exchange by gloo on processors, and not by NCCL on GPUs.
+        gloo: whether ranks exchange by gloo on processors, and not by NCCL on GPUs.
     """
 
     unet: UNet3d
@@ -84,7 +84,7 @@ class EchoShards:
 
     @property
     def held(self) -> int:
-        """Return how many of them one rank holds. Rows are dealt out whole, so the first rank has the most."""
+        """Return how many sharded weights the first rank holds, which has the most, because rows are not split."""
         return sum(-(-len(p) // self.shards) * (p.numel() // len(p)) for some in self._params for p in some)
 
     def _elements(self, unit: int) -> int:
@@ -115,7 +115,8 @@ class EchoShards:
         self._kernels[unit] = self._new(unit)
 
     def _leave(self, unit: int, output: Tensor) -> None:
-        # As FSDP2 does. A module's own hook for the backward pass would keep the gradient until that of the input.
+        # FSDP2 also hooks the output. A backward hook of the module would keep the output's gradient until that of the
+        # input is computed.
         output.register_hook(lambda _: self._turn(unit))
         self._kernels.pop(unit)
         self._order.append(unit)

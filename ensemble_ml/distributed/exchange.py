@@ -1,13 +1,13 @@
 """Exchanges of gradients over ranks, one bucket at a time, while the backward pass goes on.
 
 On a CPU, a thread of the exchange carries out the buckets one after the other, over a communicator that nothing else
-uses. On a GPU, the hooks enqueue them, so that one thread enqueues all communication in one order; they are waited for
-after the backward pass.
+uses. On a GPU, the hooks of the backward pass enqueue them, so that one thread enqueues all communication in one
+order; `finish` waits for them.
 
 Each rank contributes the gradient of its own part of the batch. `reduction` says whether their sum or their mean is the
 gradient of the whole batch.
 
-A parameter that no rank used is left unchanged. A parameter that some ranks used has a zero gradient on the others.
+A parameter that no rank used is left unchanged. If only some ranks used it, its gradient counts as zero on the others.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class BucketExchange(Exchange):
     def finish(self) -> Outcome:
         """Exchange the buckets that are left, wait for all of them, and return the outcome."""
         assert self._arrivals is not None
-        self.checked = True  # the outcome tells all ranks of a gradient that is not finite
+        self.checked = True  # the outcome shows on all ranks a gradient that is not finite
         self._before_flush()
         self._arrivals.flush()
         start = time.perf_counter()
@@ -206,7 +206,7 @@ class BucketExchange(Exchange):
         raise NotImplementedError
 
     def _drain(self) -> None:
-        """Complete what `_exchange` has begun. The thread calls this after the last bucket."""
+        """Complete what `_exchange` has begun. The thread calls this, or `finish` if there is none."""
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         """Return the norm of the gradient, and the ranks whose gradients were not finite."""
@@ -225,11 +225,11 @@ class GradientAverage(BucketExchange):
     ranks learn of a number that is not finite on one of them: the ranks' flags travel with the last elements of each
     bucket.
 
-    If all ranks share one sample, the terms of a grid point's own stay with the rank that holds the point. Summing them
-    with the other ranks' zeros would be most of the traffic.
+    If all ranks share one sample, parameters of single grid points stay with the rank that holds the point. Summing
+    them with the zeros of the other ranks would be most of the traffic.
 
     The gradients of sharded weights (`sharding`) are sums over the ranks when the backward pass ends. Only their norm
-    is found here.
+    is computed here.
 
     Args:
         group: the ranks that exchange.
@@ -252,7 +252,7 @@ class GradientAverage(BucketExchange):
 
     @torch.no_grad()
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
-        """Bring the ranks' parts of each tensor of `held` together on all ranks.
+        """Give all ranks the whole of each tensor of `held`, of which each rank has its own shard up to date.
 
         Each rank sets what lies outside its own shard to zero, so a sum over the ranks gives the whole tensor.
         """
@@ -266,8 +266,8 @@ class GradientAverage(BucketExchange):
     def _prepare(self) -> None:
         """Allocate one buffer for each bucket."""
         self._under_way: list[tuple[int, Pending, Tensor]] = []  # number of a bucket, its collective, and the sums
-        # Behind the gradients of a bucket stand one number a parameter (how many ranks used it) and one a rank (whether
-        # its gradients are finite).
+        # After the gradients of a bucket come one number a parameter (how many ranks used it) and one a rank (1 if its
+        # gradients are not finite).
         self._flats, self._views = [], []
         for bucket in self.buckets:
             extra = len(bucket.slots) + self.group.size
@@ -300,7 +300,7 @@ class GradientAverage(BucketExchange):
             tail[: len(grads)] = torch.tensor([float(g is not None) for g in grads], dtype=flat.dtype)
         if self.reduction is Reduction.mean:
             flat[: bucket.elements] /= self.group.size
-        # The flag itself is 0 or 1, so the sum over ranks stays finite and shows which ranks are not.
+        # Each rank has its own flag, 0 or 1. So the sums of flags are finite and show which ranks' gradients are not.
         tail[len(grads) + self.group.rank] = (~torch.isfinite(flat[: bucket.elements].sum())).to(flat.dtype)
         sums = flat if self.dtype in (flat.dtype, torch.float32) else flat.to(self.dtype)
         self._under_way.append((number, self.group.all_reduce(sums, async_op=True), sums))
@@ -363,7 +363,7 @@ class GradientAverage(BucketExchange):
         square = total_norm(self.apart).to(norm.dtype) ** 2
         words[1 + self.group.rank] = (~torch.isfinite(square)).to(words.dtype)
         words[0] = square
-        # A gradient that is not finite is that of all ranks here, so it spoils the norm and names none of them.
+        # A sharded gradient is a sum over all ranks. If it is not finite, nor is the norm, but no rank can be named.
         for p in self.sharded:
             words[0] += local(p.grad).square().sum(dtype=words.dtype) / place_among_shards(p)[3]
         self.group.all_reduce(words)

@@ -69,7 +69,16 @@ def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list
 
 
 def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest values over the ranks of a spatial group; NaN if no rank has any."""
+    """Return the smallest and largest values over the ranks of a spatial group, element by element.
+
+    Args:
+        low: this rank's smallest values, NaN where it has none.
+        high: its largest values, of the same shape.
+        spatial: the ranks that share the fields.
+
+    Returns:
+        Two tensors of that shape, NaN where no rank has a value.
+    """
     # One all-reduce by maximum does for both: the smallest value is the negative of the largest negative.
     both = torch.stack([torch.nan_to_num(-low, nan=-torch.inf), torch.nan_to_num(high, nan=-torch.inf)])
     spatial.all_reduce(both, op="max")

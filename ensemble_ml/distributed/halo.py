@@ -3,9 +3,9 @@
 Axes of tensors: B init time, C channel, then the axes of the field. `rows` and `columns` name those that are split.
 
 Every rank pads its shard by `left` and `right` points on each split axis. A negative width crops. The padding holds the
-values that the whole field has there. Inside the field these are a neighbour's points. Beyond the outer edges they
-follow the rule of the edge: zeros, the outermost row repeated, or the row on the other side of the pole, rolled by half
-the circle (see `models.padding`). An ordinary operation without padding then gives exactly this rank's shard of the
+values that the whole field has there: points of a neighbour, or beyond the outer edges what the rule of the edge
+demands: zeros, the outermost row repeated, or the row on the other side of the pole, rolled by half the circle (see
+`models.padding`). An ordinary operation without padding then gives exactly this rank's shard of the
 whole result. For a convolution:
 
     left  = p
@@ -233,7 +233,7 @@ class Adjoint:
 
     The resulting gradient is dense, as the gradient of a whole field is. It is the interior of `grad` itself if that is
     dense and `own` permits changes in place. Otherwise it is a copy, which is made while the strips travel. If `poles`
-    is given, those gradients of the other axis travel in the same message as the strips.
+    is given, its rows from beyond the poles travel in the same message as the strips.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Poles:
 
 
 class Folding:
-    """The adjoint of `halo`: it turns the gradient of a padded shard into the gradient of the shard.
+    """The adjoint of the padding of both axes: it turns the gradient of a padded shard into that of the shard.
 
     The constructor does all that is possible without waiting for a neighbour, and `finish` does the rest. Axes are
     folded in the reverse order of padding. If `own` is set, `grad` may be changed in place.

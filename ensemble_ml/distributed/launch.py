@@ -38,9 +38,9 @@ from ensemble_ml.models.speed import device_name
 
 T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
-# Shortest and longest interval between polls of the store, in seconds. Rank 0 serves it to all, so polls slow down.
+# Shortest and longest interval between polls of the store, in seconds. They grow, because rank 0 serves all ranks.
 _LOOK, _RARELY = 0.02, 0.5
-_LEFT = "left"  # the store's key under which a trainer that stops leaves a word
+_LEFT = "left"  # the key of the store that a trainer sets when it stops
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -52,7 +52,7 @@ def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
 
     Raises:
         UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises
-            one if a rank does not come.
+            one if a rank does not come or cannot be reached, or if the ranks' settings or devices do not fit together.
     """
     world = read_world(dict(os.environ) if env is None else env, config.launcher)
     topology = make_topology(config, rank=world.rank, size=world.size)
@@ -220,7 +220,7 @@ class Session:
         if self.world.size == 1:
             if self.config.backend is Backend.nccl:
                 _backend(Backend.nccl, self.world, self.device.type == "cuda")
-            _tell_where([device_name(self.device)], self.device, "one rank")
+            _log_devices([device_name(self.device)], self.device, "one rank")
             return self
         host, port = self.world.host, self.world.port
         # True while gloo connects hosts. Gloo reaches each host by the address that the host's own name resolves to
@@ -261,7 +261,7 @@ class Session:
             if self.first:
                 hosts = len(kinds["hosts"])
                 who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
-                _tell_where(kinds["names"], self.device, who, f", {backend}")
+                _log_devices(kinds["names"], self.device, who, f", {backend}")
         except BaseException as error:
             self._fail(error)
             if across and isinstance(error, RuntimeError):
@@ -346,8 +346,8 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
         names = sorted({name for _, own, name in every if own} or {name for *_, name in every})
         lacking = without if len(without) < world.size else []
         hosts = Counter(host for host, *_ in every)
-        told = {"apart": apart, "shared": shared, "names": names, "hosts": hosts, "lacking": lacking}
-        store.set("gpus", json.dumps(told))
+        summary = {"apart": apart, "shared": shared, "names": names, "hosts": hosts, "lacking": lacking}
+        store.set("gpus", json.dumps(summary))
     found: dict[str, Any] = json.loads(store.get("gpus"))
     if found["lacking"]:
         some = ", ".join(map(str, found["lacking"][:8]))
@@ -371,7 +371,7 @@ def _unreached(rank: int, error: RuntimeError) -> str:
     )
 
 
-def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str = "") -> None:
+def _log_devices(names: Sequence[str], device: torch.device, who: str, how: str = "") -> None:
     """Log the devices, if there are GPUs, several ranks, or a torch for GPUs that sees none."""
     blind = device.type == "cpu" and torch.version.cuda is not None
     if device.type == "cuda" or how or blind:

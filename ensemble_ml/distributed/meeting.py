@@ -50,6 +50,9 @@ class Meeting:
 
         Args:
             size: number of ranks.
+
+        Raises:
+            DistNetworkError: nothing listens at the port in time.
         """
         _reached(self.host, self.port, self.patience)
         store = dist.TCPStore(self.host, self.port, size, False, self.patience, wait_for_workers=False)
@@ -68,7 +71,7 @@ def meet(world: World, patience: timedelta = MEETING) -> Meeting:
         patience: how long ranks wait for each other.
 
     Raises:
-        UserError: nothing gives rank 0's address, or mpi4py belongs to another MPI than the launcher.
+        UserError: nothing gives rank 0's address, or mpi4py is missing or belongs to another MPI than the launcher.
     """
     if world not in _meetings:
         _meetings[world] = Meeting(*_arranged(world, patience), job=world.job)
@@ -79,18 +82,18 @@ def meet(world: World, patience: timedelta = MEETING) -> Meeting:
 
 
 def met() -> bool:
-    """Return whether this process has met other ranks, which a failure here would end too."""
+    """Return whether this process has met other ranks. A failure here would end them, too."""
     return bool(_meetings)
 
 
 def first_host() -> str:
-    """Return the host of rank 0, as this process has reached it."""
+    """Return the host name by which this process has reached rank 0; "localhost" if it has met no rank."""
     return [*_meetings.values()][-1].host if _meetings else "localhost"
 
 
 def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
     """Return (host, port, store) by the way that the launcher offers; the store is None except on rank 0."""
-    agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world.host is not None and world.port is not None:
         # torchrun's agent occupies MASTER_PORT itself, so the port of our store is passed through the agent's store.
         if agent and world.launcher is Launcher.torchrun:

@@ -12,8 +12,8 @@ from ensemble_ml.machine import memory_limit, taken_memory
 def rank_memory(local_size: int, device: torch.device) -> int:
     """Return the bytes that each of `local_size` ranks of this node may use.
 
-    On a GPU this is the GPU's memory. Otherwise it is an equal share of what this process may use, and no more than the
-    limit on its address space.
+    On a GPU this is the whole memory of the GPU. Otherwise it is an equal share of the memory of the job, at most the
+    limit on the address space of this process.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -25,7 +25,7 @@ def rank_memory(local_size: int, device: torch.device) -> int:
 def in_use(device: torch.device, memory: int) -> int:
     """Return the bytes that a rank takes before it holds a model: the interpreter and its libraries.
 
-    This is 0 on a GPU, whose memory they do not use.
+    This is 0 on a GPU, whose memory they do not use, and where there is no /proc.
 
     Args:
         device: the device of the rank.

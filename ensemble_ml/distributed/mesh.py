@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
 from ensemble_ml.distributed.topology import AXES, Topology
 
-# Every set of axes that some part of a job communicates over. Made eagerly and in this order on every rank, because
-# ranks that make communicators in different orders wait for each other for ever.
+# Every set of axes that some part of a job communicates over. All communicators are made at the start, in this order on
+# every rank: ranks that make them in different orders would wait for each other forever.
 ROLES: tuple[tuple[str, ...], ...] = (
     AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"), ("trainer",),
 )  # fmt: skip
@@ -97,7 +97,7 @@ class Mesh:
         return list({id(group): group for group in self.groups.values()}.values())
 
 
-Members = tuple[tuple[int, ...], ...]
+Members = tuple[tuple[int, ...], ...]  # the ranks of each group of a role
 
 
 def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = None) -> Mesh:
@@ -165,7 +165,7 @@ def new_group(ranks: Sequence[int]) -> Any:
     return dist.new_group(list(ranks), timeout=_patience[0] if _patience else None)
 
 
-def _own_group(members: tuple[tuple[int, ...], ...], rank: int) -> object:
+def _own_group(members: Members, rank: int) -> object:
     """Make one process group for each tuple of ranks and return the one that contains `rank`."""
     own = None
     for ranks in members:

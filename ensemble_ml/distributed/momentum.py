@@ -37,7 +37,7 @@ class Synchronised:
 
 @dataclass(frozen=True)
 class MomentumPlan:
-    """A plan of when momenta are averaged.
+    """The schedule by which momenta are averaged.
 
     Attributes:
         policy: never, at a fixed interval, at growing intervals, or selected layers at a fixed interval.
@@ -92,7 +92,7 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
     Args:
         momenta: this rank's tensors.
         group: the ranks to compare.
-        step: number of the step, which shifts the elements that are looked at.
+        step: number of the step, which shifts the sampled elements.
 
     Returns:
         One number for each tensor, from up to SAMPLED of its elements; the same on all ranks.
@@ -110,7 +110,7 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
 
 
 def positions(elements: int, step: int) -> Tensor:
-    """Return the elements that are looked at after `step`: evenly spaced, and shifted from step to step."""
+    """Return the positions of the sampled elements, (n,) int64: evenly spaced, and shifted from step to step."""
     count = min(elements, SAMPLED)
     return (torch.arange(count) * (elements // count) + step * 7919) % elements
 

@@ -1,7 +1,7 @@
 """Signs and small codes packed into words, by torch operations that run on CPU and CUDA and compile.
 
-NumPy (`pack_host`, for host memory) and Triton (`triton_vote`, for GPUs) produce the same words faster and are used
-where they can be.
+NumPy (`pack_host`, for host memory) and Triton (`triton_vote`, for GPUs) make the same words faster, and are used where
+possible.
 
 A word is an int64. Element e is bit e % 64 of word e // 64, and words are little-endian. Packing multiplies eight bytes
 of 0 or 1, read as one int64, by a constant that moves their eight bits together into the highest byte. Unpacking looks
@@ -36,7 +36,7 @@ def words(elements: int) -> int:
 def pack_signs(u: Tensor, step: int) -> Tensor:
     """Pack the signs of (64 w,) floats into (w,) words: 1 above zero, 0 below, exact zeros as `tie_bit` says.
 
-    Magnitudes below the smallest normal number count as zero where the tie falls to 1.
+    Negative numbers above minus the smallest normal number count as zero where the tie falls to 1.
     """
     return pack_above(u, *_around_zero(u.dtype, step))
 
@@ -131,7 +131,7 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (P, 64 w), uint8 below 2^bits, into words (P, bits w).
 
-    The elements of one byte lie a fraction of the row apart, so packing takes a few operations on whole bytes.
+    A byte holds one element of each of the 8 / bits equal parts of a row, so packing takes few operations on bytes.
 
     Args:
         codes: one row for each rank.

@@ -1,7 +1,7 @@
 """Signs packed by NumPy, for tensors in host memory: the same words as in `pack`, several times as fast.
 
-A block is compared with its thresholds and packed while it lies in the second-level cache, so that each number is read
-from memory or written to it once. NumPy's comparisons and `packbits` use vector instructions, while torch's comparison
+A block is compared with its thresholds and packed while it lies in the second-level cache, so each number is read from
+memory only once. NumPy's comparisons and `packbits` use vector instructions, while torch's comparison
 on a CPU writes its booleans one by one.
 """
 
@@ -22,7 +22,7 @@ _PART = 1 << 17
 
 
 def usable(x: Tensor) -> bool:
-    """Return whether NumPy can use the memory of `x`. Compilers trace the torch operations instead."""
+    """Return whether NumPy can use the memory of `x`. A compiler traces torch operations, not NumPy's."""
     known = x.device.type == "cpu" and x.dtype is not torch.bfloat16 and x.is_contiguous()
     return known and not x.requires_grad and not torch.compiler.is_compiling()
 

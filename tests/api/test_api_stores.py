@@ -133,7 +133,7 @@ def test_calibration_of_an_archive(here):
     model = eml.calibrate(ensemble, "archive/truth", train=["2001"], validation=["2002"])
     forecast = model.predict(ensemble.isel(init_time=[-1]), members=2)
     assert set(model.spec.surface) == {"t2m", "tp"} and np.isfinite(forecast["t2m_scale"].values).all()
-    with pytest.raises(UserError, match="7 init times, of which a 5th is too few"):
+    with pytest.raises(UserError, match="7 init times, of which a 5th is for validation, but"):
         eml.calibrate(eml.open("store.zarr"))
     with pytest.raises(UserError, match=r"truth: .* is a tensor store"):
         eml.calibrate(eml.open("store.zarr"), "archive/truth")

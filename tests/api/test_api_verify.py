@@ -62,8 +62,10 @@ def test_several_forecasts_by_name_and_refusals(here):
         ("ours", False), ("theirs", False), ("lazy", True),
     ]  # fmt: skip
     found = scores.to_xarray()
-    with pytest.raises(UserError, match="baseline: a list of Datasets says nothing of their names"):
+    with pytest.raises(UserError, match="baseline: Datasets in a list have no names"):
         eml.verify("forecast", ensemble, baselines=[small, small])
+    with pytest.raises(UserError, match="/absent: holds no NetCDF file"):
+        eml.verify({"ours": "absent"}, ensemble)
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()

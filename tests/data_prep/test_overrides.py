@@ -171,7 +171,7 @@ class TestIntervals:
             open_archive(path, overrides=Overrides(intervals={"tp": 6}))
         assert open_archive(path, overrides=Overrides(intervals={"tp": 24})).lead_bounds == {"tp": [[0, 24], [24, 48]]}
         moments = written(sums(24, cell_methods="step: point"), tmp_path / "b.nc")
-        with pytest.raises(UserError, match=r"intervals=\{tp: 6\}: tp states values of moments"):
+        with pytest.raises(UserError, match=r"intervals=\{tp: 6\}: tp states instantaneous values"):
             open_archive(moments, overrides=Overrides(intervals={"tp": 6}))
         truth = written(hourly(1), tmp_path / "c.nc")
         with pytest.raises(UserError, match=r"intervals=\{tp: start\}: tp has no lead times"):

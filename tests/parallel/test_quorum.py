@@ -297,7 +297,7 @@ def test_numbers_of_ballots_that_cannot_decide(text, ranks, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"exchange": ExchangeName.allreduce, "quorum": "3"}, "optim.quorum=3: exchange=allreduce takes no notice"),
+        ({"exchange": ExchangeName.allreduce, "quorum": "3"}, "optim.quorum=3: exchange=allreduce ignores it"),
         ({"exchange": ExchangeName.lion_cub, "quorum": "auto"}, "optim.quorum=auto: exchange=lion_cub"),
         ({"exchange": ExchangeName.vote, "quorum": "most"}, "optim.quorum=most: all, auto, or a number"),
         ({"exchange": ExchangeName.vote, "quorum": "0"}, "optim.quorum=0"),

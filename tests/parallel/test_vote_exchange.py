@@ -266,7 +266,7 @@ def test_settings_clip_by_buckets_where_ranks_vote_alone(name):
 def test_momenta_are_averaged_for_a_checkpoint_where_ranks_vote_alone():
     """Elsewhere they are equal, and the setting would only keep the clock from asking for checkpoints."""
     assert OptimConfig(exchange=ExchangeName.vote, momentum_kept=MomentumKept.mean)
-    with pytest.raises(UserError, match=r"^optim.momentum_kept=mean: exchange=allreduce takes no notice of it; leave"):
+    with pytest.raises(UserError, match=r"^optim.momentum_kept=mean: exchange=allreduce ignores it; leave"):
         OptimConfig(momentum_kept=MomentumKept.mean)
 
 
