@@ -57,9 +57,7 @@ def map(  # named after the figure; it hides the builtin within this file
     flat = _flat(field)
     grid, rows, columns = canonical(flat["latitude"].values, flat["longitude"].values)
     inside = (rows[:, None], columns)
-    coasts = None if land is None else _flat(land).values[inside]
-    if coasts is not None and coasts.shape != grid.shape:
-        raise UserError(f"land: {coasts.shape} points, and the field has {grid.shape}; give land on the field's grid")
+    coasts = None if land is None else _on_grid_of(flat, _flat(land)).values[inside]
     height = 6.4 * np.ptp(grid.latitude) / max(np.ptp(grid.longitude), 1e-6)
     figure, axes = new_figure(7.6, float(np.clip(height, 2.0, 6.4)) + 0.5)
     words = title if title is not None else _title(field)
@@ -85,14 +83,15 @@ def fan(
         latitude: Latitude of the place in degrees; the nearest grid point is drawn.
         longitude: Longitude of the place in degrees.
         level: Pressure level in hPa, for a variable on levels.
-        truth: The truth at the same leads, or on the same grid and leads, in the forecast's units.
+        truth: The truth at the forecast's leads or more, at the place or on a grid, in the forecast's units.
 
     Returns:
         The figure.
 
     Raises:
         UserError: The forecast has no quantiles of the variable, lacks the level, or has several initialisation times;
-            the place is outside of the grid; the truth has other leads; or matplotlib is not installed.
+            the place is outside of the grid; the truth lacks a lead of the forecast; leads are no timedeltas; or
+            matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -106,26 +105,23 @@ def fan(
     if name not in forecast:
         there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
         raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
-    values = _at(forecast[name], latitude, longitude, level)
-    lead = next(one for one in _LEAD if one in values.dims)
-    values = values.transpose("quantile", lead).compute()
-    hours = values[lead].values / np.timedelta64(1, "h")
+    values = _by_lead(_at(forecast[name], latitude, longitude, level)).transpose("quantile", "lead").compute()
+    hours = values["lead"].values
     levels = values["quantile"].values
     figure, axes = new_figure(6.4, 3.4)
     axis = axes[0, 0]
     _bands(axis, hours, levels, values.values)
     if truth is not None:
-        seen = (
-            _at(truth, latitude, longitude, level) if {"latitude", "longitude"} & set(truth.dims) else truth.squeeze()
-        )
-        if seen.shape != hours.shape:
-            raise UserError(f"truth: {seen.shape} values, and the forecast has {len(hours)} leads; give one for each")
-        axis.plot(hours, seen.values, "x", color="black", ms=7, mew=1.6, label="truth")
+        seen = _by_lead(_at(truth.rename(truth.name or "truth"), latitude, longitude, level))
+        if lacking := sorted(set(hours) - set(seen["lead"].values)):
+            raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
+        axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
     units = forecast[name].attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")
     axis.set_ylabel(f"{registered(variable).long_name}, {units}")
     axis.set_xticks(hours)
-    axis.set_title(f"{variable} at {float(values['latitude']):g} N, {float(values['longitude']):g} E", loc="left")
+    drawn = [float(values.coords.get(one, given)) for one, given in (("latitude", latitude), ("longitude", longitude))]
+    axis.set_title(f"{variable} at {drawn[0]:g} N, {drawn[1]:g} E", loc="left")
     axis.legend(frameon=False, fontsize=7.5)
     return figure
 
@@ -273,12 +269,48 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
     return field.squeeze(more, drop=True).transpose("latitude", "longitude").compute()
 
 
+def _on_grid_of(field: xr.DataArray, land: xr.DataArray) -> xr.DataArray:
+    """Return land (latitude, longitude) at the points of a field, which may come in another order.
+
+    Raises:
+        UserError: It lacks some of these points.
+    """
+    axes = ("latitude", "longitude")
+    # Files hold coordinates in single and in double precision.
+    wanted, there = ({axis: one[axis].values.astype(np.float64).round(4) for axis in axes} for one in (field, land))
+    try:
+        return land.assign_coords(there).sel(wanted)
+    except KeyError as error:
+        raise UserError("land: lacks some of the field's points; give land on the field's grid") from error
+
+
+def _by_lead(values: xr.DataArray) -> xr.DataArray:
+    """Return values with a dimension `lead` in hours, without other dimensions of length one except quantile.
+
+    Raises:
+        UserError: They have no lead times, or these are no timedeltas.
+    """
+    name = next((one for one in _LEAD if one in values.coords), None)
+    if name is None:
+        raise UserError(f"{values.name}: has no lead times; it needs a coordinate {' or '.join(_LEAD)}")
+    if values[name].dtype.kind != "m":
+        raise UserError(f"{name}: is {values[name].dtype}, not timedelta64; open the file with decode_timedelta=True")
+    values = values if name in values.dims else values.expand_dims(name)
+    more = [dim for dim in values.dims if dim not in (name, "quantile")]
+    if several := [str(dim) for dim in more if values.sizes[dim] != 1]:
+        raise UserError(f"{values.name}: has several values along {', '.join(several)}; choose one, as with isel")
+    hours = values[name].values / np.timedelta64(1, "h")
+    return values.squeeze(more).rename({name: "lead"}).assign_coords(lead=hours)
+
+
 def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:
     """Return the values at the nearest grid point, for one level and one initialisation time.
 
+    Values without latitude and longitude are those of the place.
+
     Raises:
-        UserError: `level` is missing or not in the values, they have several initialisation times, or the place is
-            outside of their grid.
+        UserError: `level` is missing or not in the values, they have several initialisation times or one of the two
+            axes of a grid, or the place is outside of their grid.
     """
     from ensemble_ml.grid import canonical
     from ensemble_ml.inference.select import nearest_points
@@ -293,6 +325,13 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
             name = values.name or "truth"
             raise UserError(f"{name}: holds {values.sizes[dim]} init times; choose one, as with isel({dim}=[0])")
         values = values.squeeze(dim, drop=True) if dim in values.dims else values
+    on_grid = [axis for axis in ("latitude", "longitude") if axis in values.dims]
+    if len(on_grid) == 1:
+        raise UserError(
+            f"{values.name}: has {on_grid[0]} alone of a grid's two axes; keep both, or choose a point"
+        )
+    if not on_grid:
+        return values
     grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
     nearest = nearest_points(grid, [[float(latitude), float(longitude)]])
     return values.isel(latitude=int(rows[nearest.rows[0]]), longitude=int(columns[nearest.columns[0]]))

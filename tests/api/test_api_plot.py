@@ -83,6 +83,42 @@ def test_a_map_of_the_globe_has_greenwich_in_the_middle_and_says_which_threshold
     assert "150°W" in labels and "0°" in labels and "100°E" in labels
 
 
+def on_globe(rows, columns, **more):
+    """Return a field that grows northwards, on a grid from the north pole to the south pole."""
+    axes = {"latitude": np.linspace(90, -90, rows), "longitude": np.arange(columns) * 360 / columns}
+    values = np.broadcast_to(axes["latitude"][:, None], (rows, columns))
+    return xr.DataArray(values, axes, list(axes), "t2m", {"units": "K"}).expand_dims(more)
+
+
+def test_land_is_taken_at_the_points_of_the_field():
+    field, land = on_globe(19, 36), on_globe(37, 72) / 180 + 0.5
+    for one in (land, land[::-1], land.assign_coords(latitude=land.latitude.astype("f4"))):
+        coasts = eml.plot.map(field, land=one).axes[0].collections[-1]
+        ends = np.concatenate([path.vertices for path in coasts.get_paths()])
+        assert len(ends) and np.abs(ends[:, 1]).max() < 1e-4  # land begins at the equator
+    with pytest.raises(UserError, match="land: lacks some of the field's points"):
+        eml.plot.map(field, land=on_globe(9, 16))
+
+
+def test_a_fan_shows_the_truth_at_its_own_leads():
+    hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
+    forecast = xr.Dataset({"t2m_quantile": on_globe(19, 36, quantile=[0.1, 0.5, 0.9], forecast_period=hours)})
+    truth = xr.DataArray([1.0, 2.0], {"lead_time": hours[::-1]}, ["lead_time"])
+    for one in (forecast, forecast.sel(latitude=0, longitude=0)):
+        lines = eml.plot.fan(one, "t2m", 0, 0, truth=truth).axes[0].lines
+        assert [line.get_ydata().tolist() for line in lines if line.get_label() == "truth"] == [[2.0, 1.0]]
+    assert eml.plot.fan(forecast.isel(forecast_period=0), "t2m", 0, 0).axes[0].lines[0].get_xdata().tolist() == [24.0]
+    for seen, told in (
+        (truth.assign_coords(lead_time=hours + hours), "truth: has no values at 24 h of the forecast"),
+        (truth.drop_vars("lead_time"), "truth: has no lead times"),
+        (forecast.t2m_quantile[0].isel(latitude=0), "t2m_quantile: has longitude alone of a grid's two axes"),
+    ):
+        with pytest.raises(UserError, match=told):
+            eml.plot.fan(forecast, "t2m", 0, 0, truth=seen)
+    with pytest.raises(UserError, match="is int64, not timedelta64; open the file with decode_timedelta=True"):
+        eml.plot.fan(forecast.assign_coords(forecast_period=[24, 48]), "t2m", 0, 0)
+
+
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
