@@ -65,4 +65,5 @@ def _refuse_braces(key: str, value: str) -> None:
 
 def in_quotes(path: str) -> str:
     """Return a text in quotes, so that Hydra reads it unchanged."""
-    return "'" + path.replace("'", "\\'") + "'"
+    # Backslashes count as such unless a quote follows.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), path) + "'"

@@ -5,9 +5,11 @@ import os
 import signal
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import ensemble_ml
 from ensemble_ml import cli
+from ensemble_ml.arguments import in_quotes
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import Stopped
@@ -29,6 +31,11 @@ def test_overview_names_every_task(capsys):
 
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"ensemble-ml {ensemble_ml.__version__}\n", "")
+
+
+@pytest.mark.parametrize("text", ["it's", "a\\", "a\\\\", "\\'b", "a\\'", "c:\\d\\e", "", "'", '"'])
+def test_hydra_reads_a_quoted_text_unchanged(text):
+    assert OverridesParser.create().parse_override(f"key={in_quotes(text)}").value() == text
 
 
 @pytest.mark.parametrize("task", list(TASKS))

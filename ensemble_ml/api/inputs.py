@@ -13,6 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from data_prep import Overrides, Pair, open_orographies, open_pair, user_index
 from data_prep.file_index import FileIndex
 from data_prep.notices import once
@@ -188,24 +192,42 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
         UserError: there is no such setting, or a value is not allowed.
     """
     known = {part.name: part.default for part in fields(cls)}  # type: ignore[arg-type]
-    types, made = get_type_hints(cls), dict(ours)
+    types, made, schema = get_type_hints(cls), dict(ours), OmegaConf.structured(cls)
     for name, value in given.items():
         if name in refused:
             raise UserError(f"{name}={value}: {refused[name]}")
         if name not in known or name in ours:
             others = ", ".join(sorted(set(known) - set(ours) - set(refused)))
             raise UserError(f"{name}: no such setting here; there are {others}")
-        made[name] = _chosen(name, value, known[name], types[name])
+        made[name] = _chosen(name, value, known[name], types[name], schema)
     return cls(**made)
 
 
-def _chosen(name: str, value: Any, default: Any, kind: Any) -> Any:
-    """Convert a value to the type of its setting: a text to a choice or to a list, a tuple to a list."""
+def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) -> Any:
+    """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text.
+
+    Raises:
+        UserError: It is no such choice, or of another type.
+    """
     if isinstance(default, Enum) and not isinstance(value, Enum):
         try:
             return type(default)(value)
         except ValueError:
             raise UserError(f"{name}={value}: {', '.join(one.value for one in type(default))} are allowed") from None
+    if kind is Any:
+        return list(value) if isinstance(value, tuple) else value
     if isinstance(value, str) and list[str] in (kind, *get_args(kind)):
         return [value]
-    return list(value) if isinstance(value, tuple) else value
+    try:
+        schema[name] = _plain(value)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from None
+    found = schema[name]
+    return OmegaConf.to_object(found) if OmegaConf.is_config(found) else found
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of NumPy as those of Python, and whatever holds several values as a list."""
+    if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
+        return [_plain(one) for one in value]
+    return value.item() if isinstance(value, np.number) else value

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from ensemble_ml.api.inputs import Reopened, open_input, settings_of
@@ -78,7 +79,7 @@ class Model:
             True
         """
         paths, opened = resolve(ensemble)
-        numbers = members if members is None or isinstance(members, int) else [int(number) for number in members]
+        numbers = members if members is None else np.asarray(members, np.int64).tolist()
         ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
         config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
         # Workers of Dask open the input for themselves.

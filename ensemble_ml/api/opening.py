@@ -169,9 +169,17 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
 
     Returns:
         The paths or the Dataset, and the settings by their names (empty if they are not known).
+
+    Raises:
+        UserError: the Datasets of a list were opened with different settings.
     """
     if isinstance(data, list | tuple):
-        return [resolve(one)[0] for one in data], {}
+        found = [resolve(one) for one in data]
+        given = [{name: value for name, value in one.items() if value} for _, one in found]
+        # One archive is read with one set of settings.
+        if any(one != given[0] for one in given):
+            raise UserError("a list of Datasets: they were opened with different settings; give eml.open the list")
+        return [paths for paths, _ in found], given[0] if given else {}
     if not is_dataset(data):
         return data, {}
     beside = [name for name in data.data_vars if _base(str(name)) in data.data_vars]

@@ -205,6 +205,8 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
     for label, one in forecast.items():
         if is_dataset(one):
             found.append(_saved(one, folder / str(label)))
+        elif not isinstance(one, str | os.PathLike):
+            raise UserError(f"{name}: {label} is {type(one).__name__}; give a Dataset of a forecast, or a folder")
         else:
             found.append(_linked(Path(one).absolute(), folder / str(label)))
     return found

@@ -101,6 +101,43 @@ def test_what_cannot_be_prepared(here, tmp_path):
         eml.prepare(eml.open("store.zarr"), None, tmp_path / "x.zarr")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"workers": "two"}, "workers=two: Value 'two'"), ({"levels": 5}, "levels=5: "),
+     ({"region": ["a", "b", "c", "d"]}, r"region=\['a', .*: Value 'a'"),
+     ({"climate_days": [9]}, r"climate_days=\[9\]: "),
+     ({"regrid": None, "truth_regrid": "perhaps"}, "truth_regrid=perhaps: ")],
+)  # fmt: skip
+def test_settings_of_another_type(tmp_path, wrong, said):
+    with pytest.raises(UserError, match=f"^{said}") as raised:
+        eml.prepare("absent", None, tmp_path / "a.zarr", **wrong)
+    assert "\n" not in str(raised.value)
+
+
+def test_numbers_of_numpy_are_numbers(here, tmp_path):
+    ensemble = eml.open("archive/ensemble")
+    how = {"levels": np.array([850]), "leads": (np.int64(24),), "workers": "1", "variables": {"t"}}
+    store = eml.open(eml.prepare(ensemble, None, tmp_path / "a.zarr", **how))
+    assert store.level.values.tolist() == [850] and store.sizes["lead_time"] == 1 and "t2m" not in store
+
+
+def test_a_list_of_datasets_keeps_what_they_were_opened_with(tmp_path, zarrs):
+    data = xr.open_zarr(zarrs / "ensemble.zarr").rename({"temperature": "warmth"}).load()
+    halves = [data.isel(time=part) for part in (slice(0, 2), slice(2, 4))]
+    for number, half in enumerate(halves):
+        for array in half.variables.values():
+            array.encoding.clear()
+            array.attrs.pop("standard_name", None)
+        half.to_netcdf(tmp_path / f"{number}.nc")
+    opened = [eml.open(tmp_path / f"{number}.nc", names={"t": "warmth"}) for number in range(2)]
+    store = eml.open(eml.prepare(opened, None, tmp_path / "a.zarr"))
+    whole = eml.open(eml.prepare(eml.open(str(tmp_path / "*.nc"), names={"t": "warmth"}), None, tmp_path / "b.zarr"))
+    xr.testing.assert_equal(store.load(), whole.load())
+    other = eml.open(tmp_path / "1.nc", names={"t": "warmth"}, units={"t2m": "K"})
+    with pytest.raises(UserError, match=r"they were opened with different settings; give eml\.open the list"):
+        eml.prepare([opened[0], other], None, tmp_path / "c.zarr")
+
+
 def test_another_dataset_does_not_go_on_with_the_store_of_the_first(here, tmp_path):
     ensemble = eml.open("archive/ensemble")[["t2m"]].isel(init_time=[0])
     eml.prepare(ensemble, None, tmp_path / "x.zarr")

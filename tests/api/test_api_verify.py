@@ -66,6 +66,8 @@ def test_several_forecasts_by_name_and_refusals(here):
         eml.verify("forecast", ensemble, baselines=[small, small])
     with pytest.raises(UserError, match="/absent: holds no NetCDF file"):
         eml.verify({"ours": "absent"}, ensemble)
+    with pytest.raises(UserError, match="forecast: ours is int; give a Dataset of a forecast, or a folder"):
+        eml.verify({"ours": 5}, ensemble)
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()
