@@ -1,7 +1,7 @@
-"""Read one file of forecasts: its axes, times, levels, members, units and values, whoever made it.
+"""Read one file of forecasts, from any program: its axes, times, levels, members, units and values.
 
-Axes are recognised by CF standard names or by common names. Every problem of a file raises a `UserError` that begins
-with the file's path.
+Axes are recognised by CF standard names or by common names. Problems of a file raise a `UserError` that begins with the
+file's path.
 
 Axes: M member, Z level, Y latitude, X longitude.
 """
@@ -67,7 +67,7 @@ class ForecastFile:
         """Return the initialisation time.
 
         Raises:
-            UserError: The file states none, or several.
+            UserError: The file states none, several, or one that is no date of the standard calendar.
         """
         if "forecast_reference_time" not in self.data.variables:
             raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
@@ -82,7 +82,8 @@ class ForecastFile:
         """Return the lead times in whole hours.
 
         Raises:
-            UserError: The file has no times, or times that are not whole hours after the start.
+            UserError: The file has no times, or times that are no dates of the standard calendar or not a whole number
+                of hours after the start. Or the file has no single `start`.
         """
         if "time" not in self.data.variables:
             raise self._wanting(f"no time; {_OTHERS}")
@@ -112,12 +113,14 @@ class ForecastFile:
 
     @cached_property
     def levels(self) -> list[int]:
-        """Return the pressure levels in hPa; none if there is no such axis."""
+        """Return the pressure levels in hPa, rounded to whole numbers; none if there is no such axis.
+
+        Levels without units above `LOWEST_PASCAL` are taken as Pa.
+        """
         if "level" not in self.data.variables:
             return []
         level = self.data["level"]
         values, units = np.atleast_1d(level.values).astype(np.float64), level.attrs.get("units")
-        # Without units, large numbers can only be Pa.
         pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
         return [round(value) for value in (values * (0.01 if pascal else 1.0)).tolist()]
 
@@ -141,18 +144,18 @@ class ForecastFile:
 
     @property
     def axes(self) -> dict[str, np.ndarray]:
-        """Return the values of the axes in space as the file has them."""
+        """Return the values of the axes in space by name, as the file has them."""
         found = {name: self.data[name].values for name in ("latitude", "longitude") if name in self.data.dims}
         return found | ({"level": np.atleast_1d(self.data["level"].values)} if "level" in self.data.coords else {})
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the variables that are read."""
+        """Return the full names of the variables that are read, such as t2m_mean."""
         return {str(name) for name in self.data.data_vars if name in _KNOWN}
 
     @property
     def fields(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the levels in hPa of every variable that can be scored, by name; (None,) at the surface."""
+        """Return the levels in hPa of every variable that can be scored, by short name; (None,) at the surface."""
         found: dict[str, tuple[int | None, ...]] = {}
         for full_name, array in self.data.data_vars.items():
             for part in ("location", "mean", "ensemble_spread"):
@@ -171,7 +174,7 @@ class ForecastFile:
             if name in self.data and axis in self.data[name].coords:
                 try:
                     factor, shift = unit_conversion(self.data[axis].attrs.get("units", known.units), known.units)
-                except UserError:  # probabilities are not scored, so what cannot be drawn is no mistake
+                except UserError:  # thresholds only add diagrams to the report, so unknown units are no error
                     continue
                 found[known.name] = (np.atleast_1d(self.data[axis].values) * factor + shift).tolist()
         return found
@@ -183,15 +186,13 @@ class ForecastFile:
         The numbers are written as the ensemble has them, so 06 becomes 6.
 
         Raises:
-            UserError: The attribute holds other words than numbers.
+            UserError: The attribute holds anything but numbers.
         """
-        told = self.data.attrs.get("members_in", "")
-        # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0).
-        words = (
-            told.replace(",", " ").split()
-            if isinstance(told, str)
-            else [str(number).removesuffix(".0") for number in np.ravel(told).tolist()]
-        )
+        stated = self.data.attrs.get("members_in", "")
+        if isinstance(stated, str):
+            words = stated.replace(",", " ").split()
+        else:  # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0)
+            words = [str(number).removesuffix(".0") for number in np.ravel(stated).tolist()]
         if other := [word for word in words if not word.isdecimal()]:
             raise self._wanting(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
         return tuple(str(int(word)) for word in words)
@@ -203,7 +204,7 @@ class ForecastFile:
 
     @property
     def origin(self) -> dict[str, str]:
-        """Return the attributes that say what the file was made from, as far as it has them."""
+        """Return the attributes of `_ORIGIN` that the file has. They say what it was made from."""
         return {name: str(self.data.attrs[name]) for name in _ORIGIN if name in self.data.attrs}
 
     def dates(self, name: str) -> np.ndarray:
@@ -216,7 +217,7 @@ class ForecastFile:
             datetime64 dates; none if the file has neither.
 
         Raises:
-            UserError: The attribute is no list of dates.
+            UserError: The attribute or the variable holds something other than dates.
         """
         if name in self.data.variables:
             return self._times(name)
@@ -224,7 +225,7 @@ class ForecastFile:
             return dates_of(str(self.data.attrs.get(name, "")))
         except ValueError as error:
             raise self._wanting(
-                f"{name} is no list of ISO dates or of series of them ({error}); give fit=[...]"
+                f"{name} is no list of ISO dates or of series of them ({error}); correct or remove this attribute"
             ) from error
 
     def family(self, name: str, usual: Family) -> Family:
@@ -251,6 +252,9 @@ class ForecastFile:
 
         Returns:
             The hours; empty if the file does not state them.
+
+        Raises:
+            UserError: A bound of an interval is not a whole number of hours after the start.
         """
         for name in (f"{variable}_{part}" for part in PARTS):
             if name not in self.data:
@@ -278,11 +282,11 @@ class ForecastFile:
             leading: Name of an axis to put before the others, such as "realization".
 
         Returns:
-            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if asked.
+            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if one is named.
 
         Raises:
-            UserError: The lead or the variable is missing, a dimension is left over, units are not known, values cannot
-                be read, or a scale or spread is negative.
+            UserError: The lead or the variable is missing, the variable has another dimension, units are not known or
+                missing, values cannot be read, or a scale or spread is negative.
         """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
@@ -315,12 +319,12 @@ class ForecastFile:
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
 
     def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
-        """Set values to zero that may be zeros after packing and rounding.
+        """Set values to zero that packing or rounding may have moved away from zero.
 
         Raises:
             UserError: Values lie below zero by more than that.
         """
-        # A zero that is packed into integers comes back as anything within half a step of them.
+        # A zero that was packed into integers may come back as any value within half a packing step.
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
         if below := int((values < -near).sum()):
@@ -386,9 +390,9 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
             made = made if axis == name else made.rename({axis: name})
             if name in made.coords and made[name].ndim:
                 along[name] = made[name].dims[0]
-    lengths = list(along.values())  # a list of points has one dimension for latitude and longitude
+    lengths = list(along.values())  # in a list of points, latitude and longitude share one dimension
     made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
-    # A level without units may only count the levels. A coordinate beside it in Pa or hPa then holds the pressures.
+    # A level axis without units may only number the levels. A coordinate on it in Pa or hPa then holds the pressures.
     if "level" in made.coords and "units" not in made["level"].attrs:
         beside = [
             c
