@@ -42,7 +42,7 @@ class Calibration:
     reliability: dict[tuple[int, str, float | None], Reliability] = field(default_factory=dict)
 
     def record_pit(
-        self, entrant: str, date: int, columns: slice, law: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
+        self, entrant: str, date: int, columns: slice, predicted: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
         mask: np.ndarray,
     ) -> None:  # fmt: skip
         """Add the PIT of the forecast distributions of one date.
@@ -51,7 +51,7 @@ class Calibration:
             entrant: Label of the forecast.
             date: Position on D.
             columns: Range of positions on C, one for each level.
-            law: Family, location and scale of the distributions; both fields are (Z, Y, X).
+            predicted: Family, location and scale of the distributions; both fields are (Z, Y, X).
             y: (Z, Y, X) truth.
             mask: (Z, Y, X) bool, true at points that count.
         """
@@ -59,7 +59,7 @@ class Calibration:
         # into one bin.
         uniform = self._uniform(date, columns, y.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
-            where = bin_of(pit(*law, y, uniform), BINS)
+            where = bin_of(pit(*predicted, y, uniform), BINS)
         self._count("pit", entrant, date, columns, where, mask, BINS)
 
     def record_ranks(

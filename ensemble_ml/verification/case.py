@@ -32,7 +32,7 @@ class Case:
         place: Latitude and longitude of the marked point, in degrees.
         index: (Y, X) EFI.
         truth: (Y, X), or None where there is none.
-        laws: Mean and standard deviation (Y, X) by raw ensemble or forecast.
+        distributions: Mean and standard deviation (Y, X) by raw ensemble or forecast.
         at_place: Mean and standard deviation at the marked point, by raw ensemble or forecast.
         truth_at_place: Truth at the marked point, or None where there is none.
         index_at_place: EFI at the marked point.
@@ -46,7 +46,7 @@ class Case:
     place: tuple[float, float]
     index: np.ndarray
     truth: np.ndarray | None
-    laws: dict[str, tuple[np.ndarray, np.ndarray]]
+    distributions: dict[str, tuple[np.ndarray, np.ndarray]]
     at_place: dict[str, tuple[float, float]]
     truth_at_place: float | None
     index_at_place: float
@@ -87,15 +87,15 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     if index is None:
         return None
     # Raw ensembles are shown with the standard deviation that predicts the truth, so that all entrants are comparable.
-    laws = {}
+    distributions = {}
     for size in sorted({setting.full, setting.reduced}, reverse=True):
         mean, variance = ensemble_moments(sample.raw[:size, z])
         if size > 1:
-            laws[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
+            distributions[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
     for label, one in predictions(setting, group, date).items():
         if one.mean is not None and one.stddev is not None:
-            laws[label] = (one.mean[z], one.stddev[z])
-    if not laws:
+            distributions[label] = (one.mean[z], one.stddev[z])
+    if not distributions:
         return None
     truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
@@ -115,8 +115,10 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         place=(float(grid.latitude[y]), float(grid.longitude[x])),
         index=index[z][shown],
         truth=None if truth is None else truth[shown],
-        laws={name: (mean[shown], deviation[shown]) for name, (mean, deviation) in laws.items()},
-        at_place={name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in laws.items()},
+        distributions={name: (mean[shown], deviation[shown]) for name, (mean, deviation) in distributions.items()},
+        at_place={
+            name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in distributions.items()
+        },
         truth_at_place=None if truth is None else float(truth[y, x]),
         index_at_place=float(index[z, y, x]),
     )

@@ -70,11 +70,11 @@ class ForecastFile:
             UserError: The file states none, several, or one that is no date of the standard calendar.
         """
         if "forecast_reference_time" not in self.data.variables:
-            raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
+            raise self._error(f"no forecast_reference_time; {_OTHERS}")
         starts = np.unique(self._times("forecast_reference_time"))
         if len(starts) != 1:
             many = f"forecast_reference_time holds {len(starts)} init times"
-            raise self._wanting(f"{many}; give a file for each init time")
+            raise self._error(f"{many}; give a file for each init time")
         return starts[0]
 
     @cached_property
@@ -86,7 +86,7 @@ class ForecastFile:
                 of hours after the start. Or the file has no single `start`.
         """
         if "time" not in self.data.variables:
-            raise self._wanting(f"no time; {_OTHERS}")
+            raise self._error(f"no time; {_OTHERS}")
         return self._hours(np.atleast_1d(self._times("time")))
 
     def _times(self, name: str) -> np.ndarray:
@@ -97,7 +97,7 @@ class ForecastFile:
             other = (
                 f"dates of the calendar {calendar}" if values.dtype.kind == "O" else "no dates (its units name none)"
             )
-            raise self._wanting(f"{name} holds {other}; give dates of the standard calendar")
+            raise self._error(f"{name} holds {other}; give dates of the standard calendar")
         return values.astype("datetime64[ns]")
 
     def _hours(self, times: np.ndarray) -> list[Any]:
@@ -108,7 +108,7 @@ class ForecastFile:
         """
         hours = (times - self.start) / np.timedelta64(1, "h")
         if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
-            raise self._wanting("time: only whole hours of lead time are read")
+            raise self._error("time: only whole hours of lead time are read")
         return np.rint(hours).astype(int).tolist()
 
     @cached_property
@@ -134,13 +134,13 @@ class ForecastFile:
         missing = [name for name in ("latitude", "longitude") if name not in self.data.dims]
         if missing:
             has = ", ".join(map(str, self.data.dims))
-            raise self._wanting(
+            raise self._error(
                 f"not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
             )
         try:
             return canonical(self.data["latitude"].values, self.data["longitude"].values)
         except UserError as error:
-            raise self._wanting(str(error)) from error
+            raise self._error(str(error)) from error
 
     @property
     def axes(self) -> dict[str, np.ndarray]:
@@ -194,7 +194,7 @@ class ForecastFile:
         else:  # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0)
             words = [str(number).removesuffix(".0") for number in np.ravel(stated).tolist()]
         if other := [word for word in words if not word.isdecimal()]:
-            raise self._wanting(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
+            raise self._error(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
         return tuple(str(int(word)) for word in words)
 
     @property
@@ -224,7 +224,7 @@ class ForecastFile:
         try:
             return dates_of(str(self.data.attrs.get(name, "")))
         except ValueError as error:
-            raise self._wanting(
+            raise self._error(
                 f"{name} is no list of ISO dates or of series of them ({error}); correct or remove this attribute"
             ) from error
 
@@ -238,11 +238,11 @@ class ForecastFile:
         Raises:
             UserError: The family is not known.
         """
-        said = self.data[name].attrs.get("distribution_family", usual.value)
-        if said not in {family.value for family in Family}:
+        stated = self.data[name].attrs.get("distribution_family", usual.value)
+        if stated not in {family.value for family in Family}:
             known = ", ".join(family.value for family in Family)
-            raise self._wanting(f"{name}: distribution_family {said!r} is not known; known are {known}")
-        return Family(said)
+            raise self._error(f"{name}: distribution_family {stated!r} is not known; known are {known}")
+        return Family(stated)
 
     def intervals(self, variable: str) -> dict[int, tuple[int, int]]:
         """Return the first and the last hour of a sum or maximum, by lead in hours.
@@ -290,10 +290,10 @@ class ForecastFile:
         """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
-            raise self._wanting(f"no lead of {lead} h; it has {hours}. Make the forecast again")
+            raise self._error(f"no lead of {lead} h; it has {hours}. Make the forecast again")
         name = f"{variable}_{part}"
         if name not in self.data:
-            raise self._wanting(f"lacks {name}, which other files hold; make it again")
+            raise self._error(f"lacks {name}, which other files hold; make it again")
         found = self.data[name].variable
         time = str(self.data["time"].dims[0]) if self.data["time"].dims else "time"
         found = found.isel({time: self.lead_hours.index(lead)}) if time in found.dims else found
@@ -303,11 +303,11 @@ class ForecastFile:
             found = found.set_dims(("level", *found.dims))
         order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
         if more := [str(axis) for axis in found.dims if axis not in order]:
-            raise self._wanting(f"{name}: has a dimension {more[0]}; take one value of it")
+            raise self._error(f"{name}: has a dimension {more[0]}; take one value of it")
         try:
             values = np.asarray(found.transpose(*order).values, np.float64)
         except (OSError, RuntimeError) as error:
-            raise self._wanting(f"{name} cannot be read ({error}); make it again") from error
+            raise self._error(f"{name} cannot be read ({error}); make it again") from error
         factor, shift = self._conversion(name, variable)
         if (factor, shift) != (1.0, 0.0):
             # A difference of two temperatures in Celsius is the same in kelvin, so a scale or spread must not be
@@ -328,32 +328,31 @@ class ForecastFile:
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
         if below := int((values < -near).sum()):
-            raise self._wanting(f"{name} is below zero at {below} of its points")
+            raise self._error(f"{name} is below zero at {below} of its points")
         return np.where(values <= (near if packing else 0.0), 0.0, values)
 
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
         """Return the (factor, shift) that convert a variable to the registry's units.
 
         Raises:
-            UserError: No conversion is known, or the variable is a parameter of a distribution that is only defined in
-                the registry's units.
+            UserError: The units are missing, no conversion is known, or the variable is a parameter of a distribution
+                other than the normal and not in the registry's units.
         """
-        known, told = registered(variable), self.data[name].attrs
-        if "units" not in told and known.units != "1":
-            raise self._wanting(f"{name}: has no units; set its attribute units (here they would be {known.units})")
-        units = str(told.get("units", known.units)).strip()
+        known, attributes = registered(variable), self.data[name].attrs
+        if "units" not in attributes and known.units != "1":
+            raise self._error(f"{name}: has no units; set its attribute units (here they would be {known.units})")
+        units = str(attributes.get("units", known.units)).strip()
         try:
             found = unit_conversion(units, known.units)
         except UserError as error:
-            raise self._wanting(f"{name}: {error}") from error
-        family = told.get("distribution_family", Family.NORMAL.value)
-        # Bounds and shifts of the other families are fixed numbers in the registry's units, so their parameters cannot
-        # be converted.
+            raise self._error(f"{name}: {error}") from error
+        family = attributes.get("distribution_family", Family.NORMAL.value)
+        # The other families have bounds in the registry's units, so their parameters are not converted.
         if found != (1.0, 0.0) and family != Family.NORMAL.value:
-            raise self._wanting(f"{name}: parameters of a {family} distribution in {units}; give them in {known.units}")
+            raise self._error(f"{name}: parameters of a {family} distribution in {units}; give them in {known.units}")
         return found
 
-    def _wanting(self, what: str) -> UserError:
+    def _error(self, what: str) -> UserError:
         """Return the error to raise, whose text begins with the path of the file."""
         return UserError(f"{self.path}: {what}")
 
@@ -385,8 +384,8 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
         if name in made.dims and name in made.coords:
             continue
         lines = [axis for axis, values in made.coords.items() if values.ndim < 2]
-        told = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
-        for axis in [*told, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
+        named = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
+        for axis in [*named, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
             made = made if axis == name else made.rename({axis: name})
             if name in made.coords and made[name].ndim:
                 along[name] = made[name].dims[0]

@@ -61,7 +61,7 @@ class ForecastSet:
         names: Full names, such as t2m_mean, of the variables that every file holds.
         made_of: Members that each forecast was made from, by init time; empty where a file does not state them.
         training_dates: Init times that the model was trained on.
-        untold_dates: Number of files that do not state the training dates of their model.
+        files_without_dates: Number of files that do not state the training dates of their model.
         validation_dates: Init times by which the checkpoint was chosen.
         earlier_dates: Init times by which the initial weights of the training were trained or chosen.
         checkpoints: sha256 of the checkpoints that made the files.
@@ -80,7 +80,7 @@ class ForecastSet:
     names: frozenset[str]
     made_of: dict[np.datetime64, tuple[str, ...]]
     training_dates: np.ndarray
-    untold_dates: int
+    files_without_dates: int
     validation_dates: np.ndarray
     earlier_dates: np.ndarray
     checkpoints: tuple[str, ...]
@@ -304,7 +304,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             names=names,
             made_of={start: one.members_in for start, one in headers.items()},
             training_dates=np.array(seen["training_dates"], "datetime64[ns]"),
-            untold_dates=sum(not one.seen["training_dates"] for one in every),
+            files_without_dates=sum(not one.seen["training_dates"] for one in every),
             validation_dates=np.array(seen["validation_dates"], "datetime64[ns]"),
             earlier_dates=np.array(seen["earlier_dates"], "datetime64[ns]"),
             checkpoints=tuple(sorted({one.checkpoint for one in every if one.checkpoint})),

@@ -134,9 +134,9 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
         few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
         notes.append(f"{forecast.label} gives {few}.")
     # Without training dates, nobody can tell whether the model has seen the test dates. A note warns the reader.
-    if forecast.untold_dates:
+    if forecast.files_without_dates:
         some = len(forecast.training_dates) > 0
-        who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
+        who = f"{forecast.label}: {forecast.files_without_dates} of its files do" if some else f"{forecast.label} does"
         notes.append(
             f"{who} not state the dates that it was trained on (attribute training_dates), if any; test dates may"
             " be among them."

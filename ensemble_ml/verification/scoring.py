@@ -81,7 +81,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
             rest = {key: value for key, value in values.items() if key not in brier}
             state.record(position, group.columns, rest, verified, setting.weights, strata)
             # Brier scores have their own mask, because the limit has no meaning at some cells.
-            state.record(position, group.columns, brier, verified & _telling(fit, group), setting.weights, strata)
+            state.record(position, group.columns, brier, verified & _meaningful(fit, group), setting.weights, strata)
             _calibrate(setting, group, fit, position, sample, said, verified, tables.calibration)
         pictures.record(group.columns, position, values, verified, sample, said, mask)
         if index is not None:
@@ -159,8 +159,8 @@ def _calibrate(
     truth = np.asarray(sample.truth)
     limits: dict[float | None, tuple[Any, np.ndarray]] = {at: (at, mask) for at in setting.thresholds(group.variable)}
     if fit.climatology is not None:
-        limits[None] = threshold(*fit.climatology), mask & _telling(fit, group)
-    laws = {
+        limits[None] = threshold(*fit.climatology), mask & _meaningful(fit, group)
+    distributions = {
         label: (one.family, one.location, one.scale)
         for label, one in said.items()
         if one.location is not None and one.scale is not None
@@ -171,13 +171,13 @@ def _calibrate(
         for at, (limit, known) in limits.items():
             chance = members_exceeding(members, limit)
             calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known, at)
-    for entrant, law in laws.items():
-        calibration.record_pit(entrant, position, group.columns, law, truth, mask)
+    for entrant, distribution in distributions.items():
+        calibration.record_pit(entrant, position, group.columns, distribution, truth, mask)
         for at, (limit, known) in limits.items():
-            calibration.record_event(entrant, group.columns, exceeding(*law, limit), truth > limit, known, at)
+            calibration.record_event(entrant, group.columns, exceeding(*distribution, limit), truth > limit, known, at)
 
 
-def _telling(fit: Fit, group: Group) -> np.ndarray | bool:
+def _meaningful(fit: Fit, group: Group) -> np.ndarray | bool:
     """Return where the limit of the upper tenth has a meaning, (Z, Y, X) bool; True without a climatology.
 
     It has none at cells without a climate, where the climate never varies, and where the limit is not below the upper

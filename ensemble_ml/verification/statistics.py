@@ -55,7 +55,7 @@ class Statistic(Enum):
     BRIER_FAMILY = "brier_family"
     LOG_SCORE_NORMAL = "log_score_normal"
     LOG_SCORE_FAMILY = "log_score_family"
-    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # squared error of the spread of the held-out members
+    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # squared error of the spread implied for the held-out members
 
 
 class Key(NamedTuple):
