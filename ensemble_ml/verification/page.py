@@ -42,8 +42,8 @@ DEFINITIONS = {
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
     "calibration": """PIT: the predicted distribution function at the truth, drawn at random where a censored
         distribution has a point mass. Ranks: those of the truth among raw members, where ties are broken at random.
-        Brier score and reliability: those of the event that the truth exceeds m + 1.28 s, the mean and standard
-        deviation of the cell's climate on the fit dates.""",
+        Brier score and reliability: those of the event that the truth exceeds m + 1.28 s, where m and s are the mean
+        and the standard deviation of the cell's climate on the fit dates.""",
     "members together": """Ordinary CRPS, energy and variogram score (order 0.5) of members as vectors over variables
         and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble, in the
         rank order of its members. The quantiles are at (i - 1/2)/M, which gives the least CRPS.""",

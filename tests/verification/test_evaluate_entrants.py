@@ -167,7 +167,7 @@ def test_a_forecast_from_a_member_that_the_ensemble_lacks_is_told_how_its_held_o
         return _member_notes(EvaluateConfig("f"), 3, SimpleNamespace(layout=layout), [one])
 
     told = "f names members that the ensemble does not have (0, 77)"
-    assert any(note.startswith(told) and "stands" in note for note in notes("77 0 1 2 3"))
+    assert any(note.startswith(told) and "without a conversion" in note for note in notes("77 0 1 2 3"))
     # made from all that there are, from one held out (no such score), silent, or without a spread
     for given in (("1 2 3",), ("0 1 2 4",), ("",), ("0 1 2 3", ("t_mean",))):
         assert not any("does not have" in note for note in notes(*given))
