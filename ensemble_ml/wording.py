@@ -1,4 +1,4 @@
-"""Dates, durations and lists in the form in which messages and files show them (dates by ISO 8601)."""
+"""Format dates (by ISO 8601), durations and lists as messages and files show them, and read such dates."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ import numpy as np
 SHORT_TEXT = 500  # characters of `dates_text` to show in an attribute or on a page, because tools print these in full
 _SERIES = re.compile(r"R(\d+)/([^/]+)/PT(\d+)([HMS])")  # ISO 8601: repetitions, start, duration
 _UNITS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9}  # ns
-_SHORTEST = 3  # dates of a series; two dates by themselves are as short and easier to read
-_REACH = 16  # following dates to try as the second of a series, because several series may take turns
+_SHORTEST = 3  # fewest dates of a series; two single dates are as short and easier to read
+_REACH = 16  # how many of the next dates are tried as the second one of a series, because series may alternate
 
 
 def hour_text(time: np.datetime64) -> str:
-    """Return an init time or valid time to the hour, e.g. 2001-01-31T12."""
+    """Return an init time or valid time, cut to the hour, e.g. 2001-01-31T12."""
     return str(time.astype("datetime64[h]"))
 
 
 def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
     """Return a set of dates as a short text, from which `dates_of` reads exactly the same set.
 
-    Regular series are written as repeating intervals of ISO 8601, other dates by themselves, all joined by blanks:
+    Regular series are written as repeating intervals of ISO 8601, other dates singly, all joined by blanks:
     `R60/2001-01-07T00/PT48H 2001-06-01T12` is 60 dates, every other day from 7 January 2001, and one more.
 
     Args:
-        dates: the dates, in any order.
+        dates: The dates, in any order.
     """
     every = np.unique(np.array(list(dates), "datetime64[ns]")).astype(np.int64).tolist()
-    # A long series with a few holes is shortest as the pieces between the holes. Series that take turns (Mondays and
-    # Thursdays) are shortest one by one. The first form never looks beyond the next date, so both forms are tried.
+    # A long series with a few gaps is shortest if it is split at the gaps, which a reach of 1 does. Series that
+    # alternate (Mondays and Thursdays) are shortest one by one, which needs a longer reach. So both are tried.
     return min((" ".join(_parts(every, reach)) for reach in (1, _REACH)), key=len)
 
 
 def dates_of(text: str) -> np.ndarray:
-    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates, datetime64[ns], sorted, each once.
+    """Read the dates of a text by `dates_text`, or of a plain list of ISO dates.
 
     Args:
-        text: series and dates, separated by blanks.
+        text: Series and dates, separated by blanks.
+
+    Returns:
+        datetime64[ns] dates, sorted, each once.
 
     Raises:
-        ValueError: a word of the text is neither a series nor a date.
+        ValueError: A word of the text is neither a series nor a date, or a series goes on beyond the year 2262.
     """
     found: list[int] = []
     for word in text.split():
@@ -70,7 +73,10 @@ def _parts(dates: Sequence[int], reach: int) -> list[str]:
 
 
 def _series(first: int, second: int, dates: Container[int]) -> list[int]:
-    """Return the dates that continue the first two at the same step, if this is a whole number of seconds."""
+    """Return the dates (ns) from `first` on, at the step to `second`, as far as `dates` hold all of them.
+
+    If the step is not a whole number of seconds, only the first date is returned.
+    """
     step, series = second - first, [first]
     while step % _UNITS["S"] == 0 and series[-1] + step in dates:
         series.append(series[-1] + step)
@@ -87,13 +93,13 @@ def _series_text(series: Sequence[int]) -> str:
 
 
 def _date_text(date: int) -> str:
-    """Return a date (ns) by ISO 8601, as short as is exact."""
+    """Return a date (ns) by ISO 8601, as short as it can be without loss."""
     unit = next((unit.lower() for unit, size in _UNITS.items() if date % size == 0), "ns")
     return str(np.datetime64(date, "ns").astype(f"datetime64[{unit}]"))
 
 
 def shortened(values: Sequence[object], most: int = 6) -> str:
-    """Return the first values as a text, and the number of those left out."""
+    """Return the first `most` values as a text, followed by the number of the others, if there are any."""
     text = ", ".join(map(str, values[:most]))
     return text + (f" and {len(values) - most} more" if len(values) > most else "")
 

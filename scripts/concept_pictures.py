@@ -13,12 +13,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-BIAS, DISPERSION = 0.5, 0.7  # of the members, where the truth varies by 1 around what can be foretold
+BIAS, DISPERSION = 0.5, 0.7  # of the members, in standard deviations of the truth around its predictable part
 MEMBERS = np.arange(2, 51)
 
 
 def spread_of(members: np.ndarray) -> dict[str, np.ndarray]:
-    """Return quantiles and mean of s / sigma, the spread of M members over that of endlessly many.
+    """Return 5 % and 95 % quantiles and mean of s / sigma, the spread of M members over that of infinitely many.
 
     (M - 1) s^2 / sigma^2 is chi-squared with M - 1 degrees of freedom, and the mean of s / sigma is c4(M).
     """
@@ -44,7 +44,10 @@ def raw_crps(members: np.ndarray, bias: float, dispersion: float) -> np.ndarray:
 
 
 def calibrated_crps(members: np.ndarray, dispersion: float) -> np.ndarray:
-    """Return the CRPS of the best normal forecast from the mean of M members: sqrt((1 + dispersion^2 / M) / pi)."""
+    """Return the expected CRPS of the best normal forecast from the mean of M members.
+
+    It is sqrt((1 + dispersion^2 / M) / pi), where the truth is N(0, 1).
+    """
     return np.sqrt((1 + dispersion**2 / members) / np.pi)
 
 
@@ -56,18 +59,18 @@ def _axes(ylabel: str) -> tuple[Figure, plt.Axes]:
 
 
 def spread_picture() -> Figure:
-    """Draw how far the spread of a few members lies from that of all."""
+    """Draw how far the spread of a few members lies from that of infinitely many."""
     figure, axes = _axes("their spread over\nthat of endlessly many")
-    found = spread_of(MEMBERS)
-    axes.fill_between(MEMBERS, found["low"], found["high"], alpha=0.25, label="90 % of cases")
-    axes.plot(MEMBERS, found["mean"], label="mean, c4(M)")
+    ratios = spread_of(MEMBERS)
+    axes.fill_between(MEMBERS, ratios["low"], ratios["high"], alpha=0.25, label="90 % of cases")
+    axes.plot(MEMBERS, ratios["mean"], label="mean, c4(M)")
     axes.axhline(1, color="grey", lw=0.8)
     axes.legend(frameon=False)
     return figure
 
 
 def crps_picture() -> Figure:
-    """Draw what a few members cost, and what calibration gains."""
+    """Draw the CRPS of few members as they are, and after calibration."""
     figure, axes = _axes("CRPS")
     axes.plot(MEMBERS, raw_crps(MEMBERS, 0, 1), color="grey", label="perfect members, as they are")
     axes.plot(MEMBERS, raw_crps(MEMBERS, BIAS, DISPERSION), label="biased and too close members, as they are")
@@ -79,7 +82,7 @@ def crps_picture() -> Figure:
 
 
 def main(folder: Path) -> None:
-    """Write the pictures into a folder."""
+    """Write the pictures as PNG into an existing folder."""
     for name, picture in (("spread_of_few", spread_picture), ("five_and_ten", crps_picture)):
         picture().savefig(folder / f"{name}.png", dpi=110)
 

@@ -1,7 +1,7 @@
-"""Build hook: compiles the loops of `ensemble_ml/store/native.c` where there is a compiler.
+"""Compile the loops of `ensemble_ml/store/native.c` when the package is built, if there is a compiler.
 
-The library has no ties to a version of Python (it is called by ctypes). Where it cannot be made, the package is
-installed without it, and NumPy does that work.
+The library does not depend on the version of Python, because it is called by ctypes. If it cannot be compiled, the
+package is installed without it, and NumPy does its work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NativeLoops(BuildHookInterface):
     """A build hook that puts the library into wheels, or beside its source where the package is installed in place."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the library. Where that fails, warn and go on without it."""
+        """Compile the library. If that fails, warn and go on without it."""
         root = Path(self.root)
         self._folder = Path(tempfile.mkdtemp(prefix="ensemble-ml-"))
         library = self._folder / Path(LIBRARY).name
@@ -54,7 +54,7 @@ def compile_library(source: Path, library: Path) -> None:
     """Compile `source` into `library` with the compiler of the variable CC, or cc.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails.
+        RuntimeError: There is no compiler, or it fails.
     """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     digest = zlib.crc32(source.read_bytes())
@@ -70,10 +70,10 @@ def compile_library(source: Path, library: Path) -> None:
 
 
 def put(library: Path, place: Path) -> None:
-    """Copy `library` to `place` in one step, for the sake of processes that have the old one loaded.
+    """Put `library` at `place` by a rename, which leaves processes that have loaded the old one undisturbed.
 
     Raises:
-        RuntimeError: the folder cannot be written.
+        RuntimeError: The folder cannot be written.
     """
     draft = place.with_name(f"{place.name}.{os.getpid()}")
     try:
@@ -84,6 +84,6 @@ def put(library: Path, place: Path) -> None:
 
 
 def _platform() -> str:
-    if sys.platform == "darwin":  # what Python was built for need not be what pip installs there
+    if sys.platform == "darwin":  # there, the platform that Python was built for may not be the one that pip accepts
         return next(iter(platform_tags()))
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,8 +1,8 @@
-"""Draw the picture of README.md from a finished quickstart: a forecast beside the truth, and its spread beside the ten.
+"""Draw the picture of README.md from a finished quickstart: mean and spread of a forecast, truth and full spread.
 
     python scripts/readme_picture.py [runs/quickstart] [DATE]
 
-Writes docs/pictures/forecast.png: 850 hPa temperature 48 hours after the init time DATE.
+It shows 850 hPa temperature 48 hours after the init time DATE, and is written to docs/pictures/forecast.png.
 """
 
 import sys
@@ -20,7 +20,7 @@ LEAD = 48  # hours
 
 
 def main(run: Path, date: str | None) -> None:
-    """Draw the four maps of one date, by default the first that was forecast."""
+    """Draw the four maps of one date; None takes the first forecast."""
     files = sorted((run / "forecast").glob(f"forecast_{date or ''}*.nc"))
     forecast = xr.open_dataset(files[0], decode_timedelta=True).squeeze("forecast_reference_time")
     at = {"forecast_period": np.timedelta64(LEAD, "h"), "level": 850}

@@ -34,11 +34,11 @@ class Interval:
 
     Attributes:
         value: The estimate.
-        low: Lower end; NaN if there is only one block.
-        high: Upper end; NaN if there is only one block.
+        low: Lower end; NaN where it is unknown, as with only one block.
+        high: Upper end; NaN where it is unknown, as with only one block.
         blocks: Number of blocks that the interval rests on.
-        barred: Side of a neutral value (-1 below, 1 above, 0 none) that is never called sure. A forecast that had more
-            input than its competitor is not surely better.
+        barred: Side of a neutral value (-1 below, 1 above, 0 none) on which nothing counts as sure. So a forecast that
+            had more input than its competitor is never surely better.
     """
 
     value: float
@@ -79,12 +79,11 @@ class Interval:
     def map(self, function: Callable[[float], float]) -> Interval:
         """Return the interval of a monotonic function of the value.
 
-        The barred side moves to the other side if the function falls.
+        A decreasing function swaps the two ends, and moves the barred side to the other side.
 
         Args:
             function: A monotonic function of one number.
         """
-        # A falling function swaps the ends, and the barred side with them.
         first, last = function(self.low), function(self.high)
         low, high = sorted((first, last))
         return Interval(function(self.value), low, high, self.blocks, -self.barred if last < first else self.barred)
@@ -102,7 +101,7 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
         block_days: Least length of a block in days, above 0.
 
     Raises:
-        UserError: The dates do not ascend, or `block_days` is not above 0.
+        UserError: The dates do not ascend or one occurs twice, or `block_days` is not above 0.
     """
     if not block_days > 0:
         raise UserError(f"block_days={block_days}: must be above 0")
@@ -112,8 +111,7 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     breaks = np.flatnonzero(np.diff(days) > block_days) + 1
     blocks: list[list[int]] = []
     for run in np.split(np.arange(len(days)), breaks):
-        found = _blocks_of_run(days[run], block_days)
-        blocks += [[int(run[0]) + date for date in block] for block in found]
+        blocks += [[int(run[0]) + date for date in block] for block in _blocks_of_run(days[run], block_days)]
     numbers = np.zeros(len(days), int)
     for number, block in enumerate(blocks):
         numbers[block] = number
@@ -203,10 +201,10 @@ def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) ->
 
 @lru_cache(maxsize=256)  # a report has thousands of intervals of few numbers of blocks
 def _tail(confidence: float, blocks: int) -> float:
-    """Return which percentile of the draws is the lower end of an interval.
+    """Return the percentile of the draws, from 0 to 50, that is the lower end of an interval.
 
-    A bootstrap of n blocks underestimates the variance by the factor (n - 1) / n, and its tails are normal. Taking
-    percentiles further out corrects both (Hesterberg 2015).
+    A bootstrap of n blocks underestimates the variance by the factor (n - 1) / n, and its draws have the tails of a
+    normal distribution instead of Student's t. Percentiles further out correct both (Hesterberg 2015).
     """
     deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
     return float(100 * norm.sf(deviations))

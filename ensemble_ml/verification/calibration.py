@@ -1,7 +1,7 @@
-"""Measure calibration: PIT and rank histograms by date, and the reliability of the probability of an unusual value.
+"""Measure calibration: PIT and rank histograms by date, and the reliability of the probability of exceeding a value.
 
-Everything is a sum of cell areas in bins. Parts therefore add up, and the bootstrap can draw dates of histograms as of
-any other score.
+Everything is a sum of cell areas in bins. Histograms are kept by date, because the bootstrap draws dates. Reliability
+tables are sums over all dates.
 
 Axes: B draw of the bootstrap, D initialisation time, C column, K bin, M member, Z level, Y latitude, X longitude.
 """
@@ -28,7 +28,7 @@ class Calibration:
     Attributes:
         dates: Length of D.
         columns: Length of C.
-        area: (Y, X) cell areas.
+        area: (Y, X) cell areas, the weights of the points.
         seed: Seed of the random numbers that break ties.
         histograms: (D, C, K) cell areas in bins by (kind, entrant), where kind is "pit" or "rank".
         reliability: Tables by (column, entrant, threshold); None stands for the upper tenth of the cell's climate.
@@ -42,7 +42,7 @@ class Calibration:
     reliability: dict[tuple[int, str, float | None], Reliability] = field(default_factory=dict)
 
     def record_pit(
-        self, entrant: str, date: int, columns: slice, law: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
+        self, entrant: str, date: int, columns: slice, predicted: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
         mask: np.ndarray,
     ) -> None:  # fmt: skip
         """Add the PIT of the forecast distributions of one date.
@@ -50,15 +50,16 @@ class Calibration:
         Args:
             entrant: Label of the forecast.
             date: Position on D.
-            columns: The Z columns that the values belong to.
-            law: Family, location and scale of the distributions; both fields are (Z, Y, X).
+            columns: Range of positions on C, one for each level.
+            predicted: Family, location and scale of the distributions; both fields are (Z, Y, X).
             y: (Z, Y, X) truth.
             mask: (Z, Y, X) bool, true at points that count.
         """
-        # Values within the jump of a censored distribution are drawn, or dry points would pile up in one bin.
+        # The PIT is drawn at random where a censored distribution has a point mass. Otherwise all dry points would fall
+        # into one bin.
         uniform = self._uniform(date, columns, y.shape)
         with np.errstate(invalid="ignore", divide="ignore"):
-            where = bin_of(pit(*law, y, uniform), BINS)
+            where = bin_of(pit(*predicted, y, uniform), BINS)
         self._count("pit", entrant, date, columns, where, mask, BINS)
 
     def record_ranks(
@@ -69,7 +70,7 @@ class Calibration:
         Args:
             entrant: Name of the ensemble.
             date: Position on D.
-            columns: The Z columns that the values belong to.
+            columns: Range of positions on C, one for each level.
             members: (M, Z, Y, X) members.
             y: (Z, Y, X) truth.
             mask: (Z, Y, X) bool, true at points that count.
@@ -85,18 +86,21 @@ class Calibration:
 
         Args:
             entrant: Forecast or raw ensemble.
-            columns: The Z columns that the values belong to.
+            columns: Range of positions on C, one for each level.
             probability: (Z, Y, X) probabilities.
             event: (Z, Y, X) bool, true where it happened.
             mask: (Z, Y, X) bool, true at points that count.
-            at: The threshold that is exceeded; None for the upper tenth.
+            at: The threshold that is exceeded, in the units of the variable; None for the upper tenth.
+
+        Raises:
+            UserError: A probability at a point that counts lies outside of [0, 1].
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
             table = self.reliability.setdefault((column, entrant, at), Reliability.zeros(BINS))
             table.record(probability[z], event[z], self.area, mask[z])
 
     def thresholds(self, column: int) -> list[float]:
-        """Return the thresholds that a column has tables of, ascending.
+        """Return the thresholds of a column's reliability tables, ascending, without the upper tenth.
 
         Args:
             column: Position on C.
@@ -114,10 +118,10 @@ class Calibration:
         Returns:
             (C, K) shares, or (B, C, K) with draws; None if there is no such histogram.
         """
-        found = self.histograms.get((kind, entrant))
-        if found is None:
+        table = self.histograms.get((kind, entrant))
+        if table is None:
             return None
-        return shares(found.sum(0) if draws is None else np.tensordot(draws, found, axes=1))
+        return shares(table.sum(0) if draws is None else np.tensordot(draws, table, axes=1))
 
     def known(self, kind: str, entrant: str, column: int) -> np.ndarray:
         """Return the dates that a histogram of a column was made of, (D,) bool.
@@ -126,13 +130,15 @@ class Calibration:
             kind: "pit" or "rank".
             entrant: Forecast or raw ensemble.
             column: Position on C.
+
+        Raises:
+            KeyError: There is no such histogram.
         """
         return self.histograms[kind, entrant][:, column].sum(-1) > 0
 
     def _count(
         self, kind: str, entrant: str, date: int, columns: slice, where: np.ndarray, mask: np.ndarray, bins: int
     ) -> None:
-        # Bins are kept by date, because the bootstrap draws dates.
         empty = np.zeros((self.dates, self.columns, bins))
         table = self.histograms.setdefault((kind, entrant), empty)
         for z, column in enumerate(range(columns.start, columns.stop)):
@@ -146,8 +152,8 @@ class Calibration:
 def threshold(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
     """Return the value that a normal climate exceeds one time in ten.
 
-    Where the climate never varies, its deviation is nothing but rounding, and a constant value could exceed its own
-    mean. The deviation is therefore at least 1e-9 of the mean.
+    Where the climate never varies, its deviation is zero or a rounding error, and rounding could make the constant
+    value exceed its own mean. The deviation is therefore taken as at least 1e-9 of the mean.
 
     Args:
         mean: Climatological mean at each cell.

@@ -1,6 +1,6 @@
 """Find the extreme case: where and when the raw full ensemble is furthest from its climate.
 
-Axes: Y latitude, X longitude; of the arrays of a case, those of the part of the grid that is shown.
+Axes: Y latitude, X longitude. The arrays of a `Case` cover only the part of the grid that is shown.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ensemble_ml.wording import hour_text
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One field of one initialisation time, to be drawn in the report.
+    """A field of one initialisation time, to be drawn in the report. Values are in the units of the variable.
 
     Attributes:
         column: The field and its lead.
         date: Initialisation time as text.
-        mean_index: Mean |EFI| over the region.
+        mean_index: Mean |EFI| over the region, where EFI is the extreme forecast index.
         region: Northern, western, southern and eastern edge of the region, in degrees.
-        grid: Grid of what is shown, which is the region and what surrounds it.
+        grid: Grid of what is shown: the region, and half its size more on each side.
         place: Latitude and longitude of the marked point, in degrees.
         index: (Y, X) EFI.
         truth: (Y, X), or None where there is none.
-        laws: Mean and standard deviation (Y, X) by raw ensemble or forecast.
-        at_place: Mean and standard deviation at the marked point.
-        truth_at_place: Truth at the marked point.
+        distributions: Mean and standard deviation (Y, X) by raw ensemble or forecast.
+        at_place: Mean and standard deviation at the marked point, by raw ensemble or forecast.
+        truth_at_place: Truth at the marked point, or None where there is none.
         index_at_place: EFI at the marked point.
     """
 
@@ -46,7 +46,7 @@ class Case:
     place: tuple[float, float]
     index: np.ndarray
     truth: np.ndarray | None
-    laws: dict[str, tuple[np.ndarray, np.ndarray]]
+    distributions: dict[str, tuple[np.ndarray, np.ndarray]]
     at_place: dict[str, tuple[float, float]]
     truth_at_place: float | None
     index_at_place: float
@@ -65,7 +65,7 @@ class Case:
 def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
     """Find and read the test date and the region with the largest mean |EFI| at the headline lead.
 
-    Weather at the surface comes first: fields on pressure levels are searched only where no surface variable is scored.
+    Fields on pressure levels are searched only if no surface variable has an EFI.
 
     Args:
         setting: The setting that all groups share.
@@ -87,15 +87,15 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     if index is None:
         return None
     # Raw ensembles are shown with the standard deviation that predicts the truth, so that all entrants are comparable.
-    laws = {}
+    distributions = {}
     for size in sorted({setting.full, setting.reduced}, reverse=True):
         mean, variance = ensemble_moments(sample.raw[:size, z])
         if size > 1:
-            laws[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
+            distributions[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
     for label, one in predictions(setting, group, date).items():
         if one.mean is not None and one.stddev is not None:
-            laws[label] = (one.mean[z], one.stddev[z])
-    if not laws:
+            distributions[label] = (one.mean[z], one.stddev[z])
+    if not distributions:
         return None
     truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
@@ -115,15 +115,17 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         place=(float(grid.latitude[y]), float(grid.longitude[x])),
         index=index[z][shown],
         truth=None if truth is None else truth[shown],
-        laws={name: (mean[shown], deviation[shown]) for name, (mean, deviation) in laws.items()},
-        at_place={name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in laws.items()},
+        distributions={name: (mean[shown], deviation[shown]) for name, (mean, deviation) in distributions.items()},
+        at_place={
+            name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in distributions.items()
+        },
         truth_at_place=None if truth is None else float(truth[y, x]),
         index_at_place=float(index[z, y, x]),
     )
 
 
 def box_of(grid: Grid) -> tuple[int, int]:
-    """Return the rows and columns of boxes of 30 by 60 degrees, in which the most unusual weather is searched.
+    """Return how many rows and columns make a box of 30 by 60 degrees. Boxes are searched for the most unusual weather.
 
     Args:
         grid: Grid of the fields.
@@ -158,9 +160,9 @@ def _box(grid: Grid, size: tuple[int, int], row: int, place: int, around: float)
 
 
 def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[int, int]:
-    """Return the row and the column where |EFI| is largest.
+    """Return the row and the column where |EFI|, averaged with its four neighbours, is largest.
 
-    |EFI| is averaged with its neighbours first, so that a single odd point is not chosen.
+    Without the average, a single odd point could be chosen.
     """
     rows, columns = index.shape
     # Longitude wraps where the points close the circle. All other edges reflect, so that edge points have neighbours.
@@ -168,6 +170,6 @@ def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[in
     wide = np.pad(wide, ((1, 1), (0, 0)), mode="reflect")
     smooth = sum(wide[y : y + rows, 1:-1] for y in range(3)) + sum(wide[1:-1, x : x + columns] for x in range(3))
     # The marked point needs an index and a truth of its own, whatever its neighbours have.
-    there = np.where(np.isfinite(index) & (True if truth is None else np.isfinite(truth)), smooth, -1)
-    y, x = np.unravel_index(int(there.argmax()), there.shape)
+    good = np.isfinite(index) if truth is None else np.isfinite(index) & np.isfinite(truth)
+    y, x = np.unravel_index(int(np.where(good, smooth, -1).argmax()), good.shape)
     return int(y), int(x)

@@ -1,4 +1,4 @@
-"""Write the charts of the report: gains at a glance, curves by lead time, maps, and calibration, field by field."""
+"""Write the charts of the report as HTML: gains, scores by lead time, maps, and calibration of each field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ensemble_ml.verification.values import CLIMATOLOGY
 
 
 def headline(scores: Scores) -> str:
-    """Return a chart of the gains over the baselines at the headline lead, with intervals.
+    """Return a chart of the gains over the baselines at the headline lead, with intervals; empty if there are none.
 
     Args:
         scores: The scores.
@@ -55,6 +55,9 @@ def curves(scores: Scores, first: Column) -> str:
     Args:
         scores: The scores.
         first: The field to show first.
+
+    Returns:
+        HTML; empty if no forecast has a score.
     """
     m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
     corrected = f"spread_regression_{m}", f"size_corrected_{m}"
@@ -89,7 +92,7 @@ def curves(scores: Scores, first: Column) -> str:
 
 
 def fields(scores: Scores) -> dict[str, list[int]]:
-    """Return the positions of the columns of each field, one a lead, by its name with units.
+    """Return the columns of each field as positions, one for each lead. The keys are the field's name with units.
 
     Args:
         scores: The scores.
@@ -115,7 +118,7 @@ def _by_lead(scores: Scores, metric: str, others: tuple[str | None, ...], weight
 
 
 def _beside(parts: list[str]) -> str:
-    """Return figures side by side; empty if all are."""
+    """Return figures side by side; empty if all of them are empty."""
     return f'<div class="charts">{"".join(parts)}</div>' if any(parts) else ""
 
 
@@ -140,8 +143,8 @@ def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
     }
     spreads = {scores.columns[c].key: _spread_maps(scores, pictures, atlas, c) for c in sorted(pictures.snapshots)}
     tested = (
-        f"Dots: significant over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on gains "
-        "of a forecast that has more to go by"
+        f"Dots: significant over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; gains of a "
+        "forecast that has more input than its reference have none"
     )
     if scores.blocks < FEWEST_BLOCKS:
         tested = f"Not tested for significance: fewer than {FEWEST_BLOCKS} blocks of dates"
@@ -157,19 +160,20 @@ def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
 
 
 def _gain_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int, label: str) -> str:
-    """Return maps of the gain of a forecast over each reference, and of its mean CRPS."""
+    """Return maps of the gain of a forecast over each reference, and of its mean CRPS; empty without a CRPS."""
     best, raw = scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"
     others = [other for other in dict.fromkeys((best, raw, scores.forecasts[0])) if other]
-    kept = {other: found for other in others if (found := pictures.gains.get((column, label, other)))}
+    kept = {other: pictures.gains[column, label, other] for other in others if (column, label, other) in pictures.gains}
     mean = pictures.means.get((column, label))
     if mean is None or not np.isfinite(mean).any():
         return ""
     sizes = np.concatenate([np.abs(gain[np.isfinite(gain)]) for gain, _ in kept.values()] or [np.empty(0)])
-    # One scale serves all maps of a card. A few extreme points would make all others look alike.
+    # One scale serves all maps of a card. It ends at a percentile, because a few extreme points would make all others
+    # look alike.
     limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
     parts = []
     for other, (percent, sure) in kept.items():
-        # No gain of a forecast that had more input than its reference is sure.
+        # A forecast that had more input than its reference has no significant gain, only significant losses.
         certain = sure & (percent < 0) if scores.advantage("crps", label, other) else sure
         title = f"gain in CRPS over {short_name(other)}{', the best baseline' * (other == best)}"
         parts.append(atlas.gain_map(title, percent, None if scores.blocks < FEWEST_BLOCKS else certain, limit))
@@ -179,7 +183,7 @@ def _gain_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int, la
 
 
 def _spread_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int) -> str:
-    """Return maps of the spread on one date: of all members, as it was predicted, and of the reduced ensemble."""
+    """Return maps of the spread on one date: of all members, of each forecast, and of the reduced ensemble."""
     shot = pictures.snapshots[column]
     shown = {f"all {scores.full} members": shot.actual}
     shown |= {f"predicted by {label}": values for label, values in shot.predicted.items()}
@@ -202,6 +206,9 @@ def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
         scores: The scores, whose draws are used.
         found: The histograms and reliability tables.
         pictures: Sums in bins of the predicted spread.
+
+    Returns:
+        HTML; empty if there is nothing to draw.
     """
     cards = {
         column.key: _beside(
@@ -217,18 +224,19 @@ def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
     }
     shown = choice([FIELD, LEAD], cards, scores.columns[pictures.headline[0]].key)
     text = (
-        "The first chart is flat at one if calibrated, U-shaped if too sure: the probability integral transform of the "
-        "truth, and for raw ensembles its rank among the members. Reliability is that of the probability that the "
-        "truth lies in the upper tenth of the cell's climate, and above each threshold of which forecasts hold "
-        "probabilities; the climate is that of all fit dates: where these are of several seasons, to know the season "
-        "counts as skill. The last two ask whether the predicted spread tells the error of the mean, and the spread "
-        f"of all {scores.full} members. Dashed lines are right; dots by share of the cases."
+        "The first chart shows the probability integral transform of the truth, and for raw ensembles the rank of the "
+        "truth among the members. It is flat at one if the forecast is calibrated, and U-shaped if its spread is too "
+        "small. Reliability diagrams are for the upper tenth of the cell's climate, and for each threshold of which "
+        "forecasts hold probabilities. The climate is that of all fit dates. If these are of several seasons, "
+        "knowledge of the season counts as skill. The last two charts compare the predicted spread with the error of "
+        f"the mean, and with the spread of all {scores.full} members. Dashed lines mark a perfect forecast. Larger "
+        "dots stand for more cases."
     )
     return f"<h2>Calibration</h2>{note(text)}{shown}" if shown else ""
 
 
 def _histograms(scores: Scores, found: Calibration, column: int) -> str:
-    """Return a chart of the PIT of forecasts and the ranks in raw ensembles, as frequencies relative to flat ones."""
+    """Return a chart of PIT and rank histograms, where one is the frequency of a bin in a flat histogram."""
     kinds = [("pit", label) for label in scores.forecasts]
     kinds += [("rank", f"raw_{size}") for size in dict.fromkeys((scores.reduced, scores.full))]
     known = {}
@@ -272,7 +280,7 @@ def _binned(
 
 
 def _calibration_table(scores: Scores, found: Calibration, column: int) -> str:
-    """Return a table of the flatness of histograms, and of the Brier score of the upper tenth and its parts."""
+    """Return a table of the flatness of PIT histograms, and of the Brier score of the upper tenth and its parts."""
     lines = []
     for entrant in dict.fromkeys((*scores.forecasts, f"raw_{scores.reduced}", f"raw_{scores.full}")):
         share = found.share("pit", entrant)

@@ -1,7 +1,7 @@
 """Refuse values for which no score is defined, such as probabilities above one or negative scales.
 
 Each function raises a `UserError` of one line. It names the argument, the first wrong value, what is allowed, and
-mostly the remedy. NaN is a missing value and passes, except for single numbers.
+usually the remedy. NaN in an array is a missing value and passes. A single number must not be NaN.
 
 Arrays are checked where scores are computed, on the values at hand. Dask arrays thus stay lazy and are not computed
 twice.
@@ -14,7 +14,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.units import same_units
 
-ROUNDING = 1e-4  # error of a share that was packed into 16 bits; sums in float32 are more accurate
+ROUNDING = 1e-4  # tolerance for shares that were packed into 16 bits; sums in float32 are more accurate
 # Tolerance as a share of the largest weight. In float32 the cosine of a pole's latitude is -4e-8.
 WEIGHT_ROUNDING = 1e-6
 
@@ -37,11 +37,11 @@ def check_all(name: str, values: np.ndarray, wrong: np.ndarray, allowed: str) ->
 
 
 def check_between(name: str, values: np.ndarray, least: float, most: float, allowed: str) -> None:
-    """Refuse values outside of [least, most], apart from rounding.
+    """Refuse values that lie outside of [least, most] by more than `ROUNDING`.
 
     Args:
         name: Name of the argument, for the message.
-        values: Values of the order of one.
+        values: Values of the order of one, because the tolerance is absolute.
         least: Least value allowed.
         most: Largest value allowed.
         allowed: What is allowed, for the message.
@@ -54,7 +54,7 @@ def check_between(name: str, values: np.ndarray, least: float, most: float, allo
 
 
 def check_probability(name: str, values: np.ndarray) -> None:
-    """Refuse values that are no probabilities, such as per cent.
+    """Refuse values that are no probabilities, such as percentages.
 
     Args:
         name: Name of the argument, for the message.
@@ -78,8 +78,8 @@ def check_event(name: str, values: np.ndarray) -> None:
     """
     values = np.asarray(values)
     if values.dtype != bool:
-        # Only NaN differs from itself. np.isnan refuses arrays of objects, which is the type of truth values with
-        # missing ones among them.
+        # `values == values` is false only for NaN. np.isnan cannot be used: outcomes with missing values among them
+        # may be an array of objects, which it refuses.
         wrong = (values != 0) & (values != 1) & (values == values)
         check_all(name, values, wrong, "an event is 0 or 1; make it by comparing, as in truth > threshold")
 
@@ -117,12 +117,12 @@ def check_uniform(values: np.ndarray | None) -> None:
 
 
 def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
-    """Refuse negative weights, apart from rounding.
+    """Refuse weights that are negative by more than rounding.
 
     Args:
         values: Weights to check.
-        whole: All weights, if `values` are only a part. Their largest one sets the tolerance, so that the result does
-            not depend on the part.
+        whole: All weights, if `values` are only a part of them. The largest of all sets the tolerance, so that the
+            result does not depend on the part.
 
     Raises:
         UserError: A weight is negative.
@@ -134,7 +134,7 @@ def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
 
 
 def check_level(level: float) -> None:
-    """Refuse a level of a quantile that is not within (0, 1).
+    """Refuse a quantile level outside of (0, 1).
 
     Args:
         level: Value to check.
@@ -143,7 +143,7 @@ def check_level(level: float) -> None:
         UserError: The level lies outside.
     """
     if not 0 < level < 1:
-        raise UserError(f"level={level}: must lie between 0 and 1, without these; 0.9 is the ninth decile")
+        raise UserError(f"level={level}: must lie between 0 and 1, both excluded; 0.9 is the ninth decile")
 
 
 def check_ascending_bounds(lower: float, upper: float) -> None:
@@ -177,7 +177,7 @@ def check_count(name: str, count: int, least: int, why: str) -> None:
 
 
 def check_no_per_cent(name: str, units: str | None) -> None:
-    """Refuse units of a share that are per cent, whatever the values are.
+    """Refuse a share whose units are per cent, whatever its values are.
 
     Args:
         name: Name of the argument, for the message.

@@ -1,9 +1,7 @@
 """Score forecasts, the raw ensemble and its statistical corrections, and write scores.json and report.html.
 
-`lineage` describes lineage.json, which says what the scores came of.
-
 This is the top of the package: it makes the plan, fits the baselines, scores field by field, and composes the results.
-It follows statistic, mean and metric, and no baseline is ever left out.
+No setting can leave out a baseline. `lineage` describes lineage.json, which records what the scores were made from.
 
 scores.json holds
 
@@ -13,34 +11,37 @@ scores.json holds
 - `dates`: `test`, `fit` (ISO dates), `dropped` ({date, reason}), `blocks`, `block_days`.
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `path`, `grid`, `fingerprint`.
 - `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates
-  (factor of their RMSE due to this correction), largest_m, mean_m (how far the grounds lie apart), lapse_rate_K_per_m}.
-- `forecasts`: {label, path, members_in (of the date with the most), checkpoints (sha256), sources (program, checkpoint,
-  model and step that made the files), dates, baseline}.
+  (RMSE with this correction over that without), largest_m, mean_m (difference of the two grounds), lapse_rate_K_per_m}.
+- `forecasts`: {label, path, members_in (of the date with the most; empty if a file states none), checkpoints (sha256),
+  sources (program, checkpoint, model and step that made the files), dates (their number), baseline}.
 - `entrants`: {name: description} of every forecast, raw ensemble and baseline.
 - `families`: the distribution chosen for each baseline that has two.
-- `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}.
+- `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}. A metric that is not
+  defined is missing.
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp}.
-- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}. Of
-  several forecasts, each is compared with all others, too.
+- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}. Each
+  forecast is also compared with all others.
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage, forecast, reference,
   without_sp}. `advantage` names input that the forecast has and the reference lacks; with it, a gain is not certain.
   `without_sp`, here and in `summary`, is {value, low, high} without surface pressure. It is null where surface pressure
   is not among the fields or is the only one.
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
-  worse, dates, blocks}. Each is a geometric mean of ratios over variables and levels, in a part of the world, in a
-  season, or where the raw full ensemble's extreme forecast index is large. `blocks` is the smallest number of blocks of
-  any field; fewer than five make nothing sure.
+  worse, dates, blocks}. Each is a geometric mean of ratios over variables and levels, in a region, in a season, or
+  where the raw full ensemble's extreme forecast index is large. `blocks` is the smallest number of blocks of any field.
+  With fewer than five, `better` and `worse` are false.
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness}.
-- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area,
-  left_out_fields (without variance on the fit dates), value, value_low, value_high, over_ENTRANT, ...}: scores of
-  members over all variables and levels, where forecasts hold members.
-- `case`: {date, lead_hours, field, region ([north, west, south, east]), latitude, longitude, efi, ...} of the test date
-  and the region with the largest mean |EFI|.
+- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields (their number), blocks,
+  left_out_area, left_out_fields (without variance on the fit dates), paired (fields of the variogram), value,
+  value_low, value_high, over_ENTRANT, ...}: scores of members over all variables and levels, where forecasts hold
+  members.
+- `case`: {date, lead_hours, field, mean_abs_efi, region ([north, west, south, east]), and at its marked point latitude,
+  longitude, efi, truth, forecasts} of the test date and the region with the largest mean |EFI|.
 - `left_out`: points that a mask left out, with their share of the area, by entrant and field.
 - `notes`: sentences that a reader should know.
 - `headline`: the result in sentences.
 
-A score is in physical units of the variable, and null where it is not defined.
+Scores are in the units of the variable; log scores are in nats, and Brier scores and spread_skill have no units. A
+number that is not known, such as an end of an interval, is null.
 """
 
 from __future__ import annotations
@@ -146,12 +147,13 @@ def evaluate(
         The folder with the two files.
 
     Raises:
-        UserError: A report exists or cannot be written, forecasts cannot be read or have another grid, no date is
-            common, or the source lacks the dates that baselines should be fitted on.
+        UserError: A report exists or cannot be written, forecasts cannot be read, forecasts or `ground` have another
+            grid, `members_in` exceeds the ensemble, no date is common, or the source lacks the dates to fit baselines
+            on.
     """
     output = Path(config.output)
     _check(config, output)
-    # Intermediate results are dropped only when both files are written, or when another process has written them.
+    # Intermediate results are removed only when both files are written, or when another process has written them.
     found = score(config, source, unverified, ground)
     try:
         with Pulse("evaluate: the report is drawn"):
@@ -183,7 +185,7 @@ def score(
         The result, from which `evaluate` writes its files.
 
     Raises:
-        UserError: For the reasons that `evaluate` states, but for those about the report.
+        UserError: As in `evaluate`, apart from the errors about the report.
     """
     with Pulse("evaluate: forecasts are opened") as pulse:
         return _evaluated(config, source, unverified or {}, ground, pulse)
@@ -192,9 +194,9 @@ def score(
 def _evaluated(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str], ground: Heights | None, pulse: Pulse
 ) -> Evaluation:
-    """Score, and say by `pulse` what is being done."""
+    """Score, and set `pulse` to what is being done."""
     check_members(source, config.members_in)
-    # Heights are checked before forecasts are opened, because a wrong grid of theirs makes all later work useless.
+    # Heights are checked before forecasts are opened, because all later work is useless if they have a wrong grid.
     if ground is not None:
         ground.check(source.layout.grid)
     forecasts = open_forecasts(as_list(config.forecast) + as_list(config.baselines or []))
@@ -226,7 +228,8 @@ def _evaluated(
         for forecast in forecasts:
             forecast.close()
     names = [f"{name}_{size}" for size in (setting.reduced, setting.full) for name in CORRECTIONS]
-    # This must come before any score is computed: it fills in the statistics of baselines that have two distributions.
+    # This must come before any score is computed, because it fills in the statistics of baselines that were scored as
+    # two distributions.
     families = settle_families(state, plan.columns, [*names, CLIMATOLOGY])
     scores = Scores(
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
@@ -277,12 +280,12 @@ def _setting(
     weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
     # Odd and even blocks of the fit dates form two halves, so that both see all seasons (`baselines`).
     halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
-    settled = plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
-    return Setting(source, tuple(forecasts), *settled, heights=ground), tuple(regions)
+    rest = plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
+    return Setting(source, tuple(forecasts), *rest, heights=ground), tuple(regions)
 
 
 def _references(setting: Setting) -> tuple[str, ...]:
-    """Return the entrants that maps compare forecasts with, or may once the best baseline is known."""
+    """Return the entrants that maps may compare forecasts with. The best baseline is known only after scoring."""
     perhaps = (*(f"{name}_{setting.reduced}" for name in CORRECTIONS), CLIMATOLOGY)
     return (f"raw_{setting.full}", *perhaps, *(forecast.label for forecast in setting.forecasts))
 
@@ -292,7 +295,7 @@ def _score(
 ) -> Tables:
     """Score all groups of fields and all vectors of members, continuing where an earlier run stopped.
 
-    The first `judged` forecasts of the setting are those that the report is on.
+    The first `judged` forecasts of the setting are those that are judged; the others serve as baselines.
     """
     dates, columns = len(plan.test), len(plan.columns)
     area, ours = setting.weights[0], tuple(one.label for one in setting.forecasts[:judged])
@@ -331,7 +334,7 @@ def _score(
         known.append((group, Known.of(setting, fit)))
         kept.save(_name(group), (part_of(tables, group.columns), known[-1][1]))
         scored = group.columns.stop
-        # After the first field the time for the others can be estimated, which helps a user decide to wait or to stop.
+        # After the first group, the time for the others is logged, so that a user can decide to wait or to stop.
         if len(known) == done + 1 and scored < columns:
             seconds, left = time.monotonic() - started, columns - scored
             text = "%s at %d h scored in %s; the other %d fields take about %s"
@@ -349,7 +352,7 @@ def _score(
 
 
 def _left(started: float, done: int, left: int) -> str:
-    """Return, as the end of a sentence, about how long fields take that are left; nothing before the first is done."""
+    """Return the end of a sentence: about how long the other fields take. It is empty before the first is done."""
     return f", about {duration((time.monotonic() - started) * left / done)} left" if done else ""
 
 
@@ -361,10 +364,7 @@ _PREFERRED = ("t850", "z500", "t2m", "msl")
 
 
 def _headline_columns(columns: tuple[Column, ...]) -> tuple[int, ...]:
-    """Return the positions of two fields to draw, at the headline lead.
-
-    The preferred fields come first, then the others in their order.
-    """
+    """Return the positions of the first two fields at the headline lead, where `_PREFERRED` ones come first."""
     leads = {column.lead_hours for column in columns}
     lead = HEADLINE_LEAD if HEADLINE_LEAD in leads else max(leads)
     there = {column.name: c for c, column in enumerate(columns) if column.lead_hours == lead}
@@ -381,7 +381,8 @@ def _content(
     numbers = [int(number) for number in layout.realization]
     omitted = left_out(scores)
     notes = plan.notes + unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
-    # Two kinds of points are left out, and a reader must not mix them up: missing values, and limits without a meaning.
+    # Points are left out for two reasons, which a reader must not confuse: missing values, and limits without a
+    # meaning.
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
         ("scores leave points out that miss a value", [one for one in omitted if one["statistic"] not in limits]),
@@ -438,9 +439,9 @@ def _content(
 
 
 def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
-    """Write scores.json first and the report after it.
+    """Write scores.json and lineage.json, then the report.
 
-    Scoring may take days, and must not be lost to a page that cannot be drawn.
+    Scoring may take days. If the page cannot be drawn, its results must not be lost.
     """
     output.mkdir(parents=True, exist_ok=True)
     scores_json, report = (output / name for name in FILES)
@@ -464,6 +465,9 @@ def put(path: Path, text: str, overwrite: bool) -> None:
         path: Final path.
         text: Content.
         overwrite: Replace an existing file.
+
+    Raises:
+        UserError: The file exists, and `overwrite` is false.
     """
     draft = draft_of(path)
     try:

@@ -1,6 +1,6 @@
 """Measure how unusual a forecast is against the model's own climate.
 
-Sources: Lalaurie (2003), doi:10.1256/qj.02.152; Zsoter (2006).
+Sources: Lalaurette (2003), doi:10.1256/qj.02.152; Zsoter (2006), ECMWF Newsletter 107.
 
 Axes: M member, K quantile of the climate.
 """
@@ -14,11 +14,11 @@ from ensemble_ml.verification.checks import check_count
 
 
 def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probabilities of the climate that a value lies between.
+    """Return the lowest and the highest probability that a value has in the climate.
 
-    The two differ where quantiles are equal, which is where the climate has a mass (no rain). Between unequal quantiles
-    the probability is linear. A mass of equal values begins and ends somewhere between two of the levels. It is taken
-    to do so halfway, which is right to within half their distance.
+    The two differ where quantiles are equal, which is where the climate has a point mass (no rain). Between unequal
+    quantiles the probability is linear. A point mass begins and ends somewhere between two of the levels. The middle
+    between them is taken, which is right to within half their distance.
 
     Args:
         climate: (K, ...) quantiles, ascending.
@@ -59,12 +59,12 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
 
         p_i  probability of member i in the climate
 
-    A member that equals many values of the climate (no rain) counts with its mean theta over their probabilities. A
-    forecast that equals the climate then has an EFI of zero, whether it is dry or not.
+    A member that equals a point mass of the climate (no rain) counts with the mean of theta over the probabilities of
+    the mass. A forecast that equals the climate then has an EFI of zero, whether it is dry or not.
 
-    The list of levels leaves an error. A mass that ends at P, between two levels at a distance d, is taken to end at P'
-    in their middle. This moves the EFI by 2/pi |P - P'| times the difference of the mean thetas beyond P' and within
-    the mass, with either sign. The error is at most d, and about 0.02 with the levels of `store.climate`.
+    The list of levels leaves an error. A point mass that ends at P, between two levels at a distance d, is taken to end
+    at P' in their middle. This moves the EFI up or down by 2/pi |P - P'| times the difference of the mean thetas beyond
+    P' and within the mass. The error is at most d, and about 0.02 with the levels of `store.climate`.
 
     Args:
         members: (M, ...).
@@ -92,8 +92,8 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
 
 
 def _check_ascending(climate: np.ndarray) -> None:
-    """Refuse quantiles (K, ...) that fall by more than packing can make equal ones differ."""
-    # Each point has a tolerance of its own. One from all points would depend on how a lazy climate is chunked.
+    """Refuse quantiles (K, ...) that fall along K by more than packing explains."""
+    # Each point has its own tolerance. A common one would depend on how a lazy climate is chunked.
     allowed = 1e-2 * (climate.max(0) - climate.min(0)) + 1e-4 * np.abs(climate).max(0)
     if (np.maximum.accumulate(climate) - climate > allowed).any():
         raise UserError("climate: its quantiles fall along the levels; they must ascend with them")

@@ -2,11 +2,10 @@
 
 For each distribution family this file has the CRPS, the distribution function, the quantiles, the log score, the
 threshold-weighted CRPS, the moments, and the location that gives a distribution a wanted mean. A NaN in an input gives
-a NaN in the result. A negative scale is refused. A scale of zero is a point forecast, and is refused only where a point
-has no such value.
+a NaN in the result. A negative scale is refused. A scale of zero is a point forecast, which only the log score refuses.
 
 Families are those of `ensemble_ml.fields.Family`. Location and scale are in the units of the variable. The closed forms
-stand in `ensemble_ml.closed_forms`, with their sources; they are taken here with the functions of SciPy, in float64.
+and their sources are in `ensemble_ml.closed_forms`. Here they are computed with the functions of SciPy, in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ensemble_ml.verification.checks import check_between, check_scale
 
 
 def _ratio(x: np.ndarray) -> np.ndarray:
-    """Return log(1 + exp(2 x)) / 2."""
+    """Return log(1 + exp(2 x)) / 2, where x is raised to `LOWEST` if it is below."""
     with np.errstate(invalid="ignore"):  # NaN stays
         return np.logaddexp(0.0, 2 * np.maximum(x, forms.LOWEST)) / 2
 
@@ -58,9 +57,9 @@ _SCIPY = forms.Maths(
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _NODES = 12  # nodes of the quadrature between two of these levels
 _GRID = (-4.0, 8.0, 1201)  # table of location / scale: first, last, number
-_BELOW = (-4.0, -60.0, 281)  # table below it, for a distribution whose mean falls as 1 / -location
-# Least mean of a truncated normal distribution, in scales. With a mean nearer to zero, the distribution would be
-# narrower than the mean is known.
+_BELOW = (-4.0, -60.0, 281)  # more of the table, for the truncated normal, whose mean falls only as 1 / -location
+# Least mean of a truncated normal distribution, in scales. Near zero, its standard deviation is about as small as its
+# mean, and smaller than the error of that mean.
 _LEAST_MEAN = 0.1
 _NEWTON = 3  # Newton steps to the location of a mean between two bounds, which is then good to six digits
 _CENSORED_NORMAL = (Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL)
@@ -70,8 +69,8 @@ CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # families with a
 def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Return the CRPS of a parametric forecast, float64 in the units of `y`.
 
-    At scale zero this is the CRPS of a point forecast, the absolute error. A truth that the distribution cannot produce
-    is scored as its nearer bound, plus the distance from that bound.
+    At scale zero this is the CRPS of a point forecast, the absolute error. For a truth beyond a bound of the
+    distribution, the result is the CRPS at the bound plus the distance from it.
 
     Args:
         family: Family of the distribution.
@@ -113,8 +112,8 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
         location: Location in the units of `y`.
         scale: Scale in the units of `y`, 0 or more.
         y: Values. All arrays broadcast.
-        left: Return P(value < y) instead. The two differ at the bounds of censored distributions, which have a mass
-            there.
+        left: Return P(value < y) instead. The two differ at the bounds of censored distributions, which have a point
+            mass there, and at scale zero.
 
     Raises:
         UserError: A scale is negative.
@@ -252,13 +251,13 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return the location that gives a distribution with this scale the wanted mean, float64.
 
-    Most of the families have no closed form for it. The location is interpolated linearly in a table whose steps are 1
-    % of a scale, or 1 % of the location far below zero. Between two bounds, Newton steps follow (see
-    `ensemble_ml.distributions`). The location never lies more than four scales beyond a bound, so a mean very
-    near the bound is not met.
+    Most families have no closed form for it. The location is interpolated linearly in a table with a step of a
+    hundredth of a scale. For a distribution with two bounds, Newton steps follow (see `ensemble_ml.distributions`). The
+    location never lies more than four scales beyond a bound, so a wanted mean very near the bound is not reached.
 
-    The truncated normal distribution is an exception. Its mean approaches zero only for locations far below zero, so
-    its table reaches further down, and its mean is at least `_LEAST_MEAN` scales.
+    The truncated normal distribution is an exception. Its mean approaches zero only for locations far below zero. So
+    its table goes on below minus four scales, with a step of 1 % of the location, and wanted means below `_LEAST_MEAN`
+    scales are raised to that.
 
     Args:
         family: Family of the distribution.
@@ -285,8 +284,8 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
 def _location_between(mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return the location of a normal distribution that is censored at zero and one and has the wanted mean.
 
-    By symmetry, a mean above one half is found as one minus the location for one minus the mean. Newton steps start at
-    the location for a single bound.
+    By symmetry, the location for a mean above one half is one minus the location for one minus that mean. Newton steps
+    start at the location for a single bound at zero.
     """
     near = np.where(mean > 0.5, 1 - mean, mean)
     found = least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
@@ -299,7 +298,7 @@ def _location_between(mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 @cache
 def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
-    """Return a table of location / scale, and the mean / scale of the distribution at each."""
+    """Return a table of location / scale, ascending, and the mean / scale of the distribution at each."""
     x = np.linspace(*_GRID)
     if family is Family.TRUNCATED_NORMAL:
         x = np.append(np.geomspace(*_BELOW)[:0:-1], x)
@@ -320,9 +319,9 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     """Return the threshold-weighted CRPS with weight one above `threshold`, float64 in the units of `y`.
 
     It is the integral of (F(x) - 1{y <= x})^2 over x > threshold, from Gneiting & Ranjan (2011),
-    doi:10.1198/jbes.2010.08110. The normal and the normal censored below the threshold have a closed form, the CRPS of
-    the distribution that is censored at the threshold. The others are integrated by Gauss-Legendre quadrature between
-    quantiles, on either side of y.
+    doi:10.1198/jbes.2010.08110. The normal distribution, and the censored normal for thresholds of zero or more, have a
+    closed form: the CRPS of the normal distribution censored at the threshold. For the others the integral is computed
+    by Gauss-Legendre quadrature between quantiles, separately below and above y.
 
     Args:
         family: Family of the distribution.
@@ -346,8 +345,8 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     edges = [np.maximum(quantile(family, location, scale, level), threshold) for level in _LEVELS]
     points, weights = np.polynomial.legendre.leggauss(_NODES)
     found = np.zeros(np.broadcast_shapes(location.shape, scale.shape, y.shape))
-    # The integrand jumps at y. Each interval between quantiles is cut there, because a quadrature across the jump would
-    # converge slowly.
+    # The integrand jumps at y. An interval between quantiles that holds y is split there, because a quadrature across
+    # the jump would converge slowly.
     for first, last in itertools.pairwise([np.asarray(threshold, np.float64), *edges]):
         for start, end, step in (
             (np.minimum(first, at), np.minimum(last, at), 0.0),
@@ -356,5 +355,5 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
             half = (end - start) / 2
             for point, weight in zip(points, weights, strict=True):
                 found += weight * half * (cdf(family, location, scale, start + half * (point + 1)) - step) ** 2
-    found += np.maximum(at - edges[-1], 0)  # beyond the last quantile F is taken as one
+    found += np.maximum(at - edges[-1], 0)  # beyond the last quantile, F is taken as one
     return found

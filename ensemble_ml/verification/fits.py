@@ -22,11 +22,12 @@ class Fit:
     """The baselines of a group, fitted on the fit dates.
 
     Attributes:
-        corrections: Corrections by number of members, then by name.
+        corrections: Corrections by number of members, then by name in `baselines.CORRECTIONS`.
         spread: Regression of the full ensemble's spread on that of the reduced one.
         start: Regression of the full ensemble's spread on the reduced one's spread at lead 0.
         held_out: Regression of the held-out members' spread on that of the reduced ensemble.
-        climatology: Mean and predictive deviation of the truth, each (Z, Y, X).
+        climatology: Mean and predictive standard deviation of the truth, each (Z, Y, X); NaN at cells that fewer than
+            two fit dates know.
     """
 
     corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Fit:
 
     @cached_property
     def climate(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the climatology as a forecast, with values at cells that the fit dates do not know."""
+        """Return the climatology with its unknown cells filled, so that it can serve as a forecast."""
         return None if self.climatology is None else base.everywhere(*self.climatology)
 
 
@@ -70,7 +71,7 @@ def fit_group(setting: Setting, group: Group) -> Fit:
         if sample.truth is None:
             continue
         truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)
-        # Spreads come from the members as they are. Corrections are fitted to members at the height of the truth's
+        # Spread regressions use the members as they were read. Corrections use members at the height of the truth's
         # ground.
         if sample.raw is not sample.members:
             moments = {size: ensemble_moments(sample.raw[:size]) for size in sizes}
@@ -99,8 +100,8 @@ def _solve(
         found.climatology = base.fit_climatology(truth)
         for size, sums in by_size.items():
             alone = None
-            # One member has no spread. The mean variance of the full ensemble tells calm cells from variable ones
-            # instead. If the full ensemble has only one member, the variance of the truth does.
+            # One member has no spread. The mean variance of the full ensemble replaces it, as it tells calm cells from
+            # variable ones. If the full ensemble has only one member, the climatological variance of the truth is used.
             if size == 1:
                 alone = base.everywhere(*found.climatology)[1] ** 2
                 alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone

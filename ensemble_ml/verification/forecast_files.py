@@ -1,7 +1,7 @@
-"""Read one file of forecasts: its axes, times, levels, members, units and values, whoever made it.
+"""Read one file of forecasts, from any program: its axes, times, levels, members, units and values.
 
-Axes are recognised by CF standard names or by common names. Every problem of a file raises a `UserError` that begins
-with the file's path.
+Axes are recognised by CF standard names or by common names. Problems of a file raise a `UserError` that begins with the
+file's path.
 
 Axes: M member, Z level, Y latitude, X longitude.
 """
@@ -67,14 +67,14 @@ class ForecastFile:
         """Return the initialisation time.
 
         Raises:
-            UserError: The file states none, or several.
+            UserError: The file states none, several, or one that is no date of the standard calendar.
         """
         if "forecast_reference_time" not in self.data.variables:
-            raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
+            raise self._error(f"no forecast_reference_time; {_OTHERS}")
         starts = np.unique(self._times("forecast_reference_time"))
         if len(starts) != 1:
             many = f"forecast_reference_time holds {len(starts)} init times"
-            raise self._wanting(f"{many}; give a file for each init time")
+            raise self._error(f"{many}; give a file for each init time")
         return starts[0]
 
     @cached_property
@@ -82,10 +82,11 @@ class ForecastFile:
         """Return the lead times in whole hours.
 
         Raises:
-            UserError: The file has no times, or times that are not whole hours after the start.
+            UserError: The file has no times, or times that are no dates of the standard calendar or not a whole number
+                of hours after the start. Or the file has no single `start`.
         """
         if "time" not in self.data.variables:
-            raise self._wanting(f"no time; {_OTHERS}")
+            raise self._error(f"no time; {_OTHERS}")
         return self._hours(np.atleast_1d(self._times("time")))
 
     def _times(self, name: str) -> np.ndarray:
@@ -96,7 +97,7 @@ class ForecastFile:
             other = (
                 f"dates of the calendar {calendar}" if values.dtype.kind == "O" else "no dates (its units name none)"
             )
-            raise self._wanting(f"{name} holds {other}; give dates of the standard calendar")
+            raise self._error(f"{name} holds {other}; give dates of the standard calendar")
         return values.astype("datetime64[ns]")
 
     def _hours(self, times: np.ndarray) -> list[Any]:
@@ -107,17 +108,19 @@ class ForecastFile:
         """
         hours = (times - self.start) / np.timedelta64(1, "h")
         if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
-            raise self._wanting("time: only whole hours of lead time are read")
+            raise self._error("time: only whole hours of lead time are read")
         return np.rint(hours).astype(int).tolist()
 
     @cached_property
     def levels(self) -> list[int]:
-        """Return the pressure levels in hPa; none if there is no such axis."""
+        """Return the pressure levels in hPa, rounded to whole numbers; none if there is no such axis.
+
+        Levels without units above `LOWEST_PASCAL` are taken as Pa.
+        """
         if "level" not in self.data.variables:
             return []
         level = self.data["level"]
         values, units = np.atleast_1d(level.values).astype(np.float64), level.attrs.get("units")
-        # Without units, large numbers can only be Pa.
         pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
         return [round(value) for value in (values * (0.01 if pascal else 1.0)).tolist()]
 
@@ -131,28 +134,28 @@ class ForecastFile:
         missing = [name for name in ("latitude", "longitude") if name not in self.data.dims]
         if missing:
             has = ", ".join(map(str, self.data.dims))
-            raise self._wanting(
+            raise self._error(
                 f"not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
             )
         try:
             return canonical(self.data["latitude"].values, self.data["longitude"].values)
         except UserError as error:
-            raise self._wanting(str(error)) from error
+            raise self._error(str(error)) from error
 
     @property
     def axes(self) -> dict[str, np.ndarray]:
-        """Return the values of the axes in space as the file has them."""
+        """Return the values of the axes in space by name, as the file has them."""
         found = {name: self.data[name].values for name in ("latitude", "longitude") if name in self.data.dims}
         return found | ({"level": np.atleast_1d(self.data["level"].values)} if "level" in self.data.coords else {})
 
     @property
     def names(self) -> set[str]:
-        """Return the names of the variables that are read."""
+        """Return the full names of the variables that are read, such as t2m_mean."""
         return {str(name) for name in self.data.data_vars if name in _KNOWN}
 
     @property
     def fields(self) -> dict[str, tuple[int | None, ...]]:
-        """Return the levels in hPa of every variable that can be scored, by name; (None,) at the surface."""
+        """Return the levels in hPa of every variable that can be scored, by short name; (None,) at the surface."""
         found: dict[str, tuple[int | None, ...]] = {}
         for full_name, array in self.data.data_vars.items():
             for part in ("location", "mean", "ensemble_spread"):
@@ -171,7 +174,7 @@ class ForecastFile:
             if name in self.data and axis in self.data[name].coords:
                 try:
                     factor, shift = unit_conversion(self.data[axis].attrs.get("units", known.units), known.units)
-                except UserError:  # probabilities are not scored, so what cannot be drawn is no mistake
+                except UserError:  # thresholds only add diagrams to the report, so unknown units are no error
                     continue
                 found[known.name] = (np.atleast_1d(self.data[axis].values) * factor + shift).tolist()
         return found
@@ -183,17 +186,15 @@ class ForecastFile:
         The numbers are written as the ensemble has them, so 06 becomes 6.
 
         Raises:
-            UserError: The attribute holds other words than numbers.
+            UserError: The attribute holds anything but numbers.
         """
-        told = self.data.attrs.get("members_in", "")
-        # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0).
-        words = (
-            told.replace(",", " ").split()
-            if isinstance(told, str)
-            else [str(number).removesuffix(".0") for number in np.ravel(told).tolist()]
-        )
+        stated = self.data.attrs.get("members_in", "")
+        if isinstance(stated, str):
+            words = stated.replace(",", " ").split()
+        else:  # NetCDF attributes may be lists of numbers, which many programs write as doubles (6.0)
+            words = [str(number).removesuffix(".0") for number in np.ravel(stated).tolist()]
         if other := [word for word in words if not word.isdecimal()]:
-            raise self._wanting(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
+            raise self._error(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
         return tuple(str(int(word)) for word in words)
 
     @property
@@ -203,7 +204,7 @@ class ForecastFile:
 
     @property
     def origin(self) -> dict[str, str]:
-        """Return the attributes that say what the file was made from, as far as it has them."""
+        """Return the attributes of `_ORIGIN` that the file has. They say what it was made from."""
         return {name: str(self.data.attrs[name]) for name in _ORIGIN if name in self.data.attrs}
 
     def dates(self, name: str) -> np.ndarray:
@@ -216,15 +217,15 @@ class ForecastFile:
             datetime64 dates; none if the file has neither.
 
         Raises:
-            UserError: The attribute is no list of dates.
+            UserError: The attribute or the variable holds something other than dates.
         """
         if name in self.data.variables:
             return self._times(name)
         try:
             return dates_of(str(self.data.attrs.get(name, "")))
         except ValueError as error:
-            raise self._wanting(
-                f"{name} is no list of ISO dates or of series of them ({error}); give fit=[...]"
+            raise self._error(
+                f"{name} is no list of ISO dates or of series of them ({error}); correct or remove this attribute"
             ) from error
 
     def family(self, name: str, usual: Family) -> Family:
@@ -237,11 +238,11 @@ class ForecastFile:
         Raises:
             UserError: The family is not known.
         """
-        said = self.data[name].attrs.get("distribution_family", usual.value)
-        if said not in {family.value for family in Family}:
+        stated = self.data[name].attrs.get("distribution_family", usual.value)
+        if stated not in {family.value for family in Family}:
             known = ", ".join(family.value for family in Family)
-            raise self._wanting(f"{name}: distribution_family {said!r} is not known; known are {known}")
-        return Family(said)
+            raise self._error(f"{name}: distribution_family {stated!r} is not known; known are {known}")
+        return Family(stated)
 
     def intervals(self, variable: str) -> dict[int, tuple[int, int]]:
         """Return the first and the last hour of a sum or maximum, by lead in hours.
@@ -251,6 +252,9 @@ class ForecastFile:
 
         Returns:
             The hours; empty if the file does not state them.
+
+        Raises:
+            UserError: A bound of an interval is not a whole number of hours after the start.
         """
         for name in (f"{variable}_{part}" for part in PARTS):
             if name not in self.data:
@@ -278,18 +282,18 @@ class ForecastFile:
             leading: Name of an axis to put before the others, such as "realization".
 
         Returns:
-            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if asked.
+            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if one is named.
 
         Raises:
-            UserError: The lead or the variable is missing, a dimension is left over, units are not known, values cannot
-                be read, or a scale or spread is negative.
+            UserError: The lead or the variable is missing, the variable has another dimension, units are not known or
+                missing, values cannot be read, or a scale or spread is negative.
         """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
-            raise self._wanting(f"no lead of {lead} h; it has {hours}. Make the forecast again")
+            raise self._error(f"no lead of {lead} h; it has {hours}. Make the forecast again")
         name = f"{variable}_{part}"
         if name not in self.data:
-            raise self._wanting(f"lacks {name}, which other files hold; make it again")
+            raise self._error(f"lacks {name}, which other files hold; make it again")
         found = self.data[name].variable
         time = str(self.data["time"].dims[0]) if self.data["time"].dims else "time"
         found = found.isel({time: self.lead_hours.index(lead)}) if time in found.dims else found
@@ -299,11 +303,11 @@ class ForecastFile:
             found = found.set_dims(("level", *found.dims))
         order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
         if more := [str(axis) for axis in found.dims if axis not in order]:
-            raise self._wanting(f"{name}: has a dimension {more[0]}; take one value of it")
+            raise self._error(f"{name}: has a dimension {more[0]}; take one value of it")
         try:
             values = np.asarray(found.transpose(*order).values, np.float64)
         except (OSError, RuntimeError) as error:
-            raise self._wanting(f"{name} cannot be read ({error}); make it again") from error
+            raise self._error(f"{name} cannot be read ({error}); make it again") from error
         factor, shift = self._conversion(name, variable)
         if (factor, shift) != (1.0, 0.0):
             # A difference of two temperatures in Celsius is the same in kelvin, so a scale or spread must not be
@@ -315,41 +319,40 @@ class ForecastFile:
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
 
     def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
-        """Set values to zero that may be zeros after packing and rounding.
+        """Set values to zero that packing or rounding may have moved away from zero.
 
         Raises:
             UserError: Values lie below zero by more than that.
         """
-        # A zero that is packed into integers comes back as anything within half a step of them.
+        # A zero that was packed into integers may come back as any value within half a packing step.
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
         if below := int((values < -near).sum()):
-            raise self._wanting(f"{name} is below zero at {below} of its points")
+            raise self._error(f"{name} is below zero at {below} of its points")
         return np.where(values <= (near if packing else 0.0), 0.0, values)
 
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
         """Return the (factor, shift) that convert a variable to the registry's units.
 
         Raises:
-            UserError: No conversion is known, or the variable is a parameter of a distribution that is only defined in
-                the registry's units.
+            UserError: The units are missing, no conversion is known, or the variable is a parameter of a distribution
+                other than the normal and not in the registry's units.
         """
-        known, told = registered(variable), self.data[name].attrs
-        if "units" not in told and known.units != "1":
-            raise self._wanting(f"{name}: has no units; set its attribute units (here they would be {known.units})")
-        units = str(told.get("units", known.units)).strip()
+        known, attributes = registered(variable), self.data[name].attrs
+        if "units" not in attributes and known.units != "1":
+            raise self._error(f"{name}: has no units; set its attribute units (here they would be {known.units})")
+        units = str(attributes.get("units", known.units)).strip()
         try:
             found = unit_conversion(units, known.units)
         except UserError as error:
-            raise self._wanting(f"{name}: {error}") from error
-        family = told.get("distribution_family", Family.NORMAL.value)
-        # Bounds and shifts of the other families are fixed numbers in the registry's units, so their parameters cannot
-        # be converted.
+            raise self._error(f"{name}: {error}") from error
+        family = attributes.get("distribution_family", Family.NORMAL.value)
+        # The other families have bounds in the registry's units, so their parameters are not converted.
         if found != (1.0, 0.0) and family != Family.NORMAL.value:
-            raise self._wanting(f"{name}: parameters of a {family} distribution in {units}; give them in {known.units}")
+            raise self._error(f"{name}: parameters of a {family} distribution in {units}; give them in {known.units}")
         return found
 
-    def _wanting(self, what: str) -> UserError:
+    def _error(self, what: str) -> UserError:
         """Return the error to raise, whose text begins with the path of the file."""
         return UserError(f"{self.path}: {what}")
 
@@ -381,14 +384,14 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
         if name in made.dims and name in made.coords:
             continue
         lines = [axis for axis, values in made.coords.items() if values.ndim < 2]
-        told = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
-        for axis in [*told, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
+        named = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
+        for axis in [*named, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
             made = made if axis == name else made.rename({axis: name})
             if name in made.coords and made[name].ndim:
                 along[name] = made[name].dims[0]
-    lengths = list(along.values())  # a list of points has one dimension for latitude and longitude
+    lengths = list(along.values())  # in a list of points, latitude and longitude share one dimension
     made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
-    # A level without units may only count the levels. A coordinate beside it in Pa or hPa then holds the pressures.
+    # A level axis without units may only number the levels. A coordinate on it in Pa or hPa then holds the pressures.
     if "level" in made.coords and "units" not in made["level"].attrs:
         beside = [
             c

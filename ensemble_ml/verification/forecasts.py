@@ -3,8 +3,8 @@
 A field NAME is scored through NAME_location and NAME_scale. These are parameters of the distribution that the attribute
 `distribution_family` names, or of the registry's distribution if there is no such attribute. If a file has only
 NAME_mean and NAME_stddev, the field is scored as a normal distribution. A missing mean or standard deviation is
-computed from the distribution. NAME_ensemble_spread is the predicted spread of the full ensemble. Single files are read
-by `forecast_files`.
+computed from the distribution. NAME_ensemble_spread is the predicted spread of the full ensemble. `forecast_files`
+reads the single files.
 
 Axes: M member, Z level, Y latitude, X longitude.
 """
@@ -61,7 +61,7 @@ class ForecastSet:
         names: Full names, such as t2m_mean, of the variables that every file holds.
         made_of: Members that each forecast was made from, by init time; empty where a file does not state them.
         training_dates: Init times that the model was trained on.
-        untold_dates: Number of files that do not state their training dates.
+        files_without_dates: Number of files that do not state the training dates of their model.
         validation_dates: Init times by which the checkpoint was chosen.
         earlier_dates: Init times by which the initial weights of the training were trained or chosen.
         checkpoints: sha256 of the checkpoints that made the files.
@@ -71,7 +71,7 @@ class ForecastSet:
         uneven_leads: Leads that only some files have, in hours.
         uneven_members: Variables whose members only some files have.
         variables: Levels in hPa by short name of the variable; (None,) at the surface.
-        grid: Grid of the forecasts.
+        grid: Grid of the forecasts, in canonical order.
     """
 
     label: str
@@ -80,7 +80,7 @@ class ForecastSet:
     names: frozenset[str]
     made_of: dict[np.datetime64, tuple[str, ...]]
     training_dates: np.ndarray
-    untold_dates: int
+    files_without_dates: int
     validation_dates: np.ndarray
     earlier_dates: np.ndarray
     checkpoints: tuple[str, ...]
@@ -119,7 +119,7 @@ class ForecastSet:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return what the files say of the program, the checkpoint, the model and the step that made them."""
+        """Return the distinct `source` attributes, which name program, checkpoint, model and step of the forecasts."""
         return tuple(dict.fromkeys(one["source"] for one in self.origins.values() if "source" in one))
 
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
@@ -137,18 +137,18 @@ class ForecastSet:
         """
         path = self.files[init_time]
         file = self._file(path)
-        # Parts that not every file has are left out, because they would be scored on some dates only.
+        # A part is either in all files or in none: `_names` refuses other folders.
         there = {part: f"{name}_{part}" in self.names for part in PARTS}
         parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
-        location, scale, family = parts["location"], parts["scale"], registered(name).family
+        location, scale = parts["location"], parts["scale"]
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
         else:
-            family = file.family(f"{name}_location", family)
+            family = file.family(f"{name}_location", registered(name).family)
         mean, stddev = parts["mean"], parts["stddev"]
         if location is not None and scale is not None and (mean is None or stddev is None):
-            of_law = moments(family, location, scale)
-            mean, stddev = of_law[0] if mean is None else mean, of_law[1] if stddev is None else stddev
+            expected, deviation = moments(family, location, scale)
+            mean, stddev = expected if mean is None else mean, deviation if stddev is None else stddev
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
 
     def has_members(self, name: str) -> bool:
@@ -185,7 +185,7 @@ class ForecastSet:
         return self._file(self.files[min(self.files)]).intervals(name)
 
     def fields(self) -> list[tuple[str, int | None]]:
-        """Return the name and the level of every field."""
+        """Return the short name and the level in hPa of every field; None is the surface."""
         return [(name, level) for name, levels in self.variables.items() for level in levels]
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 # Names of raw ensembles and baselines. A folder with such a name is labelled by its path instead.
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
-# Attributes with dates that the model has seen. A file that lacks one counts as having no such dates.
+# Attributes with dates that the model has seen. A file without such an attribute counts as one without such dates.
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 
 
@@ -304,7 +304,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             names=names,
             made_of={start: one.members_in for start, one in headers.items()},
             training_dates=np.array(seen["training_dates"], "datetime64[ns]"),
-            untold_dates=sum(not one.seen["training_dates"] for one in every),
+            files_without_dates=sum(not one.seen["training_dates"] for one in every),
             validation_dates=np.array(seen["validation_dates"], "datetime64[ns]"),
             earlier_dates=np.array(seen["earlier_dates"], "datetime64[ns]"),
             checkpoints=tuple(sorted({one.checkpoint for one in every if one.checkpoint})),
@@ -319,7 +319,7 @@ def _open_folder(folder: Path) -> ForecastSet:
 
 
 def _union(found: list[dict[str, list[float]]]) -> dict[str, set[float]]:
-    """Return the values of all files by name."""
+    """Return the values that any file has, by name."""
     names = {name for one in found for name in one}
     return {name: {value for one in found for value in one.get(name, [])} for name in names}
 

@@ -13,11 +13,11 @@
 
 The second line is the hypsometric equation of dry air whose temperature falls by G.
 
-Any forecast centre makes this correction before it calls an error near the ground a forecast error. Without it, a
-constant that anybody knows would count as skill of the model that learns it. A centre would also not keep a correction
-that makes forecasts worse. The air of a model at 2 m may follow its sea and soil rather than its height. A variable is
-therefore corrected only if this does not raise the RMSE of its mean on the fit dates (`samples.settled`). Mean
-sea-level pressure does not depend on the height of the ground and stays as it is.
+Forecast centres make this correction before they verify forecasts near the ground. Without it, a model that learns the
+constant difference between the two grounds would gain skill from it. But the correction can make forecasts worse: the
+air of a model at 2 m may follow its sea and soil rather than its height. A variable is therefore corrected only if this
+does not raise the RMSE of its mean on the fit dates (`samples.settled`). Mean sea-level pressure does not depend on the
+height of the ground and stays as it is.
 
 Axes: M member, Z level (one), Y latitude, X longitude.
 """
@@ -47,8 +47,8 @@ class Heights:
     Attributes:
         forecast: (Y, X) height of the model's ground, m above sea level.
         truth: (Y, X) height of the truth's ground, m above sea level.
-        variables: Variables that are brought from one ground to the other.
-        ratios: Factor by which this multiplies the RMSE of the mean on the fit dates, by variable (`samples.settled`).
+        variables: Variables that are corrected.
+        ratios: RMSE of the mean with correction over that without, on the fit dates, by variable (`samples.settled`).
     """
 
     forecast: np.ndarray
@@ -89,8 +89,8 @@ class Heights:
 
         Args:
             members: (M, Z, Y, X) surface pressure at the forecast's ground, Pa.
-            temperature: (M, Z, Y, X) 2 m temperature of the same members, K; None takes that of the standard atmosphere
-                at the height of the forecast's ground.
+            temperature: (M, Z, Y, X) 2 m temperature of the same members at the forecast's ground, K; None takes that
+                of the standard atmosphere there.
         """
         below = STANDARD - LAPSE_RATE * np.asarray(self.forecast, np.float64) if temperature is None else temperature
         return members * (1 - LAPSE_RATE * self.rise / below) ** (GRAVITY / (GAS_CONSTANT * LAPSE_RATE))
@@ -129,19 +129,19 @@ def note(heights: Heights | None, variables: set[str]) -> str | None:
             f" any gain in {'them' if names[1:] else 'it'} is that difference alone: give orography= and"
             " truth_orography=."
         )
-    away, found = np.abs(heights.rise), []
+    away, sentences = np.abs(heights.rise), []
     if done := [name for name in names if name in heights.variables]:
-        found.append(
+        sentences.append(
             f"Raw {_words(done)}, and what is made of {'them' if done[1:] else 'it'}: corrected for the height of the"
             f" truth's ground above the model's (up to {away.max():.0f} m, {away.mean():.0f} m in the mean; 6.5 K/km,"
             " hypsometric)."
         )
     for name in (name for name in names if name not in heights.variables):
         more = 100 * (heights.ratios[name] - 1)
-        found.append(
+        sentences.append(
             f"Raw {WORDS[name]}: not corrected for height, which would raise its RMSE on the fit dates by {more:.1f} %."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _words(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Report what scores lack: points that a mask left out, and fields for which baselines could not be fitted."""
+"""List what scores lack: points that a mask left out, and fields for which baselines could not be fitted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ensemble_ml.wording import shortened
 
 _LACKING = {  # reasons why a regression of the spread has no value for a field that is scored
     "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
-    "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
+    "start_regression": f"a test date has no spread at lead 0, or fewer than {FEWEST_SPREADS} fit dates have one",
 }
 
 
 def unfitted(scores: Scores, dates: int) -> list[str]:
     """Return sentences on fields for which a baseline is missing.
 
-    A single missing value makes the mean of a baseline NaN, which leaves the field out of comparisons.
+    If a baseline lacks a value at any point that counts, its mean is NaN and the field is left out of comparisons.
 
     Args:
         scores: The scores.
@@ -37,7 +37,7 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
         key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
         if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
             found.append(f"{short_name(key.entrant)} is left out where {why}: {lacking}.")
-    # Raw members need no fit. A field on which they are scored and corrections are not had too few dates for a fit.
+    # Raw members need no fit. If they are scored on a field and corrections are not, too few dates could be fitted.
     raw, corrected = (
         Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
     )
@@ -61,7 +61,7 @@ def _names(scores: Scores, columns: np.ndarray) -> str:
 
 
 def left_out(scores: Scores) -> list[dict[str, Any]]:
-    """Return the points that a mask left out, with their share of the area that the score would have covered.
+    """Return the points that a mask left out, with their share of the area of all points.
 
     Args:
         scores: The scores.
@@ -73,7 +73,7 @@ def left_out(scores: Scores) -> list[dict[str, Any]]:
     area = WEIGHTINGS.index("area")
     for key, counts in scores.state.left_out.items():
         for c in np.flatnonzero(counts.sum(0)):
-            column = scores.columns[c]
+            column, points = scores.columns[c], int(scores.state.points[key][:, c].sum())
             found.append(
                 {
                     "entrant": key.entrant,
@@ -81,7 +81,7 @@ def left_out(scores: Scores) -> list[dict[str, Any]]:
                     "field": column.name,
                     "lead_hours": column.lead_hours,
                     "left_out": int(counts[:, c].sum()),
-                    "points": int(points := scores.state.points[key][:, c].sum()),
+                    "points": points,
                     # the mean area of all points is one
                     "area_share": round(1 - float(scores.state.weight[key][:, area, c].sum() / points), 6),
                 }

@@ -1,12 +1,13 @@
-"""Record what scores came of: lineage.json, from the archive by way of store and checkpoint to forecasts and scores.
+"""Record in lineage.json what the scores were made from: archive, store, checkpoint and forecasts.
 
+- `format`: 1.
 - `scores`: {path, sha256} of scores.json, which holds the settings of the evaluation.
-- `ensemble`, and `truth` where it is given apart: {path, fingerprint} of what was scored against, and, of a store, its
-  `provenance`: paths, settings and fingerprint of the archive that it was built from.
-- `forecasts`: {label, path, files}; `files` holds, by name, what each forecast says of its origin: `source` (version,
-  checkpoint and input), `checkpoint_sha256` (its checkpoint.json has settings and data of the training),
-  `training_data_fingerprint`, `data_fingerprint` (of the input's init time) and `settings_digest` (of `predict`). A
-  file of another program may say none of these.
+- `ensemble`, and `truth` if it is read from another place: {path, fingerprint} of what forecasts were scored against.
+  A store also has its `provenance`: paths, settings and fingerprint of the archive that it was built from.
+- `forecasts`: {label, path, files}. `files` holds, by file name, the attributes of each forecast that state its origin:
+  `source` (version, checkpoint and input), `checkpoint_step`, `checkpoint_sha256` (the checkpoint's checkpoint.json has
+  settings and data of the training), `training_data_fingerprint`, `data_fingerprint` (of the input's init time) and
+  `settings_digest` (of `predict`). A file of another program may have none of these.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def lineage(source: Source, forecasts: Sequence[ForecastSet]) -> dict[str, Any]:
     """Return the content of lineage.json but for the scores.
 
     Args:
-        source: the full ensemble.
-        forecasts: the forecasts, baselines included.
+        source: The full ensemble, and the truth where there is one.
+        forecasts: The forecasts, including those that count as baselines.
     """
     truth = getattr(source, "truth", None)
     parts = {"ensemble": getattr(source, "forecast", source), "truth": getattr(truth, "store", truth)}
@@ -48,9 +49,9 @@ def to_json(content: dict[str, Any], scores: Path, text: str) -> str:
     """Return the text of lineage.json.
 
     Args:
-        content: the result of `lineage`.
-        scores: path of scores.json.
-        text: its text.
+        content: The result of `lineage`.
+        scores: Path of scores.json.
+        text: Text of scores.json.
     """
     of_scores = {"path": str(scores.absolute()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return json.dumps(strict({"format": 1, "scores": of_scores} | content), indent=1, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Provide the parts that the report is built from: definitions in words, style, tables and figures."""
+"""Provide the parts that the report is built from: definitions in words, style, script, cards and tables."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ DEFINITIONS = {
     "spread": """Sample standard deviation of the members with ddof = 1. The size-corrected spread of M
         members is s_M c4(N)/c4(M), where E[s] = c4 sigma for normal members. The spread regression is a + b s_M + c
         s_clim for each lead, variable and level, fitted by area-weighted least squares; s_clim is the mean of the
-        full ensemble's spread over the fit dates at each grid point (but for the date itself while the
-        regression is fitted), and stands alone as climatology. The start regression has the spread of the M members at
-        lead 0 instead of s_M.""",
-    "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
-        shares members with the input; these do not. So of the spread regression, and of forecasts that say which M
-        members they were made from, the root of ((N-1) S^2 - (M-1) s_M^2) / (N-M), or of S^2/4 where that is more, is
-        scored: what their spread S of all members leaves for the N-M others. Of those that say of a date no member, or
-        one that the ensemble does not have, and of climatology and raw spreads, it is S. Forecasts that have seen a
-        member held out, or may have, have no such score.""",
-    "CRPS": """Continuous ranked probability score: of a predicted distribution as it is; of a raw
-        ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
-        CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.
-        They are not the same: a perfect 10-member ensemble with sigma 1 scores 0.600, 0.601, 0.564 and 0.621.""",
+        full ensemble's spread over the fit dates at each grid point. While the regression is fitted, the mean leaves
+        out the date itself. s_clim alone is the climatology of the spread. The start regression has the spread of the M
+        members at lead 0 instead of s_M.""",
+    "held-out spread": """Spread of the held-out members, times c4(N)/c4(N-M). The full ensemble shares members
+        with the input; the held-out members do not. So the predicted spread S of all members is converted to what it
+        implies for the N-M held-out ones: the root of ((N-1) S^2 - (M-1) s_M^2) / (N-M), but at least S/2. This is done
+        for the spread regression, and for forecasts that state the M members they were made from. For climatology,
+        raw and size-corrected spreads, the start regression, and forecasts made from a member that the ensemble lacks,
+        S itself is scored. A forecast has no such score if it was made from a held-out member, or does not state its
+        members on every date.""",
+    "CRPS": """Continuous ranked probability score. A predicted distribution is scored as it is. A raw ensemble
+        is scored as N(m, (1 + 1/M) s^2), which claims are made against. Three others are shown beside it: N(m, s^2);
+        the fair CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)); and the ordinary one with
+        M^2. They differ: a perfect 10-member ensemble with sigma 1 scores 0.600, 0.601, 0.564 and 0.621.""",
     "baselines": f"""Fitted on the fit dates with the same members: {_CORRECTIONS}. A variance v from n dates
         (n - 1 in its denominator) predicts with v (1 + 1/n). Shrinkage keeps what odd and even blocks of
         the fit dates agree on. A quantity that cannot be negative, or is a share, is scored as a normal distribution
-        and as the variable's own, both with the corrected mean; that of the lower CRPS on the test dates is taken. The
-        best baseline is the one of the reduced ensemble's, or climatology, with the lowest geometric mean CRPS on the
-        test dates themselves, which favours it.""",
+        and as the variable's own, both with the corrected mean. The one with the lower CRPS on the test dates is taken.
+        The best baseline has the lowest geometric mean CRPS among the corrections of the reduced ensemble, climatology
+        and the forecasts given as baselines. It is chosen on the test dates themselves, which favours it.""",
     "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
-    "calibration": """PIT: the predicted distribution function at the truth, drawn at random within the jump of a
-        censored distribution. Ranks: of the truth among raw members, ties drawn. Brier score and reliability: of the
-        truth's exceeding m + 1.28 s of the cell's climate on the fit dates.""",
+    "calibration": """PIT: the predicted distribution function at the truth, drawn at random where a censored
+        distribution has a point mass. Ranks: those of the truth among raw members, where ties are broken at random.
+        Brier score and reliability: those of the event that the truth exceeds m + 1.28 s, where m and s are the mean
+        and the standard deviation of the cell's climate on the fit dates.""",
     "members together": """Ordinary CRPS, energy and variogram score (order 0.5) of members as vectors over variables
-        and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble, at
-        (i - 1/2)/M, where their CRPS is least, in the rank order of its members.""",
-    "EFI": """Extreme forecast index of the raw full ensemble, 2/pi int (p - F(q_p)) / sqrt(p (1 - p)) dp, against
-        members of other years within climate_days of the date; -1 to 1. Weighted by |EFI|: ratios of EECRPS, the mean
-        of |EFI| CRPS.""",
+        and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble, in the
+        rank order of its members. The quantiles are at (i - 1/2)/M, which gives the least CRPS.""",
+    "EFI": """Extreme forecast index of the raw full ensemble, 2/pi int (p - F(q_p)) / sqrt(p (1 - p)) dp, from -1
+        to 1. F is the distribution function of the members, q_p the quantile at p of members of other years within
+        climate_days of the date. Weighted by |EFI|: ratios of EECRPS, the mean of |EFI| CRPS.""",
     "significance on maps": """A t-test over blocks of dates at each point, false discoveries held at 10 % over all
         points together (Benjamini and Hochberg).""",
-    "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
-        unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
-    "intervals": """Block bootstrap over init times, in blocks of block_days or more, apart where dates are
-        further apart; the same draws for all; percentiles, taken further out where blocks are few (Student's t);
-        nothing is sure by fewer than five blocks. Better means that the whole interval of a difference is on the good
-        side, of a forecast from no more members than what it is compared with, and as for the full ensemble's spread,
-        not from all of them.""",
-    "masks": """A point counts where all members, the truth and all forecasts are there; what is left out is
-        counted.""",
+    "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds). The
+        unweighted mean is shown beside it. Means over variables and levels are geometric means of score ratios.""",
+    "intervals": """Block bootstrap over init times, in blocks of block_days or more. A longer gap between dates
+        starts a new block. All scores use the same draws. Percentiles are taken further out where blocks are few
+        (Student's t), and nothing is sure with fewer than five blocks. Better means that the whole interval of a
+        difference is on the good side. A forecast is never called better if it was made from more members than its
+        reference, if it does not state its members, or, for the full ensemble's spread, if it was made from all.""",
+    "masks": """A point counts where all members, all forecasts and, except for scores of the spread, the truth have
+        a value. Points left out are counted.""",
 }
 
 STYLE = """
@@ -108,8 +110,8 @@ details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
 .yes{color:#00634a;font-weight:600}.no{color:#a64a00;font-weight:600}
 """
 
-# One selection for the whole page: each choice shows the card of what is selected. Without a script its first card
-# stands open, and the others below it, folded.
+# The whole page has one selection, and each choice shows the card that belongs to it. Without a script, each choice
+# shows its first card, and the others folded below it.
 SCRIPT = """
 const bar = document.getElementById("bar"), selects = {};
 const boxes = [...document.querySelectorAll(".choice")].map(box => {
@@ -126,7 +128,7 @@ const boxes = [...document.querySelectorAll(".choice")].map(box => {
 function show() {
   for (const {box, words, cards} of boxes) {
     const key = Object.entries(words).map(([word, options]) => Math.max(0, options.indexOf(selects[word].value)));
-    box.replaceChildren(cards.get(key.join(" ")) || "There are no such scores of what is selected.");
+    box.replaceChildren(cards.get(key.join(" ")) || "There are no scores for this selection.");
   }
   const region = [...document.querySelectorAll("[data-region]")].find(g => g.dataset.region === selects.region?.value);
   document.querySelectorAll(".veil").forEach(use => use.setAttribute("href", region ? "#" + region.id : "#none"));
@@ -150,16 +152,16 @@ bar.hidden = !boxes.length;
 show();
 """
 
-# What can be selected. All choices of a page that have the same word follow the same selection.
+# The parts of the selection. All choices of a page that have the same part follow the same selection.
 FORECAST, SCORE, REGION, FIELD, LEAD = "forecast", "score", "region", "field", "lead"
 
 
 def choice(words: Sequence[str], cards: Mapping[Any, str], first: tuple[str, ...] | None = None) -> str:
-    """Return cards of which the selection of the page shows one, as HTML that can be read without a script, too.
+    """Return cards as HTML, of which the page shows the selected one. They can also be read without a script.
 
     Args:
         words: Name of each part of a key, such as `REGION`.
-        cards: HTML of each card by key, one text for each of `words`. Empty cards are left out.
+        cards: HTML of each card by key, which is a tuple of one text for each of `words`. Empty cards are left out.
         first: The card that is shown first; None takes the first one.
     """
     cards = {key: card for key, card in cards.items() if card}
@@ -179,9 +181,7 @@ def choice(words: Sequence[str], cards: Mapping[Any, str], first: tuple[str, ...
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole HTML document.
-
-    The empty icon keeps a browser from asking a server for one.
+    """Return a whole HTML document. Its empty icon keeps a browser from asking a server for one.
 
     Args:
         title: Title as text.
@@ -207,11 +207,11 @@ def number(value: Interval, digits: int = 1, general: bool = False) -> str:
     """Return a value with its interval below it, as HTML.
 
     Args:
-        value: The value. An interval of NaN or of length zero is not shown.
+        value: The value. Its interval is not shown if it is NaN or has length zero.
         digits: Number of digits after the point, or of significant ones if `general`.
         general: Use significant digits.
     """
-    # The z drops the minus sign of a number that is rounded to zero.
+    # The z in the format drops the minus sign of a number that rounds to zero.
     form: Callable[[float], str] = (lambda x: f"{x:.{digits}g}") if general else (lambda x: f"{x:z.{digits}f}")
     if not np.isfinite(value.low) or value.low == value.high:
         return form(value.value)
@@ -235,14 +235,14 @@ def table(
         caption: Caption as text.
         classes: CSS class of each cell, or None.
         wrap: Allow line breaks within cells.
-        groups: Titles above the columns but the first, with the number of columns of each.
+        groups: Titles above all columns except the first, with the number of columns under each.
     """
     body = []
     for i, line in enumerate(lines):
         marks = classes[i] if classes else [None] * len(line)
         cells = (f"<td{f' class={mark}' if mark else ''}>{cell}</td>" for cell, mark in zip(line, marks, strict=True))
         body.append(f"<tr>{''.join(cells)}</tr>")
-    # The name of its group is the tooltip of a column, and tells the script which group a cell belongs to.
+    # The title of each column is the name of its group. It is shown as a tooltip, and the script reads it.
     owners = ["", *(escape(name) for name, width in (groups or {}).items() for _ in range(width))]
     over = "".join(
         f'<th colspan="{width}" scope="colgroup">{escape(name)}</th>' for name, width in (groups or {}).items()

@@ -1,7 +1,7 @@
 """Decide what is compared: the dates, leads, variables and levels that the forecasts and the ensemble share.
 
-Every date that is left out is recorded with its reason, and a note counts the fields that are left out. The notes also
-say what the forecasts do not state, because a reader of the report must know what a score rests on.
+Every date that is left out is recorded with its reason, and a note counts the fields that are left out. Other notes
+name what the forecasts do not state, because a reader of the report must know what a score depends on.
 
 Axes: T lead, V variable on pressure levels, S surface variable, Z level.
 """
@@ -31,9 +31,9 @@ class Plan:
     Attributes:
         test: Test dates, as positions in the source's init times.
         fit: Dates that baselines are fitted on, as positions in the source's init times.
-        columns: The fields that are scored.
+        columns: The fields that are scored, each at one lead.
         groups: The same fields in groups of one variable and lead.
-        dropped: Dates that are not scored, each with the reason.
+        dropped: Dates that are not scored: {date, reason}.
         notes: Sentences for the report.
         truth: True if the source has a truth.
         reduced: Number of members of the raw reduced ensemble.
@@ -62,7 +62,8 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
 
     Raises:
         UserError: A forecast has another grid, or sums over other hours. The truth in the settings has no field. There
-            is no common field, or no date to score. No dates to fit on are known, or the source lacks some of them.
+            is no common field, or no date to score. No dates to fit on are known, the source lacks some of them, or
+            `config.fit` names a period without init times.
     """
     layout, notes = source.layout, list[str]()
     for forecast in forecasts:
@@ -72,7 +73,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
-                "regrid=true brings an archive to the forecasts' grid (in a store's place: that which it was made from)"
+                "regrid=true brings an archive to the forecasts' grid; give the archive, not a store made from it"
             )
         notes += [note for note in _check_intervals(source, forecast) if note not in notes]
     truth = source.has(Part.TRUTH)
@@ -90,8 +91,8 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     notes += _hour_notes(layout.init_time[fit], layout.init_time[test])
     if truth and not as_list(config.baselines or []):
         notes.append(
-            "No forecast stands among the baselines: corrections have bias and inflation, no slope on the mean of the"
-            " members, as EMOS has (train model=emos, predict, and give its forecasts as baselines=)."
+            "No forecast is among the baselines: the corrections have bias and inflation, but no slope on the ensemble"
+            " mean. EMOS has one (train model=emos, predict, and give its forecasts as baselines=)."
         )
     if dropped:
         reasons = sorted({d["reason"] for d in dropped})
@@ -110,17 +111,17 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
 
 
 def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
-    """Return notes on what a set of forecasts lacks or does not state, and on how its model was trained.
+    """Return notes on what forecasts of one folder lack or do not state, and on how their model was trained.
 
     Args:
-        forecast: A set of forecasts.
+        forecast: The forecasts of one folder.
         fitted: Init times that baselines are fitted on.
     """
     notes = []
     if {origin.get("checkpoint_step") for origin in forecast.origins.values()} == {"0"}:
         notes.append(
-            f"{forecast.label}: its checkpoint is of step 0, so this is the statistical start alone: no training step"
-            " was made, or none was better at a validation."
+            f"{forecast.label}: its checkpoint is of step 0, so it is the statistical start without a trained network:"
+            " no training step was made, or none was better in validation."
         )
     if forecast.uneven_leads:
         few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
@@ -132,11 +133,10 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
     if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
         few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
         notes.append(f"{forecast.label} gives {few}.")
-    # Without training dates nobody can tell whether the model has seen the test dates. The forecast is scored, and a
-    # note warns the reader.
-    if forecast.untold_dates:
+    # Without training dates, nobody can tell whether the model has seen the test dates. A note warns the reader.
+    if forecast.files_without_dates:
         some = len(forecast.training_dates) > 0
-        who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
+        who = f"{forecast.label}: {forecast.files_without_dates} of its files do" if some else f"{forecast.label} does"
         notes.append(
             f"{who} not state the dates that it was trained on (attribute training_dates), if any; test dates may"
             " be among them."
@@ -155,8 +155,8 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     One note warns that fit dates of several hours are fitted together. Another warns of test dates at an hour that no
     fit date has.
     """
-    # The errors of a model depend on the time of day. Baselines that are fitted at another hour, or at all hours
-    # together, are too weak, so a gain over them says little.
+    # The errors of a model depend on the time of day. Baselines fitted at another hour, or at all hours together, are
+    # too weak, so a gain over them says little.
     starts = hour_of_day(test)
     known = set(hour_of_day(fit).tolist())
     strange = ~np.isin(starts, sorted(known))
@@ -164,21 +164,21 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     notes = []
     if len(known) > 1:
         notes.append(
-            f"Baselines and climatology are fitted to starts at {every} UTC together, which errors that follow the sun"
-            " make worse: evaluate the forecasts of each hour alone, in a folder of their own, for baselines of that"
-            " hour."
+            f"Baselines and climatology are fitted to starts at {every} UTC together, which makes them worse, because"
+            " errors depend on the time of day: put the forecasts of each hour into their own folder and evaluate it"
+            " alone."
         )
     if new and known:
         some = "Test dates" if strange.all() else f"{int(strange.sum())} of {len(test)} test dates"
         notes.append(
-            f"{some} start at {new} UTC, of which no fit date is: baselines and climatology are those of starts at"
-            f" {every} UTC, so that a gain on them says little."
+            f"{some} start at {new} UTC, and no fit date does: baselines and climatology are those of starts at"
+            f" {every} UTC, so a gain over them says little."
         )
     return notes
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
-    """Return notes on variables for which only the source or only the forecast states the hours of a sum or an extreme.
+    """Return notes on sums and maxima whose hours only the source or only the forecast states.
 
     Raises:
         UserError: A variable covers other hours in the forecast than in the source.
@@ -189,7 +189,7 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     for name in (name for name in source.layout.names if name in forecast.variables):
         theirs = forecast.intervals(name)
         for lead, pair in zip(leads, ours.get(name, [None] * len(leads)), strict=True):
-            # A sum up to lead 0 covers no hours, so it does not matter there if they are not stated.
+            # A sum up to lead 0 covers no hours, so there it does not matter whether they are stated.
             if (pair is None) != (lead not in theirs) and lead:
                 unstated[source.path if pair is None else forecast.label].append(f"{name} {lead} h")
             if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
@@ -199,7 +199,7 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
                     f" {pair[0]}-{pair[1]} h; give the data that it was made from"
                 )
     return [
-        f"{who} does not state the hours that sums or extremes are over, taken for the other's: {shortened(what)}."
+        f"{who} does not state the hours of sums or maxima, so those of the other are assumed: {shortened(what)}."
         for who, what in unstated.items()
         if what
     ]
@@ -240,8 +240,10 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 
 def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
-    """Return the training dates at the hours of day at which forecasts start, or all of them if those are too few."""
-    # Fewer than FEWEST_DATES dates cannot support a correction, and a baseline of mixed hours is better than none.
+    """Return the training dates at the hours of the day of the forecasts, or all training dates if those are too few.
+
+    Fewer than FEWEST_DATES dates cannot support a correction, and a baseline of mixed hours is better than none.
+    """
     hours = np.unique(hour_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
     alike = trained[np.isin(hour_of_day(trained), hours)]
     if len(alike) < FEWEST_DATES or len(alike) == len(trained):
@@ -256,8 +258,8 @@ def _test_dates(
 ) -> tuple[np.ndarray, list[dict[str, str]]]:
     """Split the dates of the forecasts into those that are scored and those that are dropped, with reasons.
 
-    A date that a model has seen in any way (in training, in choosing the checkpoint, in earlier weights) would flatter
-    its forecast. A date that baselines were fitted on would flatter the baselines.
+    A date that a model has seen (in training, in the choice of the checkpoint, in earlier weights) would make its
+    forecast look too good. A date that baselines were fitted on would make the baselines look too good.
 
     Returns:
         Positions of the scored dates in the source's init times, and the date and reason of every dropped date.
@@ -298,7 +300,10 @@ def _why_not(
     source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool,
     scored: list[np.ndarray],
 ) -> str | None:  # fmt: skip
-    """Return the reason why a date cannot be scored, or None."""
+    """Return the reason why a date cannot be scored, or None.
+
+    `found` is the position of `start` in the source's init times, or empty. `scored` holds the masks of `_scored`.
+    """
     lacking = [forecast.label for forecast in forecasts if start not in forecast.files]
     if lacking:
         return f"missing from {lacking[0]}"
@@ -307,7 +312,7 @@ def _why_not(
     there = source.present(Part.FORECAST, int(found[0]))
     if not any(part.any() for part in there):
         return "without members"
-    # A score uses the points where every member has a value, so one missing member makes a field useless.
+    # A score needs every member at a point, so a field with a missing member cannot be scored.
     if not any((part.all(0) & wanted).any() for part, wanted in zip(there, scored, strict=True)):
         return "with some members missing of every field that is scored"
     verified = source.present(Part.TRUTH, int(found[0])) if truth else ()
@@ -328,7 +333,7 @@ def _groups(
     """
     layout = source.layout
     leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
-    # A field that one forecast lacks is not scored for any, because means over different fields cannot be compared.
+    # A field that one forecast lacks is scored for none, because means over different fields cannot be compared.
     names = [name for name in layout.names if all(name in f.variables for f in forecasts)]
     groups: list[Group] = []
     columns: list[Column] = []
@@ -379,25 +384,25 @@ def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
 
 def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: list[ForecastSet]) -> list[str]:
     """Return notes on forecasts whose members make a comparison weaker or unfair."""
-    # The raw reduced ensemble consists of the first members. A forecast from other or more members is scored, with a
-    # note.
+    # The raw reduced ensemble is the first `size` members. A forecast from other members is scored, and gets a note.
     held = [str(number) for number in source.layout.realization]
     reduced, ours = held[:size], forecasts[: len(as_list(config.forecast))]
     notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]
     notes += [
         f"{f.label} was made from members {' '.join(f.members_in)}, not from {' '.join(reduced)}, the reduced ensemble"
-        f"{': with more to go by, no gain on it is sure' if f in ours and len(f.members_in) > size else ''}."
+        f"{': it has more input, so no gain over it is sure' if f in ours and len(f.members_in) > size else ''}."
         for f in forecasts
         if f.members_in and list(f.members_in) != reduced
     ]
     notes += [
         f"{f.label} does not state the members that it was made from (attribute members_in)"
-        f"{' in all of its files' if f.seen else ''}; it may have more to go by than what it is compared with."
+        f"{' in all of its files' if f.seen else ''}; it may have more input than what it is compared with."
         for f in forecasts
         if f.silent
     ]
     notes += [
-        f"{f.label} was made from all {len(held)} members: their spread is its input and target, no gain in it is sure."
+        f"{f.label} was made from all {len(held)} members: their spread is its input and target, so no gain in spread"
+        " is sure."
         for f in ours
         if len(f.members_in) >= len(held) > 1
     ]
@@ -405,8 +410,8 @@ def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: 
         others = sorted(f.seen - {*held}, key=int) if any(name.endswith("_ensemble_spread") for name in f.names) else []
         if others and len(held) - size > 1 and not f.silent and f.seen.isdisjoint(held[size:]):
             notes.append(
-                f"{f.label} names members that the ensemble does not have ({shortened(others)}): what its spread says"
-                " of those held out is not worked out, and it is scored against theirs as it stands."
+                f"{f.label} names members that the ensemble does not have ({shortened(others)}), so its spread is"
+                " compared with that of the held-out members without a conversion."
             )
     if len(held) == size:
         notes.append("The reduced ensemble is the full one: its spread is both input and target.")

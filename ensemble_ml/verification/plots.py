@@ -1,10 +1,11 @@
-"""Draw maps and reliability with matplotlib, for `ensemble_ml.plot`. The report's figures are those of `svg`."""
+"""Draw maps and reliability diagrams with matplotlib, for `ensemble_ml.plot`. `svg` draws those of the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ _FONT: dict[Any, Any] = {
 
 
 def in_legend(name: str) -> str:
-    """Return a name in the form that a legend shows. Matplotlib leaves out names that begin with an underscore.
+    """Return a name with a blank before an initial underscore, because matplotlib's legends leave such names out.
 
     Args:
         name: Name of a curve.
@@ -53,8 +54,6 @@ def new_figure(
         columns: Number of columns of axes.
         heights: Relative heights of the rows; None makes them equal.
     """
-    import matplotlib as mpl
-
     with mpl.rc_context(_FONT):
         figure = Figure(figsize=(width, height), layout="constrained")
         return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False, height_ratios=heights))
@@ -95,7 +94,7 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
 
 
 def _longitude(degrees: float, _: float) -> str:
-    """Return a longitude as a label, such as 30°W; it may lie a turn off."""
+    """Return a longitude, which may be off by 360 degrees, as a label such as 30°W."""
     east = (degrees + 180) % 360 - 180
     return f"{abs(east):g}°{'' if east % 180 == 0 else 'E' if east > 0 else 'W'}"
 
@@ -119,12 +118,10 @@ def draw_coasts(axis: Axes) -> None:
 
 
 def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
-    """Draw the observed frequency against the forecast probability.
-
-    A panel above shows how often each probability is forecast.
+    """Draw the observed frequency against the forecast probability, and above it the number of points.
 
     Args:
-        panels: Reliability tables by entrant, by title of the panel.
+        panels: For each title of a panel, the reliability tables by name of the curve.
 
     Returns:
         The figure.
@@ -141,7 +138,7 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
         axis.set_ylabel("observed frequency")
         axis.legend(frameon=False, fontsize=7.5)
         top.set_yscale("log")
-        # Counts are plain numbers, as matplotlib would write 10^3 as a formula.
+        # Counts are written as plain numbers. By default, matplotlib writes powers of ten.
         top.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         top.yaxis.set_minor_formatter(NullFormatter())
         top.set_ylabel("points")

@@ -1,6 +1,6 @@
 """Compute calibration scores: PIT and its histograms, reliability, the Brier score and its parts, the quantile score.
 
-A histogram is a sum of weights in bins, so histograms of parts add up like every other aggregation.
+A histogram is a sum of weights in bins, so histograms of different points can be added.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ def pit(
     a calibrated forecast would not be uniform otherwise (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
 
     Args:
-        family: The type of the forecast distribution.
+        family: Family of the distribution.
         location: Location of the distribution, in the units of the variable.
         scale: Scale of the distribution, in the same units.
         y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
         uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
 
     Raises:
-        UserError: `uniform` is outside of [0, 1), or a scale is negative.
+        UserError: A value of `uniform` is outside of [0, 1), or a scale is negative.
     """
     check_uniform(uniform)
     at = np.clip(y, *family.bounds)
-    # The two differ only where the distribution has a point mass.
     below, above = cdf(family, location, scale, at, left=True), cdf(family, location, scale, at)
     return below + (0.5 if uniform is None else uniform) * (above - below)
 
 
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
-    """Return which of `bins` equal bins of [0, 1] each value falls into, int64.
+    """Return the number of the bin of [0, 1] that each value falls into, int64 from 0 to `bins` - 1.
 
     Args:
         probability: Values in [0, 1] of any shape. The value 1 belongs to the last bin. NaN falls into the first bin,
             so the caller must mask it.
-        bins: Number of bins, one or more.
+        bins: Number of bins of equal width, one or more.
 
     Raises:
         UserError: `bins` is below one, or values lie outside of [0, 1].
@@ -85,16 +84,19 @@ def flatness(counts: np.ndarray) -> np.ndarray:
     doi:10.1029/2005JD006917.
 
     Args:
-        counts: (..., K) counts or weights.
+        counts: (..., K) counts or weights, 0 or more.
+
+    Raises:
+        UserError: A count is negative.
     """
     return np.abs(shares(counts) - 1 / counts.shape[-1]).sum(-1)
 
 
 def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndarray:
-    """Return the pinball loss (1{y < q} - level) (q - y) of a predicted quantile q.
+    """Return the pinball loss (1{y < q} - level) (q - y) of a predicted quantile q, in the units of `y`.
 
     Twice its mean over all levels is the CRPS. It is equation 42 of Gneiting & Raftery (2007),
-    doi:10.1198/016214506000001437.
+    doi:10.1198/016214506000001437, with the sign reversed, so that smaller is better.
 
     Args:
         forecast: Predicted quantile in the units of `y`.
@@ -109,7 +111,7 @@ def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndar
 
 
 def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """Return the squared difference of a probability and the outcome. Brier (1950).
+    """Return the squared difference of a probability and the outcome, after Brier (1950).
 
     Args:
         probability: Forecast probability in [0, 1].
@@ -127,8 +129,8 @@ def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
 class BrierParts:
     """The parts of a Brier score, where score = reliability - resolution + uncertainty + within.
 
-    `within` is what binning leaves over: the variance of the probabilities within a bin, less twice their covariance
-    with the event. The first three parts are from Murphy (1973), the last from Stephenson et al. (2008),
+    `within` is due to the width of the bins: the variance of the probabilities within a bin, less twice their
+    covariance with the event. The first three parts are from Murphy (1973), the last from Stephenson et al. (2008),
     doi:10.1175/2007WAF2006116.1.
     """
 
@@ -165,6 +167,9 @@ class Reliability:
 
         Args:
             bins: Number of bins of equal width, one or more.
+
+        Raises:
+            UserError: `bins` is below one.
         """
         check_count("bins", bins, 1, "probabilities are counted in equal bins")
         return cls(*(np.zeros(bins) for _ in range(6)))
@@ -185,8 +190,7 @@ class Reliability:
         w = np.broadcast_to(weights, mask.shape)[mask]
         check_event("event", o)
         check_weights(w, weights)
-        # Beside p and the event, sums of p^2 and p times the event are kept, without which the exact score would be
-        # lost.
+        # The exact Brier score also needs the sums of p^2 and of p times the event.
         where = bin_of(p, len(self.weight))
         terms = (w, np.ones_like(w), w * p, w * o, w * p * p, w * p * o)
         for table, values in zip(self._tables(), terms, strict=True):
@@ -209,12 +213,12 @@ class Reliability:
         return self.forecast[kept] / self.weight[kept], self.event[kept] / self.weight[kept], self.count[kept]
 
     def parts(self) -> BrierParts:
-        """Return the Brier score and its parts."""
+        """Return the Brier score and its parts; NaN if the table has no weight."""
         kept = self.weight > 0
         w, total = self.weight[kept], self.weight.sum()
         p, o = self.forecast[kept] / w, self.event[kept] / w
-        # The score comes from the sums of squares and is exact. Its parts see only the mean of each bin, and `within`
-        # is the rest.
+        # The score comes from sums of squares and is exact. The first three parts know only the means of each bin;
+        # `within` is the difference.
         base = self.event.sum() / total
         score = (self.square.sum() - 2 * self.both.sum() + self.event.sum()) / total
         variance = (self.square[kept] / w - p * p) - 2 * (self.both[kept] / w - p * o)

@@ -22,7 +22,7 @@ _NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings that do not stand for a 
 
 
 def regions(scores: Scores) -> dict[str, str]:
-    """Return the weightings that stand for a region, by the name of the region in the report.
+    """Return the weightings of regions, by the name of the region in the report.
 
     Args:
         scores: The scores.
@@ -32,11 +32,11 @@ def regions(scores: Scores) -> dict[str, str]:
 
 
 def scorecard(scores: Scores) -> str:
-    """Return the scorecard: fields as rows, leads as columns, a group of columns for each forecast.
+    """Return scorecards, one for each score, reference and region, of which the page shows the selected one.
 
-    There is one for each score, reference and region. A cell shows the gain in percent and the two scores that it is
-    computed from, and is coloured by the sign of the gain, darker where the difference is significant. All comparisons,
-    also those between forecasts, use the same bootstrap draws of init times.
+    Rows are fields and columns are leads, with a group of columns for each forecast. A cell shows the gain in percent
+    and the two scores that it is computed from. It is coloured by the sign of the gain, darker where the gain is
+    significant. All comparisons, also those between forecasts, use the same bootstrap draws of init times.
 
     Args:
         scores: The scores.
@@ -69,7 +69,7 @@ def scorecard(scores: Scores) -> str:
 
 
 def _card(scores: Scores, metric: str, other: str, weighting: str) -> str:
-    """Return the scorecard against an entrant in a region; empty if no cell has a value."""
+    """Return the scorecard against the entrant `other` in a region; empty if no cell has a value."""
     gains = {
         label: [percent for _, percent in scores.difference(metric, label, other, weighting)]
         for label in scores.forecasts
@@ -93,7 +93,7 @@ def _card(scores: Scores, metric: str, other: str, weighting: str) -> str:
         cells = []
         for label, found in gains.items():
             ours, theirs = (scores.score(metric, entrant, weighting) for entrant in (label, other))
-            assert ours is not None and theirs is not None  # where one has no score there are no gains
+            assert ours is not None and theirs is not None  # without one of the scores there would be no gains
             for lead in scores.leads:
                 c = position.get((name, f"{lead} h"))
                 values = "" if c is None else f"{ours.value[c]:.3g} | {theirs.value[c]:.3g}"
@@ -116,18 +116,21 @@ def _gain_cell(found: Interval | None, values: str = "") -> tuple[str, str | Non
 
 
 def _mark(found: Interval) -> str | None:
-    """Return the class of a cell, which says the sign of a gain and whether it is significant."""
-    if abs(found.value) < 0.05:  # a smaller value is shown as 0.0
+    """Return the CSS class of a cell: b for a gain, w for a loss, followed by 0 if it is not significant."""
+    if abs(found.value) < 0.05:  # such a value is shown as 0.0
         return None
     return ("b" if found.value > 0 else "w") + ("" if found.excludes(0) else "0")
 
 
 def entrants(scores: Scores, first: Column) -> str:
-    """Return tables of all entrants: ratios to a reference, area-weighted and not, and all scores of each field.
+    """Return tables of all entrants: ratios to a reference, area-weighted and unweighted, and the scores of each field.
 
     Args:
         scores: The scores.
         first: The field and lead to show first.
+
+    Returns:
+        HTML; empty if nothing can be compared.
     """
     full, regression = f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
     pairs = (("crps", full), ("rmse", full), ("spread_rmse", regression), ("held_out_rmse", regression))
@@ -169,9 +172,9 @@ def _title(scores: Scores, entrant: str) -> str:
 
 
 def _raw_table(scores: Scores, lead: int) -> str:
-    """Return a table of the raw ensembles' CRPS by each estimator, as ratios to raw N as a normal distribution.
+    """Return a table of the raw ensembles' CRPS by each estimator.
 
-    Claims are made against this reference.
+    The values are ratios to the CRPS of the full ensemble as N(m, (1+1/M) s²), which claims are made against.
     """
     columns, lines = scores.at_lead(lead), []
     ways = ("crps", "crps_normal", "crps_fair", "crps_members")
@@ -196,7 +199,7 @@ def _raw_table(scores: Scores, lead: int) -> str:
 
 
 def _all_scores(scores: Scores, column: int) -> str:
-    """Return a table of the scores of all entrants in one field, with intervals and in its units."""
+    """Return a table of the scores of all entrants in one field, with intervals, in the units of the field."""
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
     heads, lines = ["", *(METRICS[name].long_name for name in shown)], []
     for entrant in scores.entrants():

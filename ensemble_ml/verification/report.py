@@ -1,4 +1,4 @@
-"""Compose the HTML report, a single file that needs no network. Its script only chooses which cards are shown.
+"""Compose the HTML report, a single file that needs no network. Its script only shows the cards that are selected.
 
 Its first screen answers whether the forecast is better, and how sure that is. Details follow below.
 """
@@ -63,8 +63,8 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     sub = (
         f"From {stated}{beside}. {len(test)} test date{'s' * (len(test) != 1)} ({span}), "
         f"baselines fitted on {len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
-        f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
-        f"forecast has more to go by."
+        "Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
+        "forecast has more input than what it is compared with."
     )
     lines = "".join(f"<p>{escape(line)}</p>" for line in content["headline"])
     notes = "".join(f"<li>{escape(note)}</li>" for note in content["notes"])
@@ -79,7 +79,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
 
 
 def _made_by(content: dict[str, Any]) -> str:
-    """Return a line for each forecast: the program, checkpoint, model and step that made it, as its files say."""
+    """Return a line for each forecast: the program, checkpoint, model and step that made it, as its files state."""
     lines = []
     for one in content["forecasts"]:
         made = shortened(one["sources"], _SOURCES) or "its files do not say what made them"
@@ -92,7 +92,7 @@ def _made_by(content: dict[str, Any]) -> str:
 def _claims(content: dict[str, Any]) -> str:
     """Return a folded table of the claims: what was measured, whether that is a gain at all, and how sure it is.
 
-    The targets that scores.json holds are those of this project's own benchmark, and are no measure for a user's model.
+    The targets in scores.json are left out. They are those of this project's own benchmark.
     """
     if not content["claims"]:
         return ""
@@ -111,10 +111,10 @@ def _claims(content: dict[str, Any]) -> str:
 
 def _background(content: dict[str, Any]) -> str:
     """Return the definitions, and the folded lists of dates, points left out and settings."""
-    found = content["definitions"].items()
-    words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found)
+    definitions = content["definitions"].items()
+    words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in definitions)
     dates = content["dates"]
-    # Dropped dates are grouped by reason: a list of hundreds of dates with the same reason would hide the others.
+    # Dropped dates are grouped by reason, because hundreds of dates with the same reason would hide the others.
     reasons: dict[str, list[str]] = {}
     for one in dates["dropped"]:
         reasons.setdefault(one["reason"], []).append(one["date"])
@@ -136,7 +136,7 @@ def _background(content: dict[str, Any]) -> str:
 
 
 def _dates(dates: list[str]) -> str:
-    """Return the number of dates, the first and the last, and all of them if their series make a short text."""
+    """Return the number of dates, the first and the last, and all of them if they make a short text (`dates_text`)."""
     if not dates:
         return "none"
     text = dates_text(dates)

@@ -1,6 +1,6 @@
 """Read one variable and lead of one initialisation time, from the ensemble, the truth and the forecasts.
 
-This is the unit of all work in verification. It also decides which members a forecast has seen.
+All work in verification goes by these units. This file also decides which members a forecast has seen.
 
 Axes: W weighting, M member, Z level, Y latitude, X longitude.
 """
@@ -53,11 +53,11 @@ class Setting:
         forecasts: The forecasts, including those that count as baselines.
         reduced: Number of members of the reduced ensemble.
         fit: Positions of the fit dates in the source.
-        halves: Half of each fit date, 0 or 1. Empirical Bayes compares the halves with each other.
-        weights: (W, Y, X) exact cell areas, ones, then cell areas within regions.
+        halves: Half of each fit date, 0 or 1. The halves are compared with each other to shrink local corrections.
+        weights: (W, Y, X) exact cell areas, ones, then cell areas within each region and zero outside.
         truth: True if there is a truth.
         climate_days: Half-width in days of the window of the model climate; 0 turns it off.
-        seasons: Cache of the dates that the model climate is made of, filled as they become known.
+        seasons: Cache of the dates that the model climate of each date is made of, as positions in the source.
         heights: Heights of the ground in model and truth, where they are known.
     """
 
@@ -94,9 +94,8 @@ class Setting:
     def informed(self) -> frozenset[str]:
         """Return the labels of forecasts that have seen held-out members, or may have.
 
-        A forecast that does not state its members counts as one of these.
+        They cannot be scored on these members. A forecast that does not state its members on all dates may have.
         """
-        # A forecast that has seen held-out members cannot be scored on them, and one that does not say might have.
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
         return frozenset(one.label for one in self.forecasts if held & one.seen or one.silent)
 
@@ -107,13 +106,16 @@ class Setting:
             date: Position of the init time in the source.
 
         Returns:
-            Positions by label. A forecast is missing if it names a member that the ensemble lacks. Its list is empty if
-            it states none.
+            Positions by label. A forecast is missing if it names a member that the ensemble lacks, and its list is
+            empty if it states none.
         """
         start = self.source.layout.init_time[date]
-        told = {one.label: one.made_of.get(start, ()) for one in self.forecasts}
-        known = {label: numbers for label, numbers in told.items() if {*numbers} <= {*self._places}}
-        return {label: [self._places[number] for number in numbers] for label, numbers in known.items()}
+        stated = {one.label: one.made_of.get(start, ()) for one in self.forecasts}
+        return {
+            label: [self._places[number] for number in numbers]
+            for label, numbers in stated.items()
+            if {*numbers} <= {*self._places}
+        }
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -125,15 +127,14 @@ class Setting:
 class Sample:
     """The data of one initialisation time of a group.
 
-    Spreads and the extreme forecast index use `members`, as the ensemble and its climate have them. Comparisons with
-    the truth use `raw`.
+    Spreads and the extreme forecast index use `members`. Comparisons with the truth use `raw`.
 
     Attributes:
         members: (M, Z, Y, X) members as they were read.
-        raw: (M, Z, Y, X) members at the height of the truth's ground.
+        raw: (M, Z, Y, X) members at the height of the truth's ground, or `members` where heights are not corrected.
         truth: (Z, Y, X), or None where there is none.
         whole: (Z, Y, X) bool, true where every member has a value.
-        verified: (Z, Y, X) bool, true where also the truth and `raw` have one.
+        verified: (Z, Y, X) bool, true where every member, the truth and `raw` have a value.
         given: Positions of the members that each forecast was made from, by label.
     """
 
@@ -207,7 +208,7 @@ def settled(
         area: (Y, X) cell areas.
 
     Returns:
-        The same heights with the variables to correct, and the ratio of the RMSE with and without correction.
+        The same heights with the variables to correct, and for each the RMSE with correction over that without.
     """
     # Two sums of squared errors for each variable: without and with the correction.
     squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
@@ -256,7 +257,7 @@ def read_group(
 
 
 def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
-    """Return the spread of the held-out members, brought to the size of the full ensemble: s_H c4(N) / c4(H).
+    """Return the spread of the held-out members, corrected to the size of the full ensemble: s_H c4(N) / c4(H).
 
     Args:
         members: (N, ...) all members.
@@ -280,9 +281,8 @@ def held_out_error(
         predicted: (Z, Y, X) predicted spread of the full ensemble.
         members: (N, Z, Y, X) all members, of which the first `reduced` are not held out.
         reduced: Number of members of the reduced ensemble.
-        given: Positions of the members that the forecast was made from. From these follows what the predicted spread
-            implies for the rest (`baselines.spread_of_the_rest`). Without any, the predicted spread is compared as it
-            is.
+        given: Positions of the members that the forecast was made from. With them, the predicted spread is converted to
+            what it implies for the rest (`baselines.spread_of_the_rest`). Without any, it is compared as it is.
 
     Returns:
         (Z, Y, X) error; None if fewer than two members are held out, or the forecast has seen one of them.
@@ -290,8 +290,8 @@ def held_out_error(
     held = held_out_spread(members, reduced)
     if held is None or any(place >= reduced for place in given):
         return None
-    # The full ensemble shares members with the input, and the held-out members do not. A forecast of the full spread is
-    # therefore converted to what it implies for the rest, before it is compared.
+    # The full ensemble shares members with the input, and the held-out members do not. So a forecast of the full spread
+    # cannot be compared with theirs directly.
     return (spread_of_the_rest(predicted, members[list(given)], len(members)) if given else predicted) - held
 
 
@@ -320,9 +320,9 @@ def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> N
         date: Position of the init time in the source.
 
     Raises:
-        UserError: A variable cannot be read, has unknown units, or is a scale or spread below zero.
+        UserError: A file lacks a lead or cannot be read, units are not known, or a scale or spread is below zero.
     """
-    # One date stands for all: files of one folder come from one program.
+    # One date is enough, because the files of one folder usually come from one program.
     start, names = setting.source.layout.init_time[date], {group.variable for group in groups}
     whole = [one for one in setting.forecasts if setting.truth and all(map(one.has_members, names))]
     for group in groups:

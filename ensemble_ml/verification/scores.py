@@ -47,13 +47,13 @@ class Scores:
         columns: The fields that are scored.
         counts: (B, D) how often each draw counts each date, the same for all scores.
         blocks: Number of blocks of dates.
-        confidence: Probability that an interval should contain the truth.
+        confidence: Probability that an interval should contain the truth, within (0, 1).
         forecasts: Labels of the forecasts that are judged.
-        reduced: Members of the raw reduced ensemble.
-        full: Members of the full ensemble.
+        reduced: Number of members of the reduced ensemble.
+        full: Number of members of the full ensemble.
         baselines: Labels of forecasts that count as baselines, such as EMOS.
-        given: The most members that each forecast was made from, by label. A forecast that does not state them is
-            missing.
+        given: Number of members that each forecast was made from, on the date with the most, by label. A forecast that
+            does not state them is missing.
     """
 
     state: AggregationState
@@ -93,7 +93,7 @@ class Scores:
         return self._cache[name]
 
     def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
-        """Return a value and its draws as an interval at the level of confidence of this evaluation.
+        """Return the interval of a value from its draws, at the confidence of this evaluation.
 
         Args:
             value: The estimate from all dates.
@@ -120,13 +120,13 @@ class Scores:
     def advantage(self, metric: str, entrant: str, other: str) -> str:
         """Describe the input that a forecast has and `other` lacks. Return "" if there is none.
 
-        With such an advantage, a better score by `metric` is not called sure. Three cases count: the forecast does not
-        state its members; it is scored on the full ensemble's spread and was made from all members; it was made from
-        more members than `other`.
+        With such an advantage, a better score by `metric` is not called sure. There are three cases: the forecast does
+        not state its members; it is scored on the full ensemble's spread and was made from all members; it was made
+        from more members than `other`.
 
         Args:
             metric: Name in `METRICS`.
-            entrant: Label of a forecast.
+            entrant: Forecast, raw ensemble or baseline. Only a forecast can have an advantage.
             other: The entrant that it is compared with.
 
         Returns:
@@ -144,7 +144,7 @@ class Scores:
         return f"made from {mine} members, compared with {theirs}" if mine > theirs else ""
 
     def made_from(self, label: str) -> str:
-        """Return the words that say which number of members a forecast was made from.
+        """Return in words from how many members a forecast was made.
 
         Args:
             label: Label of a forecast.
@@ -153,9 +153,9 @@ class Scores:
         return "members that it does not state" if found is None else f"{found} of {self.full} members"
 
     def barred(self, metric: str, entrant: str, other: str) -> int:
-        """Return the side that is never sure in a comparison, as `Interval.barred` counts it.
+        """Return the side that is never sure in a comparison, in the form of `Interval.barred`.
 
-        Scores are better where they are smaller, so an advantage bars the side below.
+        Smaller scores are better, so an advantage bars the side below.
 
         Args:
             metric: Name in `METRICS`.
@@ -165,15 +165,15 @@ class Scores:
         return -1 if self.advantage(metric, entrant, other) else 0
 
     def blocks_among(self, dates: np.ndarray) -> int:
-        """Return the number of blocks that some dates lie in.
+        """Return the number of blocks that contain any of some dates.
 
         Args:
-            dates: (D,) bool.
+            dates: (D,) bool, true for these dates.
         """
         return len(np.unique(self._block[dates]))
 
     def fewest_blocks(self, known: np.ndarray) -> int:
-        """Return the smallest number of blocks that a column lies in; all blocks if no column has a date.
+        """Return the smallest number of blocks that any column has values in; all blocks if no column has a date.
 
         Args:
             known: (D, C) bool, true where a column has a value on a date.
@@ -181,9 +181,9 @@ class Scores:
         return fewest_blocks(self._block, known, self.blocks)
 
     def blocks_of(self, metric: str, entrant: str, columns: Iterable[int], weighting: str = "area") -> int:
-        """Return the smallest number of blocks in which a metric of an entrant is known, over columns.
+        """Return the smallest number of blocks in which any of some columns has a metric of an entrant.
 
-        A column that is known in one block only has no interval, and neither has a mean that depends on it.
+        A column that is known in only one block has no interval. A mean that depends on it has none either.
 
         Args:
             metric: Name in `METRICS`.
@@ -210,7 +210,7 @@ class Scores:
         of = {one: score.value for one in entrants if (score := self.score(metric, one)) is not None}
         there = [int(c) for c in columns if of and all(np.isfinite(value[c]) for value in of.values())]
         known = {c: min(self._blocks_of(metric, one, c) for one in of) for c in there}
-        # If all columns lie in equally few blocks, the dates are at fault and not a column, so nothing is returned.
+        # If all columns are known in equally few blocks, too few dates are the reason, and no column is returned.
         most = max(known.values(), default=0)
         return {c: blocks for c, blocks in known.items() if blocks < min(most, FEWEST_BLOCKS)}
 
@@ -238,9 +238,9 @@ class Scores:
         return np.array([c for c, column in enumerate(self.columns) if column.lead_hours == lead], int)
 
     def without_sp(self, lead: int) -> np.ndarray:
-        """Return the columns at a lead without surface pressure; none if surface pressure is not among them.
+        """Return the columns at a lead without surface pressure; none if the lead has no surface pressure.
 
-        Much of a gain in surface pressure may come from a difference of the ground's height between model and truth.
+        Much of a gain in surface pressure may come from different heights of the ground in model and truth.
 
         Args:
             lead: Lead time in hours.
@@ -290,7 +290,7 @@ class Scores:
         return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
-        """Return the ratio that `ratio` returns, with equal weights for all points and without an interval.
+        """Return the ratio as `ratio` does, but with equal weights for all points and without an interval.
 
         Args:
             metric: Name in `METRICS`.
@@ -340,14 +340,13 @@ class Scores:
         """Return the baseline with the lowest geometric mean CRPS at a lead.
 
         Candidates are the corrections of the reduced ensemble, climatology and the forecasts in `baselines`. The choice
-        is made on the test dates themselves. This favours the baseline, because nobody could have known the best one
-        before.
+        is made on the test dates themselves, which favours the baseline.
 
         Args:
             lead: Lead time in hours.
 
         Returns:
-            Name of the baseline; None if no baseline has a CRPS.
+            Name of the baseline; None if no baseline has a CRPS, or if they share no field at the lead.
         """
         names = [*(f"{name}_{self.reduced}" for name in CORRECTIONS), CLIMATOLOGY, *self.baselines]
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
@@ -355,8 +354,8 @@ class Scores:
             return None
         values = np.stack([score.value for score in scores.values()])
         columns = self.at_lead(lead)
-        # All baselines are compared over the fields that each of them has. Otherwise one that lacks a difficult field
-        # would win.
+        # Baselines are compared over the fields that all of them have. Otherwise one that lacks a difficult field could
+        # win.
         for row in values:
             columns = comparable(row, columns)
         if not len(columns):
@@ -366,7 +365,7 @@ class Scores:
 
 
 def gain(ratio: Interval | None) -> Interval | None:
-    """Convert a ratio of scores to a gain in percent.
+    """Convert a ratio of scores to a gain in percent, 100 (1 - ratio); None stays None.
 
     Args:
         ratio: Ratio with its interval, or None.

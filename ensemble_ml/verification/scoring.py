@@ -1,8 +1,7 @@
 """Score every entrant, one variable and lead at a time, one initialisation time after the other.
 
-Memory is bounded by four things: the fields of one date of one variable and lead, the sums of the fit at each of its
-cells, the coarse maps of all fields, and the sums of each date. The last take some 25 kB a date and field, whatever the
-grid.
+Memory holds the fields of one date of one variable and lead, the sums of its fit at each cell, the coarse maps of all
+fields, and sums for each date. These sums take about 25 kB for each date and field, whatever the grid.
 
 Axes: Z level, Y latitude, X longitude.
 """
@@ -40,7 +39,7 @@ class Tables:
         state: Sums of all statistics.
         calibration: Histograms and reliability.
         pictures: Sums for maps and bins.
-        vectors: Scores of members as vectors, one entry a lead.
+        vectors: Scores of members as vectors, one entry for each lead.
     """
 
     state: AggregationState
@@ -61,7 +60,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
     """
     state, pictures, climate = tables.state, tables.pictures, model_climate(setting)
     for position, date in enumerate(dates):
-        # Everything about one date is computed while it is in memory, so each field is read once here.
+        # Everything about one date is computed while it is in memory, so that each field is read only once here.
         sample = read_sample(setting, group, int(date))
         index = None if climate is None else extreme_forecast_index(climate, group, int(date), sample.members)
         strata = {} if index is None else _strata(index, setting.weights[0])
@@ -78,12 +77,11 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
             )
             family = registered(group.variable).family
             values = truth_values(setting, fit, sample, said, family)
-            unusual = {key: value for key, value in values.items() if key.statistic in OF_THE_LIMIT}
-            rest = {key: value for key, value in values.items() if key not in unusual}
+            brier = {key: value for key, value in values.items() if key.statistic in OF_THE_LIMIT}
+            rest = {key: value for key, value in values.items() if key not in brier}
             state.record(position, group.columns, rest, verified, setting.weights, strata)
-            # Brier scores have a mask of their own, because the limit means nothing at some cells.
-            told = verified & _telling(fit, group)
-            state.record(position, group.columns, unusual, told, setting.weights, strata)
+            # Brier scores have their own mask, because the limit has no meaning at some cells.
+            state.record(position, group.columns, brier, verified & _meaningful(fit, group), setting.weights, strata)
             _calibrate(setting, group, fit, position, sample, said, verified, tables.calibration)
         pictures.record(group.columns, position, values, verified, sample, said, mask)
         if index is not None:
@@ -98,7 +96,7 @@ def model_climate(setting: Setting) -> ModelClimate | None:
         setting: The setting that all groups share.
 
     Returns:
-        The climate; None if it is turned off, or if the dates are all of one year.
+        The climate; None if it is turned off, or if all init times are of one calendar year.
     """
     times = setting.source.layout.init_time
     if not setting.climate_days or len(np.unique(times.astype("datetime64[Y]"))) < 2:
@@ -139,8 +137,8 @@ def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, membe
 
 def _strata(index: np.ndarray, area: np.ndarray) -> Strata:
     """Return the weights of the two extreme strata, as `AggregationState.record` takes them."""
-    # The first field of each pair multiplies the values, the second counts as their weight. For EECRPS the weight is
-    # the area and not |EFI|, since it is the mean of |EFI| CRPS.
+    # The first field of each pair is the factor of the values, and the second their weight. EECRPS is the mean of |EFI|
+    # times CRPS, so its weight is the area without |EFI|.
     known = np.isfinite(index)
     size = np.abs(np.where(known, index, 0.0))
     unusual = area * (size > _EXTREME_ABOVE)
@@ -157,12 +155,12 @@ def _calibrate(
     mask: np.ndarray,
     calibration: Calibration,
 ) -> None:
-    """Add histograms of PIT and ranks, and the reliability of probabilities: of an unusual value, and of thresholds."""
+    """Add PIT and rank histograms, and the reliability of exceeding the upper tenth and the thresholds."""
     truth = np.asarray(sample.truth)
     limits: dict[float | None, tuple[Any, np.ndarray]] = {at: (at, mask) for at in setting.thresholds(group.variable)}
     if fit.climatology is not None:
-        limits[None] = threshold(*fit.climatology), mask & _telling(fit, group)
-    laws = {
+        limits[None] = threshold(*fit.climatology), mask & _meaningful(fit, group)
+    distributions = {
         label: (one.family, one.location, one.scale)
         for label, one in said.items()
         if one.location is not None and one.scale is not None
@@ -173,17 +171,17 @@ def _calibrate(
         for at, (limit, known) in limits.items():
             chance = members_exceeding(members, limit)
             calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known, at)
-    for entrant, law in laws.items():
-        calibration.record_pit(entrant, position, group.columns, law, truth, mask)
+    for entrant, distribution in distributions.items():
+        calibration.record_pit(entrant, position, group.columns, distribution, truth, mask)
         for at, (limit, known) in limits.items():
-            calibration.record_event(entrant, group.columns, exceeding(*law, limit), truth > limit, known, at)
+            calibration.record_event(entrant, group.columns, exceeding(*distribution, limit), truth > limit, known, at)
 
 
-def _telling(fit: Fit, group: Group) -> np.ndarray | bool:
-    """Return where the limit of an unusual value is meaningful, (Z, Y, X) bool; True without a climatology.
+def _meaningful(fit: Fit, group: Group) -> np.ndarray | bool:
+    """Return where the limit of the upper tenth has a meaning, (Z, Y, X) bool; True without a climatology.
 
-    The limit means nothing where it can never be exceeded, or always is. Such cells have no climate, a climate that
-    never varies, or a limit that is not below the upper bound of the variable (a sky that is mostly overcast).
+    It has none at cells without a climate, where the climate never varies, and where the limit is not below the upper
+    bound of the variable, so that no value can exceed it (a sky that is mostly overcast).
     """
     if fit.climatology is None:
         return True

@@ -39,8 +39,8 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
 def _strata_table(scores: Scores, forecast: str, rows: list[dict[str, Any]]) -> str:
     """Return a table of the gain of a forecast at one lead, with strata as rows; empty without rows."""
     heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in rows))
-    # A forecast that had more input than its reference must not be marked as surely better (see `Interval.barred`).
-    # scores.json does not state this, so it is worked out again.
+    # A forecast that had more input than its reference must not be marked as surely better. The rows do not hold
+    # `Interval.barred`, so it is computed again.
     barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
     lines, marks = [], []
     for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in rows):
@@ -80,7 +80,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
 
 
 def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
-    """Return a table of the gains of members as vectors at one lead."""
+    """Return a table of the gains in scores of members as vectors at one lead."""
     words = {"crps_members": "CRPS of members", "energy": "energy score", "variogram": "variogram score"}
     words = {metric: title for metric, title in words.items() if any(row["metric"] == metric for row in found)}
     others = f"ecc_{scores.reduced}", f"raw_{scores.full}"
@@ -99,7 +99,7 @@ def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
         marks.append([None, *(_mark(gain) for gain in gains)])
     heads = [f"{words[metric]} vs {short_name(other)}" for metric in words for other in others]
     caption = f"gain in % over {found[0]['fields']} fields, each divided by the standard deviation of its climate"
-    # Scores of vectors may be over fewer fields and points than all others, and the caption has to say so.
+    # Scores of vectors may cover fewer fields and points than other scores, which the caption must state.
     for paired in [row["paired"] for row in found if row["metric"] == "variogram"][:1]:
         caption += f"; variogram over {len(paired)} of them"
     if found[0]["left_out_area"]:
@@ -122,9 +122,9 @@ def _mark(gain: Interval | None) -> str | None:
 
 
 def by_members(scores: Scores) -> str:
-    """Return a section on scores against the number of members that forecasts were made from.
+    """Return a section with scores plotted against the number of members that forecasts were made from.
 
-    Baselines, and forecasts that do not state that number, are not shown.
+    Baselines, and forecasts that do not state their members, are not shown.
 
     Args:
         scores: The scores.
@@ -150,15 +150,15 @@ def by_members(scores: Scores) -> str:
 
 
 def extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
-    """Return a section with the raw, the predicted and the true field of the most unusual weather, side by side.
+    """Return a section with maps of the most unusual weather: raw ensembles, forecasts and truth side by side.
 
     Args:
         case: The extreme case, or None.
         scores: The scores.
-        atlas: The coasts of the maps.
+        atlas: Grid and coasts of the maps of the whole report.
 
     Returns:
-        HTML; empty without a case, or where it is of one row or column.
+        HTML; empty without a case, or if the part of the grid that it shows has a single row or column.
     """
     if case is None or min(case.grid.shape) < 2:
         return ""
@@ -175,7 +175,7 @@ def extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
         error = sigmas = ""
         if case.truth_at_place is not None:
             error = f"{case.truth_at_place - mean:+.3g}"
-            # All members may be dry, and an error cannot be counted in deviations of zero.
+            # If all members are dry, their deviation is zero, and the error cannot be divided by it.
             sigmas = f"{(case.truth_at_place - mean) / deviation:+.2f}" if deviation > 0 else ""
         lines.append([escape(short_name(name)), f"{mean:.5g}", f"{deviation:.3g}", error, sigmas])
     if case.truth_at_place is not None:
@@ -188,20 +188,20 @@ def extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
 def _case_maps(case: Case, atlas: Atlas, units: str) -> list[str]:
     """Return maps of means and the truth, of standard deviations, of errors in standard deviations, and of the EFI."""
     here = replace(atlas, grid=case.grid, size=1)
-    fields = {short_name(name): mean for name, (mean, _) in case.laws.items()}
+    fields = {short_name(name): mean for name, (mean, _) in case.distributions.items()}
     fields |= {} if case.truth is None else {"truth": case.truth}
-    # All maps of a kind share one colour scale, or they could not be compared by eye.
+    # All maps of a kind share one colour scale, so that they can be compared.
     low, high = np.nanpercentile(np.stack(list(fields.values())), [1, 99])
-    top = float(np.nanpercentile(np.stack([deviation for _, deviation in case.laws.values()]), 99)) or 1.0
+    top = float(np.nanpercentile(np.stack([deviation for _, deviation in case.distributions.values()]), 99)) or 1.0
     means = (float(low), float(high) if high > low else float(low) + 1.0)
     parts = [
         here.map(name if name == "truth" else f"mean, {name}", values, "viridis", means, units, case.place)
         for name, values in fields.items()
     ]
-    for name, (_, deviation) in case.laws.items():
+    for name, (_, deviation) in case.distributions.items():
         title = f"standard deviation, {short_name(name)}"
         parts.append(here.map(title, deviation, "magma", (0.0, top), units, case.place))
-    for name, (mean, deviation) in case.laws.items() if case.truth is not None else ():
+    for name, (mean, deviation) in case.distributions.items() if case.truth is not None else ():
         error = (case.truth - mean) / np.where(deviation > 0, deviation, np.nan)
         title = f"(truth - mean) / standard deviation, {short_name(name)}; beyond 2 is rare"
         parts.append(here.map(title, error, "PuOr", (-4.0, 4.0), "", case.place))

@@ -1,10 +1,8 @@
 """Compute statistics: one value at each point, whose weighted means feed every metric.
 
-Fields have any shape and broadcast against each other. Members come first (M, ...). Values are float64, or become so. A
-NaN in an input gives a NaN in the result. Leaving points out is the task of the masks in `aggregation`, never of a
-formula.
-
-The closed forms of parametric distributions are in `families`. This file touches no file and no network.
+Fields have any shape and broadcast against each other. Members come first (M, ...). Results are float64. A NaN in an
+input gives a NaN in the result. Only the masks in `aggregation` leave points out, never a formula. `families` has the
+CRPS of parametric distributions.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ class Statistic(Enum):
     others are in the units of the variable.
     """
 
-    # CRPS of the forecast distribution. For a raw ensemble this is N(m, (1 + 1/M) s^2), the one that claims are made
-    # against.
+    # CRPS of the forecast distribution. For a raw ensemble this is N(m, (1 + 1/M) s^2), which claims are made against.
     CRPS = "crps"
     CRPS_NORMAL = "crps_normal"  # CRPS of N(m, s^2) for a raw ensemble; of the normal distribution for a baseline
     CRPS_FAMILY = "crps_family"  # CRPS of a baseline as a distribution of the variable's family
@@ -41,7 +38,7 @@ class Statistic(Enum):
     VARIANCE = "variance"  # predicted variance; (M + 1) / M s^2 for a raw ensemble
     SPREAD_SQUARED_ERROR = "spread_squared_error"  # squared error against the spread of the full ensemble
     SPREAD_ERROR = "spread_error"  # predicted spread minus the spread of the full ensemble
-    SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # squared error of the spread, all deviations with ddof = 0
+    SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # squared error of the spread, both spreads with ddof = 0
     # Brier score of the event that the truth exceeds the cell's 90 % quantile. The quantile is that of a normal
     # distribution with the moments of the fit dates.
     BRIER = "brier"
@@ -58,7 +55,7 @@ class Statistic(Enum):
     BRIER_FAMILY = "brier_family"
     LOG_SCORE_NORMAL = "log_score_normal"
     LOG_SCORE_FAMILY = "log_score_family"
-    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # squared error against the spread of the held-out members
+    HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # squared error of the spread implied for the held-out members
 
 
 class Key(NamedTuple):
@@ -107,9 +104,9 @@ def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic, np.ndarray]:
-    """Return every statistic of a raw ensemble that its size and the truth allow.
+    """Return the errors, the CRPS and the predicted variance of a raw ensemble.
 
-    A single member has no spread. It therefore has no predicted variance and none of the distributions made from one.
+    A single member has no spread. It therefore has no variance, no fair CRPS and no CRPS of a normal distribution.
 
     Args:
         members: (M, ...) raw, exchangeable members.

@@ -1,4 +1,4 @@
-"""Split scores by region, season and unusualness, and write calibration as rows of scores.json.
+"""Make rows of scores.json: scores split by region, season and extreme forecast index, and calibration.
 
 Axes: B draw of the bootstrap, C column, D initialisation time.
 """
@@ -67,13 +67,14 @@ def stratum_ratio(
         dates: (D,) one for dates of the stratum, zero for others.
 
     Returns:
-        The ratio with its interval, or None for an empty stratum. Then the dates on which the stratum has points, (D,)
-        bool.
+        The ratio with its interval, or None if the stratum is empty or an entrant lacks the metric. And the dates on
+        which the stratum has points, (D,) bool.
     """
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
         return None, np.zeros(len(dates), bool)
-    # A stratum such as an extreme may have points on some dates only. The interval must rest on the blocks of these.
+    # A stratum may have points on some dates only, such as extremes. The interval must rest on the blocks of these
+    # dates.
     weight = state.weight[Key(forecast, rule.needs[0])][:, state.weightings.index(weighting), scores.at_lead(lead)]
     known = (weight > 0) & (dates > 0)[:, None]
     there = known.sum(1) > 0
@@ -90,7 +91,7 @@ def stratum_ratio(
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
-    """Return the `calibration` of scores.json: histograms of forecasts and raw ensembles, with an interval a bin.
+    """Return the `calibration` of scores.json: histograms of forecasts and raw ensembles, with intervals of all bins.
 
     Args:
         scores: The scores, whose draws are used.

@@ -4,8 +4,7 @@ One block of points stays in the processor's cache while everything is computed 
 error, variance and ranks. Sums are float64. The summands are computed in the type of the members, as differences from
 the truth, so float32 loses nothing that the fields hold.
 
-This file is for users of the library. Of our own code only the benchmark of scoring uses it, because `evaluate` needs
-more statistics.
+This file is for users of the library. `evaluate` does not use it, because it needs more statistics.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ _BLOCK = 8192  # points of a block, of which ten members in float32 fill a third
 class EnsembleSums:
     """A set of weighted sums over points, to which the sums of other points can be added.
 
+    Scores are in the units of the members, and squared errors and variances in squared units.
+
     Attributes:
         members: Number of members M.
         weight: Sum of weights.
@@ -34,8 +35,8 @@ class EnsembleSums:
         variance: Sum of the variance (ddof = 1).
         error: Sum of the ensemble mean less the truth.
         ranks: (M + 1,) sum of weights at each rank of the truth.
-        points: Number of all points.
-        left_out: Number of points without a value.
+        points: Number of all points, including those left out.
+        left_out: Number of points where a member or the truth is missing.
     """
 
     members: int
@@ -59,7 +60,11 @@ class EnsembleSums:
         return cls(members, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.zeros(members + 1), 0, 0)
 
     def __add__(self, other: EnsembleSums) -> EnsembleSums:
-        """Return the sums over the points of both."""
+        """Return the sums over the points of both.
+
+        Raises:
+            ValueError: The numbers of members differ.
+        """
         if self.members != other.members:
             raise ValueError(f"sums of {self.members} and of {other.members} members cannot be added")
         mine, theirs = vars(self), vars(other)
@@ -87,23 +92,26 @@ class EnsembleSums:
 
     @property
     def spread_skill(self) -> float:
-        """Return sqrt((M + 1) / M times the mean variance) divided by the RMSE. Fortin et al. (2014)."""
+        """Return the root of (M + 1) / M times the mean variance, divided by the RMSE; NaN for one member.
+
+        Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+        """
         ratio = (1 + 1 / self.members) * self.variance / self.squared_error if self.squared_error else float("nan")
         return float(np.sqrt(ratio)) if self.members > 1 else float("nan")
 
     @property
     def rank_histogram(self) -> np.ndarray:
-        """Return the share of the weight at each rank of the truth, 0 (below all members) to M."""
+        """Return the share of the weight at each rank of the truth, (M + 1,) from 0 (below all members) to M."""
         return self.ranks / self.weight if self.weight else np.full_like(self.ranks, np.nan)
 
 
 def score_members(
     members: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None, rng: np.random.Generator | None = None
 ) -> EnsembleSums:
-    """Sum the scores of one or more fields. Points without a value are left out and counted.
+    """Sum the scores of one or more fields. Points where a member or the truth is missing are left out and counted.
 
     Args:
-        members: (M, ...) float32 or float64.
+        members: (M, ...). Float32 is computed in float32, all other types in float64.
         y: (...) truth.
         weights: Weights that broadcast to `y`, such as cell areas (Y, X); None weights all points equally.
         rng: Generator that breaks ties of the truth with members (dry points); None takes seed 0.
@@ -152,15 +160,14 @@ class _Buffers:
         """
         m, n = x.shape
         distance, spare, absolute = self.distance[:, :n], self.spare[:n], self.absolute[:n]
-        # Most results go into buffers that are used again, so that they stay in the processor's cache from block to
-        # block.
+        # Most results go into the same buffers in every block, so that these stay in the processor's cache.
         below, rank = self.below[:n], self.rank[:n]
         np.subtract(x, y, out=distance)
         mean = distance.sum(0)
         mean /= m
         total.points += n
-        # The mean of the distances is finite only if all members and the truth are. Points without a value get zero
-        # distance and zero weight, because a NaN would spread to the sums even with zero weight.
+        # The mean of the distances is finite only if all members and the truth are. Other points get zero weight, and
+        # also zero distance, because a NaN would spread to the sums even with zero weight.
         good = np.isfinite(mean)
         if not good.all():
             total.left_out += int(n - good.sum())

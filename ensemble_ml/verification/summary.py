@@ -5,7 +5,7 @@ A sentence says "better" only where the interval supports it, and names the reas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +26,13 @@ class Claim:
 
     Attributes:
         claim: The statement in words.
-        interval: The measured value.
-        unit: "ratio" or "%".
-        target: Value that must be reached.
+        interval: The measured value with its interval.
+        unit: "ratio" of the forecast's score to the reference's, or "%" for a gain.
+        target: Value from which the claim holds (see `as_dict`).
         better_below: True if smaller values are better.
         forecast: Label of the forecast.
         reference: The entrant that it is compared with.
-        advantage: Input that the forecast has and the reference lacks, in words. It bars the good side of the interval.
+        advantage: Input that the forecast has and the reference lacks, in words. With it, the claim is never certain.
         without_sp: The value without surface pressure; None where that is not among the fields, or is the only one.
     """
 
@@ -49,8 +49,8 @@ class Claim:
     def as_dict(self) -> dict:
         """Return the entry of scores.json.
 
-        `holds` depends on the value alone. `certain` also needs an interval of enough blocks that excludes no gain, and
-        a forecast without an advantage.
+        `holds` depends only on the value and the target. `certain` means that the whole interval lies on the good side
+        of no difference, rests on enough blocks, and that the forecast has no advantage.
         """
         value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
         holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0
@@ -64,7 +64,7 @@ class Claim:
 
 
 def claims(scores: Scores) -> list[Claim]:
-    """Return the claims on each forecast at the headline lead, as far as its fields and the truth allow them.
+    """Return the claims on each forecast at the headline lead, for the scores that it has.
 
     Args:
         scores: The scores.
@@ -93,7 +93,7 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
     best = scores.best_baseline(lead)
     references = [(best, "the best statistical baseline fitted on the training dates", _SMALL_GAIN)] if best else []
     references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
-    # Of several forecasts, the first is what all others are compared with.
+    # Each of several forecasts is also compared with the first.
     references += [(first, first, 0.0) for first in scores.forecasts[:1] if first != label]
     for reference, words, target in references:
         lower = gain(scores.ratio("crps", label, reference, columns))
@@ -139,21 +139,21 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     """Return a claim as a sentence, with its interval, and with the reason where it is not sure."""
     of_crps = claim.unit == "%"
     percent = claim.interval if of_crps else claim.interval.map(lambda r: 100 * (1 - r))
-    # A negative gain is worded as "higher ... worse", because a negative percentage of "lower" is hard to read.
+    # A loss is worded as "higher ... worse", because "-3 % lower" is hard to read.
     if percent.value < 0:
         percent = percent.map(lambda p: -p)
         direction, verdict = "higher", "worse"
     else:
         direction, verdict = "lower", "better"
     best = claim.reference == scores.best_baseline(scores.headline_lead)
-    # Corrections without a slope on the mean are weak, and a reader of this sentence alone should know.
+    # Without EMOS, the baselines have no slope on the ensemble mean and are weak. The sentence tells readers so.
     no_emos = "" if scores.baselines else " (no EMOS among the baselines)"
     what, than = (
         "CRPS" if of_crps else "spread RMSE",
         f"the best statistical baseline{no_emos}, " * (of_crps and best) + describe(claim.reference),
     )
     text = f"{what} {percent.value:.1f} % {direction} than {than}"
-    # More input explains a better score, but not a worse one.
+    # More input can explain a better score, but not a worse one.
     advantage = claim.advantage if verdict == "better" else ""
     metric, columns = "crps" if of_crps else "spread_rmse", scores.at_lead(scores.headline_lead)
     blocks = scores.least_known(metric, (claim.forecast, claim.reference), columns)
@@ -175,7 +175,7 @@ def _sentence(claim: Claim, scores: Scores) -> str:
 
 
 def _without_sp(claim: Claim) -> str:
-    """Return the end of a claim's sentence: its value without surface pressure, or nothing if it has none."""
+    """Return the end of a claim's sentence: the value without surface pressure; empty if there is none."""
     rest = claim.without_sp
     if rest is None:
         return ""
@@ -187,7 +187,7 @@ def _without_sp(claim: Claim) -> str:
 
 
 def known_in_few(scores: Scores) -> list[str]:
-    """Return sentences on fields that lie in so few blocks that no mean over them is sure, while others lie in more.
+    """Return sentences on fields with values in fewer blocks than others, and too few to be sure of any mean over them.
 
     Args:
         scores: The scores.
@@ -222,7 +222,7 @@ def _where(scores: Scores, label: str, reference: str | None = None) -> str:
         return ""
     better = sum(less.below(0) for less, _ in found.values())
     worse = sum(less.above(0) for less, _ in found.values())
-    # The smallest and the largest gain are named, so that a mean over fields cannot hide a field that lost.
+    # The smallest and the largest gain are named, so that a mean over fields cannot hide a field with a loss.
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
     advantage = scores.advantage(metric, label, other)
@@ -240,7 +240,7 @@ def _where(scores: Scores, label: str, reference: str | None = None) -> str:
 
 
 def _bias(scores: Scores, label: str) -> str:
-    """Return a sentence on the bias of a forecast's mean, with the field where it is the largest share of the RMSE."""
+    """Return a sentence on the bias of a forecast's mean, with the field where bias over RMSE is largest."""
     rmse = scores.score("rmse", label)
     if rmse is None:
         return ""
@@ -272,18 +272,18 @@ def _furthest(
 ) -> tuple[int, Interval, str] | None:
     """Find the field at the headline lead in which a metric of a forecast is furthest from its right value.
 
-    Fields that are surely off come first, because the largest deviation of all may be one of chance.
+    Fields whose interval excludes the right value come first, because the largest deviation of all may be by chance.
 
     Args:
         scores: The scores.
         metric: Name in `METRICS`.
         label: Label of the forecast.
         right: The right value.
-        distance: Returns how far the values of all columns (C,) are off, NaN where that is not defined.
+        distance: A function that returns how far the values of all columns (C,) are off, NaN where it is not defined.
 
     Returns:
-        The column, its interval, and the number of fields that are surely off, in words with a place for an adjective;
-        None if no field has the metric.
+        The position of the column on C, its interval, and a text with `{}` for an adjective, which tells how many
+        fields are surely off; None if no field has the metric.
     """
     score = scores.score(metric, label)
     if score is None:
@@ -306,7 +306,7 @@ def _furthest(
 
 
 def certainty(blocks: int, dates: int) -> str:
-    """Return a sentence on how much the intervals are worth.
+    """Return a sentence on how far the intervals can be trusted.
 
     Args:
         blocks: Number of blocks of dates.
@@ -316,7 +316,7 @@ def certainty(blocks: int, dates: int) -> str:
     if blocks < 2:
         return f"{counted}: too few for any interval."
     if blocks < FEWEST_BLOCKS:
-        return f"{counted}: fewer than {FEWEST_BLOCKS}, so the intervals say little; treat them as a rough guide."
+        return f"{counted}: fewer than {FEWEST_BLOCKS}, so the intervals are only a rough guide."
     return f"{counted}."
 
 
@@ -341,15 +341,14 @@ def describe(entrant: str) -> str:
         "local_blend": "per-grid-point bias-and-inflation with a fitted share of s^2, {} members",
         "blend": "shrunk bias-and-inflation with a fitted share of s^2, {} members",
     }
-    # A forecast goes by its folder's name, which is returned as it is. `open_forecasts` keeps names of baselines from
-    # being used as labels.
+    # The label of a forecast is returned as it is. `open_forecasts` gives no forecast the name of a baseline.
     if kind in words and members.isdigit():
         return words[kind].format(members)
     return "climatology of the fit dates" if entrant == "climatology" else entrant
 
 
 def short_name(entrant: str) -> str:
-    """Return the name of an entrant as it fits beside a number.
+    """Return a short name of an entrant, for charts and tables.
 
     Args:
         entrant: Forecast, raw ensemble or baseline. The label of a forecast is returned unchanged.
@@ -358,28 +357,26 @@ def short_name(entrant: str) -> str:
 
 
 def explained(entrants: Iterable[str | None]) -> str:
-    """Return what the short names of baselines stand for, as one sentence for a note; empty if none needs it.
+    """Return a sentence that explains the short names of raw ensembles and baselines; empty if there are none.
 
     Args:
-        entrants: Forecasts, raw ensembles or baselines; None is left out.
+        entrants: Forecasts, raw ensembles or baselines. Forecasts and None are left out.
     """
     names = {short_name(one): describe(one) for one in dict.fromkeys(entrants) if one and describe(one) != one}
     return "; ".join(f"{short}: {words}" for short, words in names.items()) + "." * bool(names)
 
 
-def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
+def rows(scores: Scores) -> list[dict]:
     """Return the `scores` of scores.json, one entry for each entrant and column.
 
-    An entry has only the metrics that are defined for it.
+    An entry has only the metrics that are defined for it. If there is none, there is no entry.
 
     Args:
         scores: The scores.
-        metrics: Names in `METRICS`.
     """
     found = []
     for entrant in scores.entrants():
-        per_metric = {name: score for name in metrics if (score := scores.score(name, entrant)) is not None}
-        # An entrant without any score of a field has no entry, rather than one full of nulls.
+        per_metric = {name: score for name in METRICS if (score := scores.score(name, entrant)) is not None}
         for c, column in enumerate(scores.columns):
             entry: dict = {"entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable}
             entry["level"] = column.level
@@ -395,7 +392,7 @@ def _figure(scores: Scores, metric: str, entrant: str, score: Score, column: int
 
 
 def summary_rows(scores: Scores) -> list[dict]:
-    """Return the `summary` of scores.json: the geometric mean ratio of each entrant to each reference, for every lead.
+    """Return the `summary` of scores.json: the geometric mean ratio of each entrant to each reference at each lead.
 
     Args:
         scores: The scores.

@@ -30,10 +30,10 @@ from ensemble_ml.verification.statistics import (
 
 Values = dict[Key, np.ndarray]
 CLIMATOLOGY = "climatology"
-_POINT = 0.01  # scale of a point forecast in the log score, as a share of the field's climatological deviation
-# Statistics of a baseline that is scored as a normal distribution and as one of its variable's family. The first line,
-# the CRPS, decides which of the two is taken.
-_BY_LAW = {
+_POINT = 0.01  # scale of a point forecast in the log score, as a share of the field's climatological standard deviation
+# Statistics of a baseline that is scored as a normal distribution and as one of the variable's family. The CRPS comes
+# first, because `AggregationState.choose` decides by the first entry.
+_BY_FAMILY = {
     Statistic.CRPS: (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY),
     Statistic.LOG_SCORE: (Statistic.LOG_SCORE_NORMAL, Statistic.LOG_SCORE_FAMILY),
     Statistic.BRIER: (Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY),
@@ -48,9 +48,9 @@ def spread_values(
 ) -> Values:
     """Score every predicted spread against that of the full ensemble, and against that of the held-out members.
 
-    A forecast of the full spread, made from given members, implies a spread of the held-out members
-    (`baselines.spread_of_the_rest`). If the reduced ensemble is the full one, entrants that are made from its spread at
-    the same lead know the answer, so they are left out.
+    A forecast of the full spread that was made from known members implies a spread of the held-out ones
+    (`baselines.spread_of_the_rest`). If the reduced ensemble is the full one, its spread at the same lead is the answer
+    itself, so raw, size-corrected and regressed spreads are left out.
 
     Args:
         setting: The setting that all groups share.
@@ -73,14 +73,14 @@ def spread_values(
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
     if fit.start is not None and start is not None:
-        # The prediction is NaN where lead 0 is missing. Its mean becomes NaN, too. A mean over fewer points than those
-        # of the others could not be compared with theirs.
+        # The prediction is NaN where lead 0 is missing, which makes its mean NaN. A mean over fewer points than the
+        # others' could not be compared with theirs.
         entrants[f"start_regression_{m}"] = np.where(np.isfinite(start), fit.start(start), np.nan)
     if fit.spread is not None:
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
-    # The spread regression is made from the reduced ensemble, so it implies a spread of the rest like a forecast does.
+    # The spread regression is made from the reduced ensemble, so it also implies a spread of the held-out members.
     known = {f"spread_regression_{m}": list(range(m)), **sample.given}
     found = {}
     for name, predicted in entrants.items():
@@ -152,22 +152,21 @@ def _baseline(
 ) -> dict[Statistic, np.ndarray]:
     """Return the scores of a normal forecast, and also those of the variable's own family if the two differ.
 
-    The better of the two distributions is chosen when all dates are scored. Both have the corrected mean where it lies
-    within the bounds of the variable. A distribution that stops at zero has its location below its mean, and a variance
-    below the square of its scale.
+    Which of the two is better depends on the field and the lead. `settle_families` chooses when all dates are scored.
+    Both have the corrected mean where it lies within the bounds of the variable. A censored or truncated
+    distribution has its location below its mean, and its variance below the square of its scale.
     """
     found: dict[Statistic, np.ndarray] = {}
-    # Which distribution is better depends on the field and the lead, so both are scored and a baseline gets the better.
-    laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
-    for place, law in enumerate(laws):
-        location = location_of_mean(law, mean, scale)
-        scores = _probabilities(law, location, scale, truth, limit)
-        scores |= _of_points(law, location, scale, mean, truth, least)
-        scores[Statistic.CRPS] = crps(law, location, scale, truth)
-        expected, deviation = moments(law, location, scale)
+    families = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
+    for place, one in enumerate(families):
+        location = location_of_mean(one, mean, scale)
+        scores = _probabilities(one, location, scale, truth, limit)
+        scores |= _of_points(one, location, scale, mean, truth, least)
+        scores[Statistic.CRPS] = crps(one, location, scale, truth)
+        expected, deviation = moments(one, location, scale)
         error = expected - truth
         scores |= {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: deviation**2}
-        found |= scores if len(laws) == 1 else {_BY_LAW[key][place]: score for key, score in scores.items()}
+        found |= scores if len(families) == 1 else {_BY_FAMILY[key][place]: score for key, score in scores.items()}
     return found
 
 
@@ -184,10 +183,7 @@ def _probabilities(
 
 
 def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Return the log score, which is NaN where the scale is zero.
-
-    The mean over all points is then NaN, unless `_of_points` replaces the score.
-    """
+    """Return the log score, which is NaN where the scale is zero. `_of_points` replaces such scores."""
     y = np.clip(truth, *family.bounds)
     with np.errstate(divide="ignore", invalid="ignore"):
         return log_score(family, location, np.where(scale == 0, np.nan, scale), y)
@@ -199,8 +195,8 @@ def _of_points(
 ) -> dict[Statistic, np.ndarray]:  # fmt: skip
     """Return the log score if some scales are zero (no rain in a desert), and nothing otherwise.
 
-    A scale of zero is a point forecast to every other score. A point has no density, and a single such cell would leave
-    the mean log score undefined. The log score therefore uses `least` (Z, 1, 1) as the scale there.
+    For every other score, a scale of zero is a point forecast. A point has no density, so a single such cell would make
+    the mean log score NaN. The log score therefore uses `least` (Z, 1, 1) as the scale there, if it is given.
     """
     point = scale == 0
     if least is None or not point.any():
@@ -214,18 +210,18 @@ def settle_families(state: AggregationState, columns: tuple, entrants: list[str]
     """Choose for each baseline and column the distribution with the lower CRPS on the test dates.
 
     Args:
-        state: Sums of all statistics, to which the chosen ones are added.
+        state: Sums of all statistics, to which those of the chosen distribution are added.
         columns: The fields that are scored.
         entrants: Names of the baselines.
 
     Returns:
-        The chosen family by entrant, then by field and lead; empty for baselines with a single distribution.
+        The chosen family by entrant, then by field and lead. Baselines with a single distribution are missing.
     """
     chosen = {}
     for entrant in entrants:
         if Key(entrant, Statistic.CRPS_FAMILY) not in state.total:
             continue
-        taken = state.choose(entrant, _BY_LAW)
+        taken = state.choose(entrant, _BY_FAMILY)
         chosen[entrant] = {
             f"{columns[c].name} {columns[c].lead_hours} h": (
                 registered(columns[c].variable).family if place else Family.NORMAL

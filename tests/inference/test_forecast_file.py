@@ -105,7 +105,7 @@ def test_thousands_of_dates_are_short_or_a_variable_and_read_exactly(written, tm
     (held,) = open_forecasts([str(path.parent)])
     assert held.training_dates.astype("datetime64[m]").astype(str).tolist() == UNEVEN
     assert held.validation_dates.astype("datetime64[m]").astype(str).tolist() == EVEN
-    assert not len(held.earlier_dates) and not held.untold_dates
+    assert not len(held.earlier_dates) and not held.files_without_dates
     source = make_source(dates=2, variables=("t",), surface=("t2m",))
     forecast(tmp_path, source, {}, training_dates=UNEVEN)
     with xr.open_mfdataset(sorted(tmp_path.glob("*.nc")), decode_timedelta=True) as data:  # not once for each start

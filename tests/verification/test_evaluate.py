@@ -290,7 +290,7 @@ def test_a_start_that_is_missing_leaves_out_only_the_regression_on_it(tmp_path, 
     whole, content = found
     gone = [(row["entrant"], row["level"]) for row in whole["scores"] if row not in content["scores"]]
     assert gone == [("start_regression_5", 500)] and content["left_out"] == []
-    why = "a test date, or all fit dates but 1, lack the spread at lead 0"
+    why = "a test date has no spread at lead 0, or fewer than 2 fit dates have one"
     assert f"start regression 5 is left out where {why}: 500 hPa temperature at 24 h." in content["notes"]
     assert not any("start_regression" in text for text in whole["notes"])
 

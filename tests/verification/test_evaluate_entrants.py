@@ -119,7 +119,7 @@ def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_p
         assert f"From {size} of 10 members, beside a raw ensemble of 5." in html
         told = [line for line in content["headline"] if f"not sure, made from {size} members, compared with 5" in line]
         assert len(told) == (4 if name == "more" else 1)
-        assert any("with more to go by, no gain on it is sure" in note for note in content["notes"])
+        assert any("it has more input, so no gain over it is sure" in note for note in content["notes"])
         assert f"no, made from {size} members, compared with 5" in html
     assert (
         sum("not sure, all 10 members, whose spread it is scored against" in x for x in found["all"]["headline"]) == 3
@@ -167,7 +167,7 @@ def test_a_forecast_from_a_member_that_the_ensemble_lacks_is_told_how_its_held_o
         return _member_notes(EvaluateConfig("f"), 3, SimpleNamespace(layout=layout), [one])
 
     told = "f names members that the ensemble does not have (0, 77)"
-    assert any(note.startswith(told) and "stands" in note for note in notes("77 0 1 2 3"))
+    assert any(note.startswith(told) and "without a conversion" in note for note in notes("77 0 1 2 3"))
     # made from all that there are, from one held out (no such score), silent, or without a spread
     for given in (("1 2 3",), ("0 1 2 4",), ("",), ("0 1 2 3", ("t_mean",))):
         assert not any("does not have" in note for note in notes(*given))

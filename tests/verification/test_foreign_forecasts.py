@@ -291,7 +291,7 @@ def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
     other = rewritten(forecast, tmp_path / "f", lambda data: data)
     content = content_of(str(other), store, tmp_path / "r")
-    told = "f does not state the hours that sums or extremes are over, taken for the other's: tp 24 h, tp 48 h."
+    told = "f does not state the hours of sums or maxima, so those of the other are assumed: tp 24 h, tp 48 h."
     assert told in content["notes"]
     bounds = {"tp": [[0, 24], [24, 48]]}
     stated = write_forecasts(tmp_path / "stated", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds)
