@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
-from data_prep.gathered import Gathered, Room, Target, zeros
+from data_prep.gathered import Allocate, Gathered, Target, zeros
 from data_prep.intervals import Tiles
 from data_prep.notices import notice_log
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
@@ -249,17 +249,17 @@ class ArchiveTruth:
         self,
         date: int,
         selection: Selection = Selection(),  # noqa: B008 - frozen
-        room: Room = zeros,
+        allocate: Allocate = zeros,
     ) -> Gathered:
         """Read one init time into blocks (see `data_prep.gathered.Gathered`).
 
         Args:
             date: position of the init time.
             selection: the coordinates to read.
-            room: allocates the blocks of integers.
+            allocate: makes the blocks of integers.
         """
         narrowed = narrow(self.layout, selection, self.path)
-        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, room)
+        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, allocate)
 
     def read(self, date: int, selection: Selection) -> Fields:
         """Read one init time of the forecast's layout.
