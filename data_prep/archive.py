@@ -21,7 +21,7 @@ from data_prep.catalogue import Catalogue, units_setting
 from data_prep.combine import Combine
 from data_prep.derived import NONE, with_derived
 from data_prep.file_index import FileIndex
-from data_prep.files import FORECAST, TRUTH
+from data_prep.files import FORECAST
 from data_prep.gathered import Allocate, Gathered, Target, zeros
 from data_prep.geometry import GridChange
 from data_prep.identity import NO_OVERRIDES, Overrides
@@ -338,7 +338,6 @@ class ArchiveSource:
 def open_archive(
     paths: Any,
     *,
-    role: str = FORECAST,
     control: Control = Control.apart,
     variables: Sequence[str] | None = None,
     levels: Sequence[int] | None = None,
@@ -351,11 +350,10 @@ def open_archive(
     overrides: Overrides = NO_OVERRIDES,
     several_grids: bool = False,
 ) -> ArchiveSource:
-    """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
+    """Open a forecast archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
 
     Args:
-        paths: files, folders, globs, URLs or open Datasets; a folder with archive.json stands for its part in the role.
-        role: "forecast" or "truth". A truth archive keeps the dates of its files here; `data_prep.truth` aligns it.
+        paths: files, folders, globs, URLs or open Datasets; a folder with archive.json stands for its ensemble/.
         control: whether an unperturbed member counts as a member.
         variables: names of the variables to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived for
             each member from its components, unless the archive has it.
@@ -373,16 +371,14 @@ def open_archive(
             be read if `change` regrids all to one grid.
 
     Raises:
-        UserError: the role is unknown; a file is missing or damaged; grids differ or cannot be changed as asked; a
-            variable that is asked for has no units; a field exists twice; or as `ArchiveSource` raises it.
+        UserError: a file is missing or damaged; grids differ or cannot be changed as asked; a variable that is asked
+            for has no units; a field exists twice; or as `ArchiveSource` raises it.
     """
-    if role not in (FORECAST, TRUTH):
-        raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     variables = None if variables is None else [resolve(name).name for name in variables]
     several_grids |= change is not None and change.regrid is not None
     wanted = Wanted.of(variables, levels, leads, dates, derive)
     catalogue = Catalogue(
-        paths, role=role, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
+        paths, role=FORECAST, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
     )
     _check_catalogue(catalogue, variables or (), several_grids)
     if change is not None:
@@ -392,9 +388,8 @@ def open_archive(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, cuts=cuts, **kept),  # type: ignore[arg-type]
         index,
     )
-    if role == FORECAST:
-        _warn_unstated_leads(source)
-        _warn_unstated_sums(source)
+    _warn_unstated_leads(source)
+    _warn_unstated_sums(source)
     if source.left_out:
         log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
     return source
