@@ -1,9 +1,9 @@
 """Archives of GRIB, NetCDF or Zarr that are read in place, with the same interface as a tensor store.
 
 Fields are decoded when they are asked for. The leads, variables and levels of an archive are the union over its init
-times and members. A combination that no init time and member has is ragged by design, and masked (z at 850 hPa for one
-lead only, beside gusts at three others). A field that some have and others lack is missing, and `data_prep.gaps` names
-it.
+times and members. A field at a lead that no init time and no member has is taken to be absent on purpose, and reads as
+NaN (z at 850 hPa may exist at one lead only, gusts at three others). A field that some have and others lack is a gap
+(see `data_prep.gaps`).
 
 Axes: D init time, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, say_units
+from data_prep.catalogue import Catalogue, units_setting
 from data_prep.combine import Combine
 from data_prep.derived import NONE, with_derived
 from data_prep.file_index import FileIndex
-from data_prep.files import FORECAST, TRUTH
-from data_prep.gathered import Gathered, Room, Target, zeros
+from data_prep.files import FORECAST
+from data_prep.gathered import Allocate, Gathered, Target, zeros
 from data_prep.geometry import GridChange
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import (
@@ -57,7 +57,7 @@ from ensemble_ml.store.source import Fields, Layout, Part, Selection
 
 log = notice_log(__name__)
 
-# In the column of subtrahends: the record needs no subtraction, or its subtrahend is not in the archive.
+# In place of the row of a sum to subtract: nothing is subtracted, or the archive lacks that sum.
 _NOTHING, _ABSENT = -1, -2
 
 
@@ -65,8 +65,8 @@ class ArchiveSource:
     """A forecast archive with the interface of a store (it implements `ensemble_ml.store.source.Source`).
 
     `layout` holds the coordinates, and `lead_bounds` are as in a tensor store. `left_out` names the variables that have
-    only sums at lead 0, counted from the start. `cut` says which variables over intervals lack some intervals between
-    their leads (see `data_prep.intervals.cut`).
+    only sums at lead 0, counted from the start. `cut` describes the variables over intervals of which `leads` skips
+    some intervals (see `data_prep.intervals.cut`). `masked` names the variables that may have points without a value.
 
     Args:
         catalogue: the table of the archive's fields.
@@ -76,7 +76,8 @@ class ArchiveSource:
         cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored.
 
     Raises:
-        UserError: the selection leaves nothing.
+        UserError: the archive lacks something that is selected, or has no member; a perturbed member has the number of
+            a control that is included; or the intervals of a variable do not go together.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ArchiveSource:
             records = control_as_member(records, self.path)
         keep = chosen(records, self.path, variables, levels, dates)
         self.left_out = self._check_sums(records[keep], variables)
-        # Sums at lead 0, and sums that end elsewhere than at the cuts, must not define the intervals of the archive.
+        # Sums at lead 0, and sums that do not end at a cut, must not define the intervals of the archive.
         keep &= not_at_lead_zero(records) & ~uncut(records, cuts or {})
         self._intervals = intervals(records[keep])
         keep &= ~beside(records, self._intervals)
@@ -167,7 +168,7 @@ class ArchiveSource:
                 interval = by_lead[lead]
                 if start == interval.origin and interval.previous is not None:
                     found[i] = row_of.get((*same, start, interval.previous), _ABSENT)
-                elif start != interval.start:  # a control over other hours than the members
+                elif start != interval.start:  # a control's sum over other hours than the members'
                     found[i] = _ABSENT
         return found
 
@@ -262,7 +263,7 @@ class ArchiveSource:
         part: Part,
         date: int,
         selection: Selection = Selection(),  # noqa: B008 - frozen
-        room: Room = zeros,
+        allocate: Allocate = zeros,
     ) -> Gathered:
         """Read one init time of the forecast or the control into blocks (see `data_prep.gathered.Gathered`).
 
@@ -273,14 +274,17 @@ class ArchiveSource:
             part: the forecast or the control.
             date: position of the init time.
             selection: the coordinates to read.
-            room: allocates the blocks of integers.
+            allocate: makes the blocks of integers.
+
+        Raises:
+            UserError: something selected is not in the archive, or a field cannot be decoded or holds NaN.
         """
         narrowed = narrow(self.layout, selection, self.path)
         count = len(narrowed.realization) if part is Part.FORECAST else 1
-        return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, room)
+        return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, allocate)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one init time of the forecast, the control, or the mean or spread of the members."""
+        """Read one init time of the forecast, the control, or the mean or spread of the members (see `Source.read`)."""
         if not self.has(part):
             raise UserError(f"{self.path}: has no {part.value}")
         if part in (Part.MEAN, Part.SPREAD):
@@ -299,7 +303,10 @@ class ArchiveSource:
         return Fields(pressure, surface)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields are there. For the mean and spread, M is 1, and a field is if two members have it."""
+        """Return which fields are there, bool (M, T, V, Z) and (M, T, S).
+
+        M is 1 for the control, the mean and the spread. Mean and spread are there if at least two members are.
+        """
         lay = self.layout
         derived = part in (Part.MEAN, Part.SPREAD)
         count = len(lay.realization) if derived or part is Part.FORECAST else 1
@@ -312,8 +319,7 @@ class ArchiveSource:
             pressure[tuple(self._places[here[~flat]].T)] = True
             surface[tuple(self._places[here[flat], :3].T)] = True
         if derived:
-            least = 2  # the mean of a single member is not one of an ensemble, and is NaN
-            return pressure.sum(0, keepdims=True) >= least, surface.sum(0, keepdims=True) >= least
+            return pressure.sum(0, keepdims=True) >= 2, surface.sum(0, keepdims=True) >= 2
         return pressure, surface
 
     def static(self) -> dict[str, np.ndarray]:
@@ -325,14 +331,13 @@ class ArchiveSource:
         return self.catalogue.fingerprint()
 
     def date_fingerprint(self, date: int) -> str:
-        """Return the hash of the fields from which one init time of the forecast is read, and of no others."""
+        """Return the `fingerprint` of only those fields from which one init time of the forecast is read."""
         return self.catalogue.fingerprint(self.rows_of(Part.FORECAST, date))
 
 
 def open_archive(
     paths: Any,
     *,
-    role: str = FORECAST,
     control: Control = Control.apart,
     variables: Sequence[str] | None = None,
     levels: Sequence[int] | None = None,
@@ -345,11 +350,10 @@ def open_archive(
     overrides: Overrides = NO_OVERRIDES,
     several_grids: bool = False,
 ) -> ArchiveSource:
-    """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
+    """Open a forecast archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
 
     Args:
-        paths: where the archive lies; a folder with archive.json stands for its sub-folder of the role.
-        role: "forecast" or "truth". A truth archive keeps the dates of its files here; `data_prep.truth` aligns it.
+        paths: files, folders, globs, URLs or open Datasets; a folder with archive.json stands for its ensemble/.
         control: whether an unperturbed member counts as a member.
         variables: names of the variables to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived for
             each member from its components, unless the archive has it.
@@ -357,24 +361,24 @@ def open_archive(
         leads: leads to keep, hours; None keeps all.
         dates: init times to keep, each a year, a date, a time, or a range of these; None keeps all.
         change: the grid on which fields are wanted; None keeps their own.
-        index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none.
+        index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none, and
+            looks for no such fields.
         derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).
         cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored. Sums of
             other variables are cut at each lead that the archive has of them, whatever `leads` keeps.
         overrides: what the user states of NetCDF and Zarr variables.
-        several_grids: whether to open an archive whose files are on several grids, to say what it holds. Its values can
-            only be read if `change` brings all to one grid by `regrid`.
+        several_grids: whether to open an archive whose files are on several grids, to describe it. Its values can only
+            be read if `change` regrids all to one grid.
 
     Raises:
-        UserError: a file is missing or damaged, or the selection leaves nothing.
+        UserError: a file is missing or damaged; grids differ or cannot be changed as asked; a variable that is asked
+            for has no units; a field exists twice; or as `ArchiveSource` raises it.
     """
-    if role not in (FORECAST, TRUTH):
-        raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     variables = None if variables is None else [resolve(name).name for name in variables]
     several_grids |= change is not None and change.regrid is not None
     wanted = Wanted.of(variables, levels, leads, dates, derive)
     catalogue = Catalogue(
-        paths, role=role, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
+        paths, role=FORECAST, index=index, overrides=overrides, several_grids=several_grids, wanted=wanted
     )
     _check_catalogue(catalogue, variables or (), several_grids)
     if change is not None:
@@ -384,9 +388,8 @@ def open_archive(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, cuts=cuts, **kept),  # type: ignore[arg-type]
         index,
     )
-    if role == FORECAST:
-        _warn_unstated_leads(source)
-        _warn_unstated_sums(source)
+    _warn_unstated_leads(source)
+    _warn_unstated_sums(source)
     if source.left_out:
         log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
     return source
@@ -400,14 +403,14 @@ def _check_catalogue(catalogue: Catalogue, variables: Sequence[str], several_gri
     if lacking:
         shown, has = ", ".join(sorted(lacking)), "has" if len(lacking) == 1 else "have"
         names = ", ".join(sorted(set(lacking.values())))
-        said = say_units(lacking.values())
+        said = units_setting(lacking.values())
         raise UserError(f"variables=[{names}]: {catalogue.path}: {shown} {has} no units; {said}")
     if isinstance(catalogue.grid, ReducedGrid) and not several_grids:
         raise UserError(f"{catalogue.path}: {catalogue.grid.describe()} {READ_WITH}")
 
 
 def _warn_unstated_leads(source: ArchiveSource) -> None:
-    """Warn of an archive without any lead, whose times may be valid times of forecasts."""
+    """Warn if no field states a lead: the times may be the valid times of forecasts."""
     # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
     if source.layout.lead_hours == (0,) and not all(reader.keyed for reader in source.catalogue.readers):
         text = "%s: no field states a lead, so all are taken for +0 h: right for a truth; forecasts need a coordinate"
@@ -426,7 +429,7 @@ def _warn_unstated_sums(source: ArchiveSource) -> None:
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
-    """Return the mean or spread over the members that are present, NaN where there are too few.
+    """Return the mean or spread over the members that are present, NaN where there are fewer than two.
 
     Args:
         values: members (M, T, ..., Y, X), NaN where absent.

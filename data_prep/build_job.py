@@ -18,7 +18,7 @@ from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, holes, kept_gaps, settle
-from data_prep.gathered import Gathered, Room, zeros
+from data_prep.gathered import Allocate, Gathered, zeros
 from data_prep.geometry import GridChange, as_change
 from data_prep.identity import Overrides
 from data_prep.pairs import Pair, pair
@@ -35,16 +35,17 @@ from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)
 
-_SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # of an archive behind a URL, whose answers take long
-_READS, _DATES_AHEAD = 16, 8  # slices of it that are read at a time, and init times under way if they are small
+# Limits for archives that are read by URL, where each answer takes long.
+_SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # slices of a part that are requested ahead, and the bytes of them
+_READS, _DATES_AHEAD = 16, 8  # slices of all init times that are read at a time, and init times under way
 _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
 
 
-class _Room(threading.local):
-    """Arrays for the slices that each thread reads, which are used in turn.
+class _Buffers(threading.local):
+    """Arrays for the slices that a thread reads, each used again after `AHEAD` other slices.
 
-    An array is used again once its slice is written. New arrays would have to be cleared by the operating system, which
-    takes about as long as reading into them.
+    By then its slice is written. The operating system would have to clear new arrays, which takes about as long as
+    reading into them.
     """
 
     def __init__(self) -> None:
@@ -61,11 +62,11 @@ class _Room(threading.local):
         return self._held[self._turn][:size].reshape(shape)
 
 
-_room = _Room()
+_buffers = _Buffers()
 
 
 class Stopped(Exception):
-    """An error for an init time that was given up because the build is to stop."""
+    """An error for an init time that is left unfinished because the build was asked to stop."""
 
 
 class Job:
@@ -75,12 +76,14 @@ class Job:
         config: the settings of `ensemble-ml prepare`.
 
     Raises:
-        UserError: a file is missing or damaged, or the settings leave nothing to store.
+        UserError: a file is missing or damaged, grids differ, the settings leave nothing to store, or the policy for
+            gaps does not allow those of the archive.
     """
 
     def __init__(self, config: PrepareConfig):
         self.config = config
-        # Without this, all init times under way would share the link, end together, and leave it idle together.
+        # Without a limit, all init times under way would be read at the same pace and end at the same time. The link
+        # would then be idle while all of them are packed.
         self._reading = threading.BoundedSemaphore(_READS)
         index = index_of(config)
         overrides = Overrides.of(config)
@@ -95,8 +98,8 @@ class Job:
             index=index,
             overrides=overrides,
         )
-        regrid = config.truth_regrid or config.regrid is not None
         # A truth on another grid is regridded if the settings say so, or if the forecast is regridded as well.
+        regrid = config.truth_regrid or config.regrid is not None
         opened = pair(source, config.truth, config.static, regrid=regrid, index=index, overrides=overrides)
         self.both, self.gaps = settle(opened, config.gaps)
         assert isinstance(self.both.forecast, ArchiveSource)
@@ -119,8 +122,8 @@ class Job:
     def dates_ahead(self) -> int:
         """Return the number of init times to work on at a time if forecast or truth are read by URL, else 0.
 
-        There are two at least, and if they are small as many as have twice the slices that are read at a time: so some
-        are read while the others are packed and written, and the link is never idle.
+        At least two, so that one is read while another is packed and written. If init times have few slices, it is the
+        number that has twice `_READS` slices together, as far as `_DATES_AHEAD` and `_BYTES_AHEAD` allow.
         """
         if not (self.source.catalogue.remote or (self.truth is not None and self.truth.catalogue.remote)):
             return 0
@@ -134,7 +137,7 @@ class Job:
     def files(self) -> str:
         """Return 16 hex digits that identify the files of forecast and truth.
 
-        They depend on the paths, sizes and modification times when the files were opened.
+        They depend on paths, sizes and modification times, as they were when the files were opened.
         """
         catalogues = [self.source.catalogue] + ([self.truth.catalogue] if self.truth else [])
         return hashlib.sha256(repr([one.stamps for one in catalogues]).encode()).hexdigest()[:16]
@@ -168,7 +171,7 @@ class Job:
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
         """Read one part of an init time slice by slice, and write each slice to the store."""
         for selection, gathered in self._gathered(part, date):
-            # The question is asked for each slice, so that a build does not have to complete a date before it stops.
+            # This is checked for each slice, so that a build can stop in the middle of an init time.
             if stopped():
                 raise Stopped
             if self.config.packing is Packing.float32:
@@ -189,14 +192,14 @@ class Job:
         truth = self.truth if part is Part.TRUTH else None
         catalogue = self.source.catalogue if truth is None else truth.catalogue
 
-        def gather(selection: Selection, room: Room) -> Gathered:
+        def gather(selection: Selection, allocate: Allocate) -> Gathered:
             if truth is not None:
-                return truth.gather(date, selection, room)
-            return self.source.gather(part, date, selection, room)
+                return truth.gather(date, selection, allocate)
+            return self.source.gather(part, date, selection, allocate)
 
         selections = list(slices_of(self.plan.layout))
         if not catalogue.remote:
-            yield from ((selection, gather(selection, _room)) for selection in selections)
+            yield from ((selection, gather(selection, _buffers)) for selection in selections)
             return
         lay = self.plan.layout
         largest = 4 * len(lay.realization) * max(1, len(lay.levels)) * math.prod(catalogue.geometry.source.shape)
@@ -204,7 +207,7 @@ class Job:
 
         def fetched(selection: Selection) -> Gathered:
             with self._reading:
-                # The room of a thread is used in turn, which holds for one slice at a time only.
+                # Many slices wait to be written here, so the few arrays of `_buffers` do not suffice.
                 return gather(selection, zeros)
 
         with ThreadPoolExecutor(count, "fetch") as pool:
@@ -238,7 +241,10 @@ class Job:
 
 
 def index_of(config: PrepareConfig) -> FileIndex:
-    """Return the index that keeps the tables of files: in the folder that the settings name, or beside the output."""
+    """Return the index that keeps the tables of files: in the folder of the setting `index`, or beside the output.
+
+    If the setting is null, the index keeps nothing.
+    """
     output = Path(config.output).absolute()
     folder = None if config.index is None else config.index or output.with_name(f".{output.name}.index")
     return FileIndex(folder, look=config.gaps is not Gaps.error)
@@ -262,7 +268,7 @@ def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str,
 
 
 def _grid_change(config: PrepareConfig) -> GridChange | None:
-    """Return the change of grid that the settings ask for."""
+    """Return the change of grid that the settings ask for; None if they ask for none."""
     wanted: Any = config.regrid
     if isinstance(wanted, str):
         wanted = open_store(wanted).layout.grid if is_store(Path(wanted)) else Catalogue(wanted, role="grid").grid

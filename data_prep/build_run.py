@@ -38,7 +38,9 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         Whether the store is complete.
 
     Raises:
-        UserError: a field cannot be decoded or holds NaN, the disk refuses a write, or a worker died.
+        UserError: a field cannot be decoded or holds NaN; a file of the archive changed meanwhile; the disk refuses a
+            write; a worker died, or writes to a folder that is not seen here; or init times are left to build although
+            `finalise` is set.
         KeyboardInterrupt: the build was stopped; init times that are built are kept.
     """
     number, count = config.share
@@ -48,18 +50,18 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         first = hour_text(job.plan.layout.init_time[min(dates)])
         counts = f"{len(dates)} init times (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
-    _say_what_is_superseded(job, build)
+    _warn_superseded(job, build)
     if len(todo) < len(mine) and not config.finalise:
         log.info("%s: %d of %d init times are built already", build.path, len(mine) - len(todo), len(mine))
     try:
         if todo:
             _all(config, job, build, todo)
     except BaseException as error:
-        _say_what_is_kept(build, error)
+        _log_kept(build, error)
         raise
     left = build.missing()
     if todo or config.finalise:
-        _say_what_is_superseded(job, build)
+        _warn_superseded(job, build)
     if left and (config.parts is None or config.finalise):
         _check_still(build, () if config.finalise else left)
         build.discard()  # removes the folder if nothing is built in it
@@ -78,7 +80,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     return True
 
 
-def _say_what_is_superseded(job: Job, build: Build) -> None:
+def _warn_superseded(job: Job, build: Build) -> None:
     """Warn of init times that were built from other fields than the archive has now."""
     if build.superseded:
         first = hour_text(job.plan.layout.init_time[min(build.superseded)])
@@ -94,8 +96,7 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
             _each(workers, job, todo, tick, built)
             todo = build.missing(todo)
             _check_still(build, built)
-            # An init time that a worker has built but that stays invisible here means that the two do not share the
-            # folder.
+            # If an init time that a worker has built does not appear here, the two do not share the folder.
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
                 log.info("waiting for %d init times that another builder has under way", len(todo))
@@ -130,7 +131,7 @@ def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: di
         job: names init times in error messages.
         todo: the init times to build.
         tick: the progress bar.
-        built: receives the time at which a worker first reported an init time as built.
+        built: receives, for each init time, the `time.monotonic()` at which a worker first reported it as built.
     """
     queue, running = iter(todo), dict[Future[bool], int]()
     try:
@@ -178,8 +179,8 @@ def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
     )
 
 
-def _say_what_is_kept(build: Build, error: BaseException) -> None:
-    """Keep the init times that are built and log how many, or remove a folder in which nothing is built."""
+def _log_kept(build: Build, error: BaseException) -> None:
+    """Log how many init times are built and therefore kept; if there are none, remove the folder of the build."""
     kept = 0 if build.over else build.dates - len(build.missing())
     if kept:
         how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -21,7 +21,7 @@ from data_prep.combine import COMBINED, Combine, difference
 from data_prep.ensemble_of import decide_single_runs, of_members, of_one_kind
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
-from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
+from data_prep.gathered import Allocate, Gathered, Masks, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import starts
@@ -75,17 +75,17 @@ class Catalogue:
 
     Args:
         paths: files, folders, globs or a list of them, or open Datasets.
-        role: what the archive is, such as "forecast"; it stands in messages and chooses a part of a simulated archive.
+        role: "forecast", "truth", "grid" or "static"; it appears in messages and chooses a part of a simulated archive.
         index: keeps the tables of files; None reads every file anew.
         overrides: what the user states of variables.
-        several_grids: whether files may be on several grids. Then `onto` has to bring all of them to one.
+        several_grids: whether files may be on several grids. Values can only be read after `onto` has set one for all.
         wanted: the part that is listed of NetCDF and Zarr with very many fields.
 
     Attributes:
         records: one record for each field, sorted by `KEYS`.
         grid: the grid that all fields share; that of the first file if there are several.
         skipped: number of fields that are left out, by a label that names them and the reason.
-        without_units: variables that are left out because they state no units: the files' names and ours.
+        without_units: variables that are left out because they state no units: name in the file -> our short name.
 
     Raises:
         UserError: a file is damaged, grids differ, or no known field is left.
@@ -166,7 +166,7 @@ class Catalogue:
 
         Args:
             aligned: makes the object that reads this catalogue.
-            index: says whether to look for such fields, and remembers the results.
+            index: decides by `look` whether to search for such fields, and keeps the results; None does not search.
 
         Raises:
             UserError: a field that is read exists twice, fields that are read come from several centres, or a file
@@ -213,7 +213,8 @@ class Catalogue:
         Refused are several centres or experiments in one ensemble or in one variable of a truth, and several ensembles
         of a centre at one init time. Their members have the same numbers but belong to different forecasts.
 
-        A truth may continue in another experiment, as ERA5 begins with preliminary data. Then a warning names both.
+        A truth may continue in another experiment: the latest months of ERA5 are preliminary. Then a warning names
+        both.
         """
         if len(self.origins) < 2:
             return
@@ -263,12 +264,12 @@ class Catalogue:
         `data_prep.records.Reader.fields` describes the values. Several threads may read at the same time.
 
         Args:
-            records: rows of the table.
+            records: (N,) RECORD, some rows of the table.
             rows: rows of latitude; None takes all.
-            into: an array for each record that may receive the values, or None.
+            into: N arrays that may receive packed integers, or None.
 
         Raises:
-            UserError: a field has no value at any point, or one that is not plausible.
+            UserError: a field cannot be decoded, has no value at any point, or has one that is not plausible.
         """
         ends = np.flatnonzero(np.diff(records["file"])) + 1
         for first, last in pairwise([0, *ends.tolist(), len(records)]):
@@ -292,7 +293,7 @@ class Catalogue:
         layout: Layout,
         members: int,
         band: tuple[int, int] | None = None,
-        room: Room = zeros,
+        allocate: Allocate = zeros,
     ) -> Gathered:
         """Read `targets` into blocks of `members` and the other axes of `layout`.
 
@@ -301,7 +302,7 @@ class Catalogue:
             layout: the coordinates of the blocks.
             members: length of the first axis.
             band: first row of latitude and the row after the last; None takes all.
-            room: provides the arrays of integers. Only fields that exist are filled.
+            allocate: makes the blocks of integers. Only fields that exist are filled.
 
         Raises:
             UserError: a field cannot be decoded, or holds NaN; or the grid lacks the rows.
@@ -313,8 +314,8 @@ class Catalogue:
         leads, levels = len(layout.lead_hours), len(layout.levels)
         out = Gathered(
             layout,
-            PackedBlock.unfilled(room((members, leads, len(layout.variables), levels, *points))),
-            PackedBlock.unfilled(room((members, leads, len(layout.surface), *points))),
+            PackedBlock.unfilled(allocate((members, leads, len(layout.variables), levels, *points))),
+            PackedBlock.unfilled(allocate((members, leads, len(layout.surface), *points))),
         )
         return self._fill(out, list(targets), rows)
 
@@ -354,10 +355,10 @@ class Catalogue:
         return places
 
     def fields(self, rows: np.ndarray) -> set[tuple[str, int, int]]:
-        """Return path, offset and length of each of some rows of the table.
+        """Return path, offset and length of the fields in some rows of the table.
 
         Args:
-            rows: rows of the table.
+            rows: (N,) positions in the table.
         """
         records = self.records[rows]
         columns = (records[name].tolist() for name in ("file", "offset", "length"))
@@ -376,7 +377,7 @@ class Catalogue:
             yield replace(moved, values=moved.values[rows], mask=mask)
 
     def _combined(self, target: Target, rows: slice) -> np.ndarray:
-        """Combine several fields to one, for example hourly values to a daily mean, on the target grid."""
+        """Combine several fields to one, for example hourly sums to a daily sum, on the target grid."""
         records = self.records[list(target.rows)]
         geometry = self._geometries[records["file"][0]]
         if any(self._geometries[number] is not geometry for number in records["file"].tolist()):
@@ -386,8 +387,9 @@ class Catalogue:
         if target.combine is not Combine.DIFFERENCE:
             made = COMBINED[target.combine](parts)
         else:
+            later, earlier = self.values(records)
             try:
-                made = difference(*self.values(records))
+                made = difference(later, earlier)
             except UserError as error:
                 raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
         return geometry.floats(made.astype(np.float32))[rows]
@@ -425,13 +427,12 @@ class Catalogue:
     def fingerprint(self, rows: np.ndarray | None = None) -> str:
         """Return 16 hex digits over file names, sizes, and the keys and packing constants of all fields.
 
-        If the keys of a file say nothing about its values, its modification time counts as well. The keys of GRIB
-        messages do say something, because they include packing constants.
+        For NetCDF and Zarr, the modification time counts as well, because their records do not depend on the values.
+        Those of GRIB do, by the packing constants.
 
         Args:
-            rows: rows of the table; only these fields and their files count then. For a file whose keys describe its
-                values, the lengths of these fields replace the size of the file, because more messages may have been
-                appended to it.
+            rows: positions in the table; only these fields and their files count then. In GRIB files, the lengths of
+                these messages count in place of the size of the file, because others may have been appended to it.
         """
         records = self.records if rows is None else self.records[rows]
         digest = hashlib.sha256()
@@ -446,7 +447,7 @@ class Catalogue:
 
 
 def _joined_tables(readers: list[Reader]) -> tuple[np.ndarray, list[Origin]]:
-    """Return all records with the numbers of their files and origins, and the list of origins.
+    """Return the records of all readers, numbered by file and by origin, and the list of origins.
 
     The readers' own records are released one by one, because there may be millions.
     """
@@ -496,12 +497,12 @@ def _one_grid(readers: list[Reader], *, several: bool) -> Grid:
 
 
 def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
-    """Return the variables that are left out because they have no units, by our names.
+    """Return the variables that are left out because they have no units: name in the file -> our short name.
 
-    Warn about them, and about units that follow from the convention of a name.
+    Warn about them, and about units that are assumed by convention.
 
     Raises:
-        UserError: nothing else is left. The message names all these variables, and what to type.
+        UserError: nothing else is left.
     """
     files = [reader for reader in readers if isinstance(reader, XarrayFile)]
     assumed = {name: units for file in files for name, units in file.assumed.items()}
@@ -509,19 +510,17 @@ def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
     if lacking:
         shown, has = ", ".join(sorted(lacking)), "has" if len(lacking) == 1 else "have"
         if not any(len(reader.records) for reader in readers):
-            raise UserError(f"{path}: {shown}: {has} no units; {say_units(lacking.values())}")
-        log.warning("%s: left out for having no units: %s; %s", path, shown, say_units(lacking.values()))
+            raise UserError(f"{path}: {shown}: {has} no units; {units_setting(lacking.values())}")
+        log.warning("%s: left out for having no units: %s; %s", path, shown, units_setting(lacking.values()))
     if assumed:
         shown = ", ".join(f"{name} {units}" for name, units in sorted(assumed.items()))
-        text = (
-            "%s: files state no units of %s; these are what the names mean by convention, and values agree. Where they"
-        )
-        log.warning(f"{text} are others, %s", path, shown, say_units(assumed))
+        text = "%s: files state no units of %s; these are assumed by convention, and values agree; if wrong, %s"
+        log.warning(text, path, shown, units_setting(assumed))
     return lacking
 
 
-def say_units(names: Iterable[str]) -> str:
-    """Return the setting that a user can type to state the units of variables.
+def units_setting(names: Iterable[str]) -> str:
+    """Return the remedy of a message: the setting by which a user states the units of variables.
 
     Args:
         names: short names of the variables.
@@ -540,7 +539,7 @@ def _skipped(readers: list[Reader]) -> dict[str, int]:
 
 
 def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> None:
-    """Log the variables that are left out, with a level that depends on the reason."""
+    """Log the variables that are left out: as a warning if the user may want them, else as information."""
     known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
     if known:
         text = "%s: left out, though the variables are known: %s; convert these, or state their units as CF does"
@@ -550,8 +549,8 @@ def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> N
         known += gaps
     if elsewhere:
         text = (
-            "%s: left out for a coordinate that makes another quantity of them: %s; drop it if it belongs to others of"
-            " the file"
+            "%s: left out because a coordinate makes them another quantity: %s; drop it if it belongs to other"
+            " variables of the file"
         )
         log.warning(text, path, _first(sorted(elsewhere)))
         known += elsewhere

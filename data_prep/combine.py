@@ -13,7 +13,7 @@ from ensemble_ml.errors import UserError
 
 _FALL = 0.05  # fraction of its maximum by which a sum may fall from one lead to the next
 _FALLING = 0.01  # fraction of the points that may fall by more
-_ROUNDING = 0.004  # twice the rounding error of packing into 8 bits, as a fraction of the maximum
+_ROUNDING = 0.004  # one packing step of 8 bits, as a fraction of the maximum
 
 
 class Combine(Enum):
@@ -58,7 +58,7 @@ def _most(values: np.ndarray) -> float:
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
-COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # functions of parts that come one by one
+COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # each takes an iterator of fields (Y, X)
     Combine.SUM: partial(reduce, np.add),
     Combine.MAXIMUM: partial(reduce, np.maximum),
     Combine.SPEED: lambda parts: np.hypot(*parts),

@@ -36,10 +36,10 @@ FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
 """The sub-folder or file of a simulated archive (one with archive.json) that is read in each role."""
-_AT_A_TIME = 8  # files that are indexed at the same time
+_AT_A_TIME = 8  # files indexed at the same time
 _HEAD = 512  # bytes from which a format is recognised; bulletins have some lines before their first message
 _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first bytes of NetCDF files
-# The edition has to follow the word, which alone may stand in any text.
+# Three bytes later the edition has to follow, because the word alone may occur in any text.
 _GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)
 _COMPRESSED = {  # first bytes of compressed files -> the program that unpacks them
     b"BZh": "bunzip2", b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
@@ -58,10 +58,10 @@ def archive_files(paths: Any, *, role: str = FORECAST, wanted: Wanted = ALL) -> 
     Args:
         paths: files, folders, globs, or a list of them and of open Datasets.
         role: "forecast", "truth", "grid" or "static".
-        wanted: the part of archives that is asked for, where a short name stands for many files.
+        wanted: the fields that are asked for; of an archive with a short name, only the files with these are taken.
 
     Raises:
-        UserError: there is no such file.
+        UserError: no path is given, a path does not exist or cannot be read, or a folder holds no archive file.
     """
     found: dict[str, None] = {}
     given = as_list(paths)
@@ -100,7 +100,7 @@ def _expand(path: str, role: str, wanted: Wanted) -> list[str]:
 
 
 def _without_stores(where: str, paths: list[str]) -> list[str]:
-    """Return `paths`, which were found in `where`, without tensor stores and folders in which one is being built."""
+    """Return `paths` without tensor stores and folders in which one is built; `where` is for the log."""
     own = [path for path in paths if os.path.isdir(path) and (is_store(Path(path)) or is_building(Path(path)))]
     if own:
         log.info("%s: %d tensor stores or unfinished ones in it are left out (first %s)", where, len(own), min(own))
@@ -158,7 +158,7 @@ def _folder(folder: Path, role: str) -> list[str]:
 def _refuse(error: OSError) -> NoReturn:
     """Raise a UserError for a file or folder that cannot be read."""
     raise UserError(
-        f"{error.filename}: cannot be read ({error.strerror}), and may hold files of the archive; check its permissions"
+        f"{error.filename}: cannot be read ({error.strerror}), but may belong to the archive; check its permissions"
     )
 
 
@@ -195,7 +195,7 @@ def _unpacked_by(head: bytes) -> str:
 def open_readers(
     files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL
 ) -> list[Reader]:
-    """Index all files, several at a time. The headers of an archive lie far apart, so most of the time is waiting.
+    """Index all files, several at a time, and return their readers. Most of the time is waiting for the disk.
 
     Args:
         files: files, Zarr folders and open Datasets.
@@ -230,7 +230,7 @@ def _open(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Want
         try:
             one = XarrayFile(group, overrides, wanted=wanted, stamp=reader.stamp if is_remote(path) else None)
         except UserError as error:
-            if not main or is_remote(path):  # a server may err for a moment
+            if not main or is_remote(path):  # a failure of the server may be temporary
                 raise
             log.warning("%s: left out, with all that is in it; give it alone if it is wanted", error)
             continue
@@ -251,7 +251,7 @@ def _differs(one: XarrayFile, other: XarrayFile) -> str:
     # Of static fields that are repeated, the first one is taken anyway.
     mine, theirs = (file.records[~IS_STATIC[file.records["field"]]][KEYS] for file in (one, other))
     twice = np.isin(mine, theirs)
-    return f"{int(twice.sum())} of its fields stand outside of it, too" if twice.any() else ""
+    return f"{int(twice.sum())} of its fields exist outside of it, too" if twice.any() else ""
 
 
 def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> Reader:

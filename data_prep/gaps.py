@@ -24,8 +24,8 @@ from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.wording import dates_text, hour_text
 
 _SHOWN = 10  # number of gaps that are named one by one
-_USUAL = 0.75  # a series is regular if at least this fraction of the steps between its init times are usual ones
-_MOST_STEPS = 10  # a pause of more than this many of the shortest usual steps is taken as intended
+_USUAL = 0.75  # a series is regular if at least this fraction of the steps between its init times are the usual ones
+_MOST_STEPS = 10  # a pause longer than so many of the shorter usual step is taken as intended
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
                 what, lead = _named(lay, surface, place)
                 text = f"{who} at {start} lacks {what}, lead {lead} h"
                 if lost[surface][tuple(place)]:
-                    text += " (its interval cannot be made of the sums there)"
+                    text += " (the archive's sums do not give its interval)"
                 found.append(Gap(date, start, text, count))
     return found
 
@@ -91,7 +91,7 @@ def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
 
 
 def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place: list[int]) -> str:
-    """Return the phrase for the first missing field of a gap in the truth."""
+    """Return the phrase that names the first missing field of a gap in the truth."""
     what, hours = _named(truth.layout, surface, place)
     span = truth.span((truth.layout.surface if surface else truth.layout.variables)[place[1]], place[0])
     over = f" over hours {span[0]} to {span[1]}" if span else ""
@@ -126,12 +126,12 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
         policy: refuse gaps (`error`), drop their init times (`skip`), or keep all init times (`mask`).
 
     Returns:
-        Forecast and truth without the init times that were dropped, and the gaps. Positions in the gaps count the init
-        times before any was dropped.
+        Forecast and truth without the init times that were dropped, and all gaps. `Gap.date` counts the init times as
+        they were before any was dropped.
 
     Raises:
-        UserError: there are gaps and the policy is `error`, or every init time has a gap and the policy is `skip`. The
-            truth has no field at any valid time, or its intervals do not fit those of the forecast.
+        UserError: there are gaps and the policy is `error`; every init time has a gap and the policy is `skip`; or the
+            truth has no field at any valid time, or intervals that do not fit those of the forecast.
     """
     source, truth = both.forecast, both.truth
     assert isinstance(source, ArchiveSource)
@@ -142,7 +142,7 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
             "out with dates=, variables=, levels= or leads=, or set gaps=skip (these dates) or gaps=mask (these fields)"
         )
     if isinstance(truth, ArchiveTruth):
-        truth.unmatched()  # raises an error if intervals do not fit, which no policy for gaps can settle
+        truth.unmatched()  # raises an error if intervals do not fit: no policy for gaps can help then
         of_truth = find_truth_gaps(truth)
         if not both.has(Part.TRUTH):
             raise UserError(f"truth {truth.path}: has no field at any valid time of the forecast; set truth=null")
@@ -161,7 +161,7 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
 
 
 def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[str, Any]:
-    """Return the record of gaps in the provenance of a store: the init times of all gaps, and the first few phrases.
+    """Return what the provenance of a store records of its gaps: their init times, and the first few in words.
 
     Args:
         gaps: the gaps that `settle` returned.
@@ -181,8 +181,8 @@ def holes(init_time: np.ndarray) -> list[np.datetime64]:
     """Return the init times that an otherwise regular series lacks.
 
     A series is regular if most init times are one usual step apart, or if two usual steps take turns, as for Mondays
-    and Thursdays. A series of fewer than four init times is too short to tell. A pause of more than `_MOST_STEPS` steps
-    is taken as intended, so none of its init times are returned.
+    and Thursdays. A series of fewer than four init times is too short to tell. A pause longer than `_MOST_STEPS` of the
+    shorter usual step is taken as intended, so none of its init times are returned.
 
     Args:
         init_time: (D,) datetime64 init times, ascending.
@@ -202,7 +202,7 @@ def holes(init_time: np.ndarray) -> list[np.datetime64]:
         hole = gap not in usual and gap <= _MOST_STEPS * usual.min()
         dates = _between(first, gap, usual, (before, after)) if hole else []
         found += dates
-        # If the hole was filled, the step that leads to the next init time is the last step within the hole.
+        # If the hole was filled, the step before the next init time is the last one within the hole.
         before = first + gap - dates[-1] if dates else gap
     return found
 

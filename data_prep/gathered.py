@@ -17,12 +17,12 @@ from ensemble_ml.store.packing import PackedBlock, decode, error_bound, parts_of
 from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import PLACE
 
-Room = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
+Allocate = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
 Masks = dict[tuple[bool, tuple[int, ...]], np.ndarray]  # (surface?, place) -> (Y, X) bool
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """Return a new array of integers, all zero."""
+    """Return a new array of zeros, uint16."""
     return np.zeros(shape, np.uint16)
 
 
@@ -40,10 +40,13 @@ class Target:
 class Gathered:
     """The fields of one init time: packed integers if the archive has them, and float32 fields apart.
 
-    `layout` holds the coordinates of the blocks; its members are those of the forecast, whatever the part. `pressure`
-    (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) are uint16. `loose` maps (surface?, position) to float32 values (Y,
-    X). `places` (N,) PLACE says where all fields that were read lie in their files, and `checksum` is the CRC-32C of
-    these fields in the same order.
+    Attributes:
+        layout: coordinates of the blocks. Its members are those of the forecast, also if the blocks have one member.
+        pressure: (M, T, V, Z, Y, X) uint16, with packing constants and masks.
+        surface: (M, T, S, Y, X) uint16.
+        loose: (surface?, position in the block) -> float32 values (Y, X), NaN at points without a value.
+        places: (N,) PLACE, the positions of all fields that were read in their files.
+        checksum: CRC-32C of the fields that were read and of those combined from several.
     """
 
     layout: Layout
@@ -54,14 +57,14 @@ class Gathered:
     checksum: int = 0
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the float32 values of pressure and surface blocks, NaN where absent."""
+        """Return the float32 values (M, T, V, Z, Y, X) and (M, T, S, Y, X), NaN where absent."""
         pressure, surface = decode(self.pressure), decode(self.surface)
         for (at_surface, place), values in self.loose.items():
             (surface if at_surface else pressure)[place] = values
         return pressure, surface
 
     def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
-        """Return blocks that hold integers only, with the float32 fields packed into 16 bits.
+        """Return both blocks with the float32 fields packed into 16 bits, so that they hold integers only.
 
         Args:
             errors: receives the largest packing error of each variable, in its units.
@@ -87,7 +90,7 @@ class Gathered:
         return with_masks(self.pressure, masks, False), with_masks(self.surface, masks, True)
 
     def note(self, target: Target, raw: RawField) -> None:
-        """Record the packing constants of a field whose integers are in their place, or keep a float32 field apart."""
+        """Record the packing constants of a field whose integers are in the block, or keep a float32 field apart."""
         if not raw.packed:
             self.loose[target.surface, target.place] = raw.values
             return
@@ -96,7 +99,7 @@ class Gathered:
         block.decimal[target.place], block.present[target.place] = raw.decimal, True
 
     def plain(self) -> tuple[PackedBlock, PackedBlock]:
-        """Return blocks of float32 values."""
+        """Return both blocks as float32 values, with a mask of the points that have none."""
         blocks = []
         for at_surface, values in enumerate(self.decoded()):
             present = (self.surface if at_surface else self.pressure).present.copy()
@@ -117,7 +120,7 @@ def summed(checksum: int, raw: RawField) -> int:
 
 
 def with_masks(block: PackedBlock, masks: Masks, at_surface: bool) -> PackedBlock:
-    """Return the block with the masks of its fields; without any mask it stays as it is."""
+    """Return the block with the masks of its fields added; without any, return the block itself."""
     mine = {place: mask for (surface, place), mask in masks.items() if surface == at_surface}
     if not mine:
         return block

@@ -10,14 +10,15 @@ doi:10.1175/1520-0493(1999)127<2204:FASOCR>2.0.CO;2):
     A_i  cell of the new grid
     B_j  cell of the old grid
 
-Between regular grids, the overlap of two cells is the overlap of their latitudes, measured in the sine, times that of
-their longitudes. So the weights are two small sparse matrices. They are exact where a row lies on a pole, whose cell is
-a cap, and where longitude wraps.
+Between regular grids, the overlap of two cells is the overlap of the sines of their latitudes times that of their
+longitudes. So the weights are two small sparse matrices. They are exact also for a row on a pole, whose cell is a cap,
+and across the meridian where longitude wraps.
 
 At masked points the mean is over the valid area, and a new point is masked if less than half of its area is valid. A
 crop only selects points, so packed integers stay as they are.
 
-Values on reduced Gaussian grids have no cells that share edges, so new ones are interpolated (`data_prep.reduced`).
+The points of a reduced Gaussian grid do not lie in columns, so from these, new values are interpolated
+(`data_prep.reduced`).
 
 Axes: Y latitude, X longitude.
 """
@@ -38,7 +39,7 @@ from ensemble_ml.domains import coarse_grid, cut, even_grid
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import TOLERANCE, Grid
 
-_VALID_SHARE = 0.5
+_VALID_SHARE = 0.5  # least valid share of a new cell's area that gives a value
 _SLIVER = 1e-9  # smaller overlaps, as a share of a cell, are rounding errors of the bounds
 
 
@@ -75,10 +76,10 @@ class GridChange:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """A mapping from the grid `source` to the grid `target`: nothing, a crop, or weights, conservative or bilinear.
+    """A mapping from the grid `source` to the grid `target`: the same grid, a crop, means over cells, or interpolation.
 
-    `whole` is the grid of which `target` is a region, if that is known. For a single row or column, only this grid says
-    how large a cell is.
+    `whole` is the grid of which `target` is a region, or None. The cells of a single row or column have a size only by
+    this grid.
 
     Raises:
         UserError: a cell of `target` reaches beyond `source`, or its size is not known.
@@ -92,8 +93,8 @@ class Geometry:
         if self.crop is None and not self.reduced:
             if 1 in self.cells.shape:
                 raise UserError(
-                    f"grid: {self.target.describe()}: means over its cells are asked for, and the size of a cell"
-                    " does not follow from one row or column; take two at least"
+                    f"grid: {self.target.describe()}: values are means over cells, and one row or column does not say"
+                    " how large a cell is; take two at least"
                 )
             for name, weights in zip(("latitude", "longitude"), self.weights, strict=True):
                 _check_covered(name, weights, self.source, self.target)
@@ -109,12 +110,12 @@ class Geometry:
 
     @property
     def cells(self) -> Grid:
-        """Return the grid over whose cells the means are taken, all of them or some."""
+        """Return the grid whose cells the means are taken over: `target`, or the grid of which it is a region."""
         return self.target if self.whole is None else self.whole
 
     @property
     def reduced(self) -> bool:
-        """Return whether the source is a Gaussian grid, from which values are interpolated."""
+        """Return whether the source is a Gaussian grid (reduced or not), from which values are interpolated."""
         return isinstance(self.source, ReducedGrid)
 
     @cached_property
@@ -127,8 +128,7 @@ class Geometry:
         """Return the weights of the old rows in the new ones (Y', Y), and those of the columns (X', X)."""
         old, new = (np.sin(np.deg2rad(grid.latitude_bounds()))[::-1] for grid in (self.source, self.cells))
         latitude = _overlaps(old, new)[::-1, ::-1]
-        # Either grid may count longitude from another meridian, so cells are compared at all turns at which they may
-        # overlap.
+        # The two grids may begin at different meridians, so the old cells are also shifted by one and two full turns.
         shifts = (-720.0, -360.0, 0.0, 360.0, 720.0)
         longitude = _overlaps(self.source.longitude_bounds(), self.cells.longitude_bounds(), shifts)
         rows = _matches(self.cells.latitude, self.target.latitude, period=None)
@@ -143,9 +143,9 @@ class Geometry:
         return bilinear(self.source, self.target)
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """Return the means of values (Y, X), NaN where masked, over the new cells: (Y', X') float64.
+        """Return values (Y, X), NaN where masked, on the new grid: (Y', X') float64.
 
-        From a Gaussian grid, these are interpolated values.
+        They are selected by a crop, interpolated from a Gaussian grid, and means over the new cells otherwise.
         """
         values = np.asarray(values, np.float64)
         if self.crop is not None:
@@ -175,7 +175,7 @@ class Geometry:
         return values if self.same else self.means(values).astype(np.float32)
 
     def field(self, raw: RawField) -> RawField:
-        """Return a field as a file holds it on the new grid; packed integers stay packed through a crop."""
+        """Return a field on the new grid. Packed integers stay packed on the same grid and in a crop of it."""
         if self.same:
             return raw
         if self.crop is None:
@@ -185,11 +185,11 @@ class Geometry:
 
 
 def as_change(region: Sequence[float] | None, coarsen: Any, regrid: float | Grid | None) -> GridChange | None:
-    """Return the grid settings of `prepare` as a value; None if they ask for nothing.
+    """Return the change of grid that the settings of `prepare` ask for; None if they ask for none.
 
     Args:
         region: [north, west, south, east] in degrees, or None.
-        coarsen: a factor, or one for rows and one for columns, or None.
+        coarsen: a whole factor, or one for rows and one for columns, or None.
         regrid: a spacing in degrees, a grid, or None.
     """
     if region is None and coarsen is None and regrid is None:
@@ -217,7 +217,7 @@ def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarr
     Args:
         old: (N,) coordinates.
         new: (N',) coordinates.
-        period: length of the circle, in which values count as equal modulo it; None for none.
+        period: values that differ by a multiple of it are equal; None for none.
     """
     apart = old[None] - new[:, None]
     if period is not None:
@@ -243,7 +243,7 @@ def _overlaps(old: np.ndarray, new: np.ndarray, shifts: Sequence[float] = (0.0,)
 
 
 def _check_covered(name: str, weights: csr_matrix, source: Grid, target: Grid) -> None:
-    """Refuse a target whose cells reach beyond the source: their weights do not add up to 1."""
+    """Raise a UserError if cells of the target reach beyond the source: their weights do not add up to 1."""
     share = np.asarray(weights.sum(1)).ravel()
     if share.min() < 1 - 1e-3:
         at = getattr(target, name)[share.argmin()]

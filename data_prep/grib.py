@@ -44,8 +44,8 @@ class GribFile:
         index: keeps the tables of files; None keeps none.
 
     Raises:
-        UserError: the file is missing, truncated, damaged, changes while it is read, or is on a grid that is neither
-            regular nor Gaussian.
+        UserError: the file is missing, empty, truncated, damaged, or changes while it is read; its fields are on
+            several grids, or on one that is neither regular nor Gaussian.
     """
 
     keyed = True
@@ -76,7 +76,7 @@ class GribFile:
         return table
 
     def _places(self) -> list[Place]:
-        """Return the grids of the file's records, in the order of their column `place`."""
+        """Return the grids and point orders of the file's messages; the records' column `place` counts them."""
         return [place_of(scan) for scan in self._scans]
 
     def fields(
@@ -85,7 +85,8 @@ class GribFile:
         """Yield the values of `records` (see `data_prep.records.Reader`).
 
         Raises:
-            UserError: a message is damaged, the file changed since it was indexed, or ecCodes cannot decode it.
+            UserError: a message is damaged or has NaN or infinite values, the file cannot be read or changed since it
+                was indexed, or ecCodes cannot decode a message.
         """
         places = self._places()
         with _opened(self.path, self.stamp) as file:
@@ -96,15 +97,15 @@ class GribFile:
                 place = places[record["place"]]
                 message = _Message(self.path, file, record, place, rows or slice(0, place.grid.shape[0]))
                 field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
-                # The check after each read excludes values that were written while they were read.
+                # A file that is written while it is read may give mixed values, so it is checked after each read.
                 self.stamp.check(self.path, file.stamp)
                 yield field
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
         """Return which of `records` have a bitmap that hides every point (see `data_prep.records.Reader`).
 
-        Only messages that state no values, or whose values all have zero bits, are read: the others have at least one
-        value.
+        Only messages without a positive number of values, or with zero bits for each value, are read: the others have
+        at least one value.
         """
         doubtful = records["masked"] & ((records["bits"] == 0) | (records["stated"] <= 0))
         found = np.zeros(len(records), bool)
@@ -138,7 +139,7 @@ class _Message:
         return RawField(integers, reference, scale, decimal, mask)
 
     def _as_it_lies(self, shape: tuple[int, int]) -> np.ndarray:
-        """Return the wanted rows of 16-bit integers as a view of the bytes read, in the file's byte order, uncopied."""
+        """Return the wanted rows of 16-bit integers in the file's byte order, as a view of the bytes that were read."""
         octets = np.empty(2 * shape[0] * shape[1], np.uint8)
         start = int(self.record["offset"]) + int(self.record["data"]) + packed_size(self.rows.start * shape[1], 16)
         self.file.read_into(octets, start)
@@ -175,15 +176,15 @@ class _Message:
         octets = self._read(first, int(self.record["length"]) - 4 - first)
         there = bitmap(octets, self.points)
         count = int(there.sum())
-        room = octets[data - first :]
+        packed = octets[data - first :]
         stated = int(self.record["stated"])
         left = 0 if stated < 0 else (stated - count) * max(self.bits, 1)
         # A bitmap that does not fit the number of values would shift every value to another point.
-        if packed_size(count, self.bits) > len(room) or not 0 <= left <= int(self.record["spare"]):
-            raise UserError(f"{self._where()}: {count} points by its bitmap, but not so many values; fetch it again")
+        if packed_size(count, self.bits) > len(packed) or not 0 <= left <= int(self.record["spare"]):
+            raise UserError(f"{self._where()}: its bitmap has {count} points, but not as many values; fetch it again")
         values = np.zeros(self.points, out.dtype)
         if self.bits and count:
-            values[there] = unpack(room[: packed_size(count, self.bits)], self.bits, count)
+            values[there] = unpack(packed[: packed_size(count, self.bits)], self.bits, count)
         self._place(values, out)
         if count == self.points:
             return out, None
@@ -245,7 +246,7 @@ def _opened(path: str, stamp: Stamp) -> AbstractContextManager[OpenFile | Remote
 
 
 def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """Set points without a value to NaN."""
+    """Set points without a value to NaN, in place, and return the values."""
     if mask is not None:
         values[mask] = np.nan
     return values
@@ -284,7 +285,7 @@ class _Indexer:
                         raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
                 if content[end:].strip(b"\0"):  # zeros after the last message are padding
                     self._note_gap(end, len(content))
-            # A file that is being written looks damaged. Then the error must say that it changed.
+            # A file that is still being written looks damaged; the error must then say that it changed.
             finally:
                 self.stamp.check(self.path, file.stamp)
         try:
@@ -296,7 +297,7 @@ class _Indexer:
             ) from error
 
     def _note_gap(self, end: int, start: int) -> None:
-        """Note bytes between messages that are too many for the heading of a bulletin: one may be damaged there."""
+        """Note bytes that are no message and too many for the heading of a bulletin: a message may be damaged there."""
         if start - end > _HEADING:
             self.skipped[f"{start - end} bytes from byte {end} on {NO_MESSAGE}"] = 1
 
@@ -325,9 +326,9 @@ class _Indexer:
         return kind, head
 
     def _check(self, kind: Kind, head: Header) -> None:
-        """Refuse a message whose level, sizes, bitmap, packing constants or grid make no sense.
+        """Raise a UserError for a message whose level, sizes, bitmap, packing constants or grid make no sense.
 
-        Such a message would otherwise be read as wrong values, or fail only in the middle of a build.
+        It would otherwise give wrong values, or fail only in the middle of a build.
         """
         assert kind.row is not None and kind.scan is not None
         place = place_of(kind.scan)
@@ -361,7 +362,7 @@ class _Indexer:
 
 
 def _step(handle: int) -> float:
-    """Return the packing step of an open message; 0 if it has no scales (IEEE floats) or a single value."""
+    """Return the packing step of an open message; 0 if it has no scales (IEEE floats) or is constant."""
     codes = eccodes_module()
     if not all(codes.codes_is_defined(handle, key) for key in _SCALES):
         return 0.0

@@ -26,7 +26,10 @@ _SEARCHED = 1 << 16  # bytes that are searched at once
 
 @dataclass(frozen=True)
 class Stamp:
-    """The size and modification time of a file, by which changes are noticed."""
+    """The size and modification time of a file, by which changes are noticed.
+
+    `mtime_ns` is in ns; for a URL it is a checksum of its ETag or date (see `ensemble_ml.store.sources.stamp`).
+    """
 
     size: int
     mtime_ns: int
@@ -42,13 +45,13 @@ class Stamp:
         """Return the stamp of a file, or of all files of a Zarr folder together.
 
         Raises:
-            UserError: the path does not exist.
+            UserError: the path does not exist, or the URL cannot be read.
         """
         found = stamp(path)
         if found is None and is_remote(path):
-            open_remote(path)  # says what is wrong
+            open_remote(path)  # raises an error that says what is wrong
         if found is None:
-            raise UserError(f"{path}: cannot be seen any more; run again")
+            raise UserError(f"{path}: cannot be found any more; run again")
         return cls(*found)
 
     def check(self, path: str, now: Stamp) -> None:
@@ -59,10 +62,10 @@ class Stamp:
             now: its stamp now.
 
         Raises:
-            UserError: the stamps differ; the message names the file and both sizes.
+            UserError: the stamps differ.
         """
         if now != self:
-            size = f"{self.size} bytes, now {now.size}" if now.size != self.size else f"{self.size} bytes, then as now"
+            size = f"{self.size} bytes, now {now.size}" if now.size != self.size else f"still {self.size} bytes"
             raise UserError(f"{path}: changed while it was read ({size}); wait until it is complete, and run again")
 
 
@@ -190,7 +193,7 @@ class Scratch(threading.local):
 
 
 class FileBytes(ABC):
-    """A file as a sequence of bytes, of which short stretches are read as they are accessed.
+    """A file as a sequence of bytes. Only the stretches that are accessed are read.
 
     Args:
         size: size of the file in bytes.
@@ -225,8 +228,8 @@ class FileBytes(ABC):
 class Windows(FileBytes):
     """A file of this machine as a sequence of bytes.
 
-    The two latest windows are kept. The end of one message and the header of the next lie in one of them, and the
-    header that belongs to this end lies in the one before.
+    The two latest windows are kept: one holds the end of a message and the header of the next, the other the header of
+    that message.
     """
 
     def __init__(self, file: OpenFile):

@@ -1,9 +1,9 @@
 """GRIB files behind a URL: headers and values are read by ranges of bytes, many at a time.
 
 An index beside a file says where its messages begin: ECMWF's `.index` (a line of JSON a message, with `_offset`) or
-NOAA's `.idx` (wgrib2's inventory: number, offset, date, and so on, parted by colons). So all headers are asked for at
-once. Nothing else is taken from an index: the headers themselves say what the messages hold, as in files of this
-machine, and without an index, or with a wrong one, they are read one after the other.
+NOAA's `.idx` (wgrib2's inventory: number, offset, date, and so on, with colons between them). So the requests for
+many headers run at the same time. Nothing else is taken from an index: the headers themselves say what the messages
+hold, as in local files. Without an index, or with a wrong one, headers are read one after the other.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 from data_prep.grib_io import FileBytes, Stamp
 from ensemble_ml.store.remote import RemoteFile, fetch_text, url_of
 
-_WINDOW = 1024  # bytes that hold most headers
+_WINDOW = 1024  # bytes; most headers are shorter
 _BEFORE = 4  # bytes before a header: the end of the message before it
-_WHOLE = 1 << 16  # a file of at most so many bytes is read at once
-_HEADERS_AHEAD = 64  # requests for headers under way
-_VALUES_AHEAD = 32  # requests for values under way
-_BYTES_AHEAD = 64 << 20  # that these may hold together
+_WHOLE = 1 << 16  # a file of at most so many bytes is read by one request
+_HEADERS_AHEAD = 64  # most requests for headers under way
+_VALUES_AHEAD = 32  # most requests for values under way
+_BYTES_AHEAD = 64 << 20  # no further request is made while those under way have so many bytes together
 _SUFFIX = re.compile(r"\.(grib2?|grb2?)$")
 
 
 class RemoteGrib:
-    """A GRIB file behind a URL (it can do what `data_prep.grib_io.OpenFile` can).
+    """A GRIB file behind a URL, with the methods of `data_prep.grib_io.OpenFile`.
 
     Args:
         file: the file.
@@ -43,11 +43,11 @@ class RemoteGrib:
 
     @property
     def stamp(self) -> Stamp:
-        """Return the file's stamp. Each read refuses a file that has changed, so it is that of the opening."""
+        """Return the stamp with which the file was opened: each read raises an error if the file has changed since."""
         return Stamp(self._file.size, self._file.tag)
 
     def ahead(self, offsets: np.ndarray, lengths: np.ndarray) -> None:
-        """Announce the messages that will be read, in their order, so that they are asked for in time.
+        """Announce the messages that will be read, in their order, so that they are requested in advance.
 
         Args:
             offsets: (N,) where they begin.
@@ -71,17 +71,17 @@ class RemoteGrib:
         return RemoteHeaders(self._file)
 
     def close(self) -> None:
-        """Give up what was asked for and is not needed any more."""
+        """Cancel the requests that are still under way."""
         self._ahead.close()
 
 
 @contextmanager
 def remote_grib(path: str, stamp: Stamp) -> Iterator[RemoteGrib]:
-    """Provide the file behind a URL.
+    """Open the file behind a URL for the duration of a `with` block.
 
     Args:
         path: the URL.
-        stamp: what was seen of it at first.
+        stamp: its size and tag when it was indexed.
     """
     grib = RemoteGrib(RemoteFile(url_of(path), stamp.size, stamp.mtime_ns))
     try:
@@ -91,7 +91,7 @@ def remote_grib(path: str, stamp: Stamp) -> Iterator[RemoteGrib]:
 
 
 class _Ahead:
-    """Ranges of bytes of a file that are asked for before they are needed."""
+    """Ranges of bytes of a file that are requested before they are needed."""
 
     def __init__(self, file: RemoteFile, most: int):
         self._file, self._most = file, most
@@ -110,7 +110,10 @@ class _Ahead:
         Args:
             start: position of the first byte.
             end: position after the last.
-            least: bytes to read from `start` on where the range was not announced.
+            least: bytes to read from `start` on at least, if the range was not announced.
+
+        Raises:
+            UserError: they cannot be read, or the file has changed.
         """
         for first, content in (self._now, self._last):
             if first <= start and end <= first + len(content):
@@ -129,7 +132,7 @@ class _Ahead:
         return self._now
 
     def _fill(self) -> None:
-        """Ask for the next ranges, as many as may be under way."""
+        """Request the next ranges, as many as may be under way."""
         while len(self._asked) < self._most and sum(end - first for first, end, _ in self._asked) < _BYTES_AHEAD:
             span = next(self._coming, None)
             if span is None:
@@ -137,7 +140,7 @@ class _Ahead:
             self._asked.append((*span, self._file.ask(*span)))
 
     def close(self) -> None:
-        """Give up all ranges that were asked for."""
+        """Cancel all requests, and forget the ranges that were announced."""
         for *_, asked in self._asked:
             asked.cancel()
         self._asked.clear()
@@ -145,9 +148,9 @@ class _Ahead:
 
 
 class RemoteHeaders(FileBytes):
-    """A file behind a URL as a sequence of bytes, of which the headers of messages are asked for in time.
+    """A file behind a URL as a sequence of bytes, whose headers of messages are requested in advance.
 
-    Like `data_prep.grib_io.Windows`, it holds the two stretches that were read last.
+    Like `data_prep.grib_io.Windows`, it keeps the two stretches that were read last.
 
     Args:
         file: the file.
@@ -160,13 +163,13 @@ class RemoteHeaders(FileBytes):
         self._ahead.announce([(0, file.size)] if small else _around(_offsets(file.url), file.size))
 
     def stretch(self, start: int, stop: int) -> bytes:
-        """Return some bytes of the file, and read on where they were not announced."""
+        """Return bytes of the file; where they were not announced, at least `_WINDOW` bytes are read."""
         first, content = self._ahead.find(start, stop, least=_WINDOW)
         return content[start - first : stop - first]
 
 
 def _around(offsets: list[int], size: int) -> list[tuple[int, int]]:
-    """Return the stretches of a file around the beginnings of messages, without those that lie in another."""
+    """Return the stretches of a file around the beginnings of messages, without those that another one contains."""
     spans = [(max(0, offset - _BEFORE), min(offset + _WINDOW, size)) for offset in (*offsets, size)]
     return [span for before, span in pairwise([(0, 0), *spans]) if span[1] > before[1]]
 

@@ -1,6 +1,6 @@
-"""The identity of data variables in foreign files: the registry's variable, its units, and whether it has members.
+"""The identity of data variables in NetCDF and Zarr: the registry's variable, its units, and whether it has members.
 
-Names, GRIB parameters and CF standard names identify a variable. Attributes that contradict them leave it out.
+Names, GRIB parameters and CF standard names identify a variable. If an attribute contradicts them, it is left out.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ _ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
 @dataclass(frozen=True)
 class Overrides:
-    """The user's statements on an archive's variables: by the registry's names, their names and units in the files.
+    """The user's statements on variables of NetCDF and Zarr files, each by the registry's name of the variable.
 
-    Units are for variables that state none, or none that are known. A file of a `forecast` that states other units is
-    refused; a truth that states its own keeps them.
-
-    Intervals are the hours that sums cover up to each time, or `FROM_START`, for variables that state none. Files that
-    state others are refused. Forecast and truth have intervals of their own.
+    Attributes:
+        names: the variable's name in the files.
+        units: its units, for files that state none, or none that are known. A forecast that states others is refused; a
+            truth keeps those that it states.
+        intervals: the hours that its sums cover up to each time, or `FROM_START`, for files that state none. Files that
+            state others are refused.
+        truth_intervals: the same for the truth.
+        forecast: whether the files are those of a forecast.
     """
 
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -67,8 +70,8 @@ class Overrides:
 
     @classmethod
     def of(cls, settings: Any) -> Overrides:
-        """Return the statements among the settings of a task. `predict` reads no truth."""
-        of_truth = getattr(settings, "truth_intervals", {})
+        """Return the statements among the settings of a task."""
+        of_truth = getattr(settings, "truth_intervals", {})  # `predict` reads no truth
         return cls(settings.names, settings.units, settings.intervals, of_truth)
 
     def of_truth(self) -> Overrides:
@@ -92,10 +95,11 @@ NO_OVERRIDES = Overrides()
 
 @dataclass(frozen=True)
 class Identity:
-    """The result of identifying a data variable. Without a `field` it is left out, and `reason` follows its name.
+    """The result of identifying a data variable. Without a `field` it is left out.
 
-    `level` is the pressure level in its name, in hPa; 0 if it has an axis of levels, or none. `elsewhere` marks a
-    variable of the registry that was left out only for a coordinate which all variables of the file may share.
+    `reason` says why it is left out; messages add it to the variable's name. `level` is the pressure level in the name,
+    in hPa, or 0 if the name has none. `elsewhere` marks a variable of the registry that is left out only because of a
+    coordinate, which may belong to other variables of the file.
     """
 
     field: Field | None
@@ -135,9 +139,10 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
 
 
 def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
-    """Return variables that are sums of the same quantity as another one over other hours, with the one that is read.
+    """Return variables that repeat a quantity as sums over other hours or as a mean rate, with the one that is read.
 
-    The one that states no hours is read. Otherwise it is the sum over the hours between leads, or the shortest.
+    Of several sums, the one that states no hours is read; else that over the hours between leads; else the shortest. A
+    mean rate is read only if there is no sum.
     """
     sums: dict[str, dict[int, str]] = {}
     rates: dict[str, str] = {}
@@ -149,12 +154,15 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
                     rates[name] = field.name
                 else:
                     sums.setdefault(field.name, {}).setdefault(hours_of_sum(data[name]), name)
-    found = {name: next(iter(sums[field].values())) for name, field in rates.items() if field in sums}
-    for named in (named for named in sums.values() if len(named) > 1):
-        lead = find_axis(data[named[max(named)]], "lead")
-        apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
-        kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
-        found |= {name: kept for name in named.values() if name != kept}
+    found: dict[str, str] = {}
+    for quantity, named in sums.items():
+        kept = next(iter(named.values()))
+        if len(named) > 1:
+            lead = find_axis(data[named[max(named)]], "lead")
+            apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
+            kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
+        repeated = [*named.values(), *(name for name, one in rates.items() if one == quantity)]
+        found |= {name: kept for name in repeated if name != kept}
     return found
 
 
@@ -170,8 +178,9 @@ def _convertible(array: xr.DataArray, field: Field) -> bool:
 def _of_the_ground(array: xr.DataArray) -> bool:
     """Return whether geopotential without pressure levels is that of the ground, which is a single field.
 
-    A coordinate, the level of its GRIB message or one of its names must state it, because a file of one pressure level
-    may state nothing. The Climate Data Store gives the orography a time, and merged files give it members and leads.
+    A coordinate, the level of its GRIB message or one of its names must state the ground, because a file of one
+    pressure level may state no level at all. The orography may have one time (as from the Climate Data Store), and
+    members and leads (in merged files).
     """
     words = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "standard_name")) + f" {array.name}"
     words = words.lower().replace("_", " ")
@@ -206,7 +215,7 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
     """Return the registry's entry for a data variable by its name, its GRIB parameter, or its CF standard name."""
     number, of_number = _by_parameter(array)
     if spelling.field is not None and of_number is not None and of_number.surface:
-        # A short name may be shared by several places, as "t" is; the parameter of 2 m temperature is not.
+        # A short name such as "t" may be used at several heights. The GRIB parameter of 2 m temperature is not.
         return of_number if _same_quantity(spelling.field, of_number) else spelling.field
     if spelling.field is not None or of_number is not None:
         return spelling.field or of_number
@@ -221,7 +230,7 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
 
 
 def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OVERRIDES) -> Identity:
-    """Return what a data variable is, by the user's statements, its name, GRIB parameter or standard name.
+    """Identify a data variable by the user's statements, its name, GRIB parameter or standard name.
 
     Args:
         data: the file.
@@ -274,7 +283,7 @@ def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
 
 
 def _same_quantity(one: Field, other: Field) -> bool:
-    """Return whether two variables are the same quantity, perhaps at different places."""
+    """Return whether two variables are the same quantity, perhaps at different heights."""
     heights = {"z", "orog"}  # GRIB has the orography as geopotential of the surface
     return one.standard_name == other.standard_name or {one.name, other.name} <= heights
 
@@ -334,7 +343,8 @@ def _on_named_level(data: xr.Dataset, field: Field, spelling: Spelling, axis: xr
     if axis is not None and np.any(READ["level"](axis) != spelling.level):
         return Identity(None, f" ({spelling.level} hPa by its name, another level by {axis.name})")
     if may_be_height(spelling, data.data_vars):
-        return Identity(None, f" ({spelling.level} hPa or m: rename it, {spelling.stem}_{spelling.level}hpa or ..m)")
+        names = f"{spelling.stem}_{spelling.level}hpa or {spelling.stem}_{spelling.level}m"
+        return Identity(None, f" ({spelling.level} may be hPa or m: rename it to {names})")
     return Identity(field, level=spelling.level)
 
 
@@ -347,7 +357,7 @@ class NoUnits(OfSomethingElse):
 
 
 def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRIDES) -> str:
-    """Return the units of a data variable, its own or those of the user; empty if neither are stated.
+    """Return the units that a data variable or the user states; empty if neither does.
 
     Args:
         array: the data variable.
@@ -355,7 +365,7 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
         overrides: the user's statements.
 
     Raises:
-        UserError: both are stated, and they differ.
+        UserError: both are stated for a forecast, and they differ.
     """
     own, given = str(array.attrs.get("units", "")).strip(), overrides.units.get(field.name, "")
     if not given or not own:
@@ -373,16 +383,16 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
 
 
 def _conversion(units: str, field: Field) -> tuple[float, float]:
-    """Return factor and shift from `units` to the registry's; geopotential of the surface gives the orography."""
+    """Return factor and shift from `units` to the registry's. The orography may be given as geopotential."""
     if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
         return 1 / GRAVITY, 0.0
     return unit_conversion(units, field.units)
 
 
 def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, float]:
-    """Return factor and shift from the units of a data variable to those of the registry.
+    """Return factor and shift from the units of a data variable to those of the registry: value * factor + shift.
 
-    Those of a mean rate make the sum over a second of it.
+    From a mean rate they give the sum over one second.
 
     Args:
         array: the data variable.
@@ -402,14 +412,14 @@ def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, fl
 
 
 def origin_of(data: xr.Dataset, array: xr.DataArray) -> Origin:
-    """Return who made a variable, from the attributes that cfgrib and other programs write."""
+    """Return the producer of a variable, from the attributes that cfgrib and other programs write."""
 
     def stated(*names: str) -> str:
         texts = [str(about[name]).strip() for about in (array.attrs, data.attrs) for name in names if name in about]
         return next((text for text in texts if text), "")
 
     experiment = stated("GRIB_experimentVersionNumber", "GRIB_expver", "expver")
-    if not experiment and "expver" in array.coords:  # a file may hold ERA5 and its preliminary version
+    if not experiment and "expver" in array.coords:  # of ERA5 or its preliminary ERA5T
         versions = np.unique(array.coords["expver"].values.astype(str))
         experiment = versions[0] if versions.size == 1 else ""
     if experiment.isdigit():

@@ -29,7 +29,7 @@ _REASONS = (
 
 
 def describe_archive(paths: Any) -> dict[str, Any]:
-    """Return what `prepare` would take of an archive with its usual settings, as plain values that JSON can hold.
+    """Return what `prepare` would take of an archive with its default settings, as plain values that JSON can hold.
 
     Args:
         paths: a file, a folder, a glob, a URL or an open Dataset, or a list of them: GRIB, NetCDF or Zarr.
@@ -73,14 +73,14 @@ def describe_archive(paths: Any) -> dict[str, Any]:
 
 
 def _grids(source: ArchiveSource) -> str:
-    """Return the grid of the files; if there are several, or it is Gaussian, also what `prepare` needs then."""
+    """Return the grids of the files in words. For several, or a Gaussian one, add the setting that `prepare` needs."""
     shown = "; ".join(grid.describe() for grid in source.catalogue.grids)
     several = len(source.catalogue.grids) > 1 or isinstance(source.catalogue.grid, ReducedGrid)
     return f"{shown} (prepare with regrid=DEGREES)" if several else shown
 
 
 def _unread(source: ArchiveSource, used: np.ndarray) -> dict[str, int]:
-    """Count the fields of known variables that nothing is made of, by variable and reason."""
+    """Count the fields of known variables that are not read, by variable and reason."""
     records, unread = source.catalogue.records, np.ones(len(source.catalogue.records), bool)
     unread[used] = False
     fields = records["field"][unread]
@@ -105,13 +105,13 @@ def _files(source: ArchiveSource, used: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _other_files(paths: Any, files: list[str]) -> list[str]:
-    """List what lies in the folders that were given and is no file of the archive; a Zarr store counts as one."""
+    """List the files in the given folders that are not part of the archive. A Zarr store counts as one file."""
     taken, others = {os.path.realpath(path) for path in files}, []
     named = [path for path in as_list(paths) if not is_dataset(path)]
     for folder in (path for path in named if os.path.isdir(path) and not is_zarr(path)):
         for root, folders, names in os.walk(folder):
             stores = [name for name in folders if is_zarr(os.path.join(root, name))]
-            # The walk must not descend into Zarr stores, whose files are chunks of one store.
+            # The files in a Zarr store are its chunks, so they are not listed.
             folders[:] = sorted(set(folders) - set(stores))
             found = (Path(root, name) for name in (*stores, *names))
             others += [str(path) for path in found if os.path.realpath(path) not in taken]

@@ -1,4 +1,4 @@
-"""Physical limits of each variable, beyond which a value must be an undeclared missing value or have other units.
+"""Physical limits of each variable, beyond which a value is an undeclared missing value or in other units.
 
 9999 and similar numbers stand for missing values in files that declare no fill value and have no bitmap. The limits are
 the same for every file format. A field that exceeds them is refused and never clipped, because its other values may be
@@ -15,8 +15,8 @@ from data_prep.records import RawField
 from ensemble_ml.fields import Field
 from ensemble_ml.units import GRAVITY
 
-# The limits for each unit admit any weather, also at 1 hPa and in deserts, and sums over weeks. They exclude 9999,
-# -9999 and -32767, and most values whose units are not the stated ones.
+# The limits for each unit admit any weather, also at 1 hPa and in deserts, and sums over weeks. They exclude -32767 and
+# most values in other units. They also exclude 9999 and -9999, except in geopotential and radiation.
 _LIMITS = {
     "K": (100.0, 400.0),
     "Pa": (3e4, 1.2e5),  # at sea level, and at the surface of the highest mountains
@@ -25,7 +25,7 @@ _LIMITS = {
     "kg kg-1": (-0.1, 0.5),
     "Pa s-1": (-900.0, 900.0),  # as large as for 90 m s-1 of vertical wind near the ground
     "s-1": (-1.0, 1.0),
-    "m": (-0.1, 9.5),  # metres of water
+    "m": (-0.1, 9.5),  # water
     "kg m-2": (-10.0, 500.0),
     "J m-2": (-1e4, 3e9),  # some weeks of sunshine
     "J kg-1": (-1.0, 9.9e3),
@@ -39,7 +39,7 @@ _OF_NAME = {
     "swh": (-0.1, 40.0),
 }
 _BELOW_ZERO = {"m s-1": -0.2, "kg kg-1": -2e-3}  # interpolation makes speeds and humidities slightly negative
-_AT_BOUND = 0.01  # in packing steps; the rounding errors of float32 are 0.002 steps
+_AT_BOUND = 0.01  # packing steps; rounding to float32 is off by 0.002 steps
 # No variable comes near this value in any units, so it is a missing value that no attribute names.
 _BEYOND = 1e15
 # A level may differ from its height in the standard atmosphere by these metres plus this fraction of the height.
@@ -55,8 +55,8 @@ def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, f
 
     Args:
         field: the variable.
-        level: its level in hPa; 0 if it has no level, or for the limits of all levels.
         step: packing step of the values, by which they may be off; 0 if it is not known.
+        level: its level in hPa; 0 if it has no level, or for the limits of all levels.
     """
     low, high = _OF_NAME.get(field.name, _LIMITS[field.units])
     if field.name == "z" and level:
@@ -98,8 +98,8 @@ def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
     """
     low, high = plausible(field, 2 * raw.rounding, level)
     if raw.packed:
-        # The smallest and largest integer that the packing can hold mostly decode to values within the limits. Then no
-        # value needs to be looked at. Otherwise the actual extremes decide, and only then are all values decoded.
+        # Mostly the smallest and largest integer that the packing can hold decode to values within the limits. Then the
+        # values need not be read. Else the field's own smallest and largest integer are tried before all are decoded.
         ends = _ends(raw, 0, (1 << bits) - 1)
         if not low < ends[0] <= ends[1] < high:
             ends = _ends(raw, int(raw.values.min()), int(raw.values.max()))
@@ -126,8 +126,13 @@ def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> n
     """Return the values of a packed field, with those near a bound of the variable moved onto it.
 
     The packing has an integer for a bound such as zero rain or a clear sky. But its scale and offset are rounded, so
-    this integer decodes to a value that differs from the bound by about 1e-17. All dry points would then lie above, or
-    below, zero.
+    this integer decodes to a value that differs from the bound by about 1e-17. All dry points would then lie slightly
+    above or below zero.
+
+    Args:
+        values: float32 values of any shape.
+        step: packing step; 0 if they are not packed, and then returned as they are.
+        bounds: lowest and highest possible value of the variable; an infinite one is ignored.
     """
     for bound in bounds:
         if step and np.isfinite(bound):
@@ -141,8 +146,8 @@ def wrong_values(values: np.ndarray, bad: np.ndarray, low: float, high: float, u
     Args:
         values: the values of a field (Y, X).
         bad: which of them are wrong (Y, X).
-        low: the least plausible value.
-        high: the largest.
+        low: the lowest plausible value.
+        high: the highest.
         units: their units.
     """
     text = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"

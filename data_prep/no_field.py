@@ -1,8 +1,8 @@
 """Check that a variable's attributes and coordinates allow it to be a field. Otherwise it is left out with a reason.
 
-Coordinates, grid mappings and keys of GRIB messages are compared with lists of what is known to be harmless. One that
-is in no list may make the values another quantity (a percentile, an error, soil at a depth), so the variable is left
-out. The attributes are those of the CF conventions and those that cfgrib copies from GRIB messages.
+Coordinates, grid mappings and keys of GRIB messages are compared with lists of those that do no harm. Any other may
+make the values another quantity (a percentile, an error, soil at a depth), so the variable is left out. The attributes
+are those of the CF conventions and those that cfgrib copies from GRIB messages.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
                 names |= _names(other)
     if field.name == "orog":
         names |= set(_OF_GROUND)
-    # The parameter was already compared, so ecCodes' own names for it are as good as CF's.
+    # The GRIB parameter is checked elsewhere, so ecCodes' names for it are accepted as well as CF's.
     if "GRIB_paramId" in array.attrs:
         names |= {_letters(array.attrs.get(key, "")) for key in ("GRIB_name", "GRIB_shortName")}
     return "" if _letters(text) in {*names, *_NAMELESS} else f"standard_name {text}"
@@ -127,12 +127,12 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
 def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
     """Return the first word of a name or description that makes it another quantity than `field`; empty if none does.
 
-    Words in the registry's own names are no evidence, such as `mean` in mean sea level pressure.
+    Words in the registry's own names do not count, such as `mean` in mean sea level pressure.
 
     Args:
         text: the name or description.
         field: the variable for which it is taken.
-        over_time: whether means and extremes over time are checked elsewhere.
+        over_time: whether words for means and extremes over time are accepted, because they are checked elsewhere.
     """
     # "camelCase" names are split into words first.
     letters = f"_{_letters(re.sub('(?<=[a-z0-9])(?=[A-Z])', '_', text))}_"
@@ -154,7 +154,7 @@ def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> 
     Args:
         array: the data variable.
         field: the variable for which it is taken.
-        over_time: whether a mean or extreme over time in the long name is checked elsewhere.
+        over_time: as in `other_word`, for the long name.
     """
     for key in ("long_name", *_STATISTICS):
         text = str(array.attrs.get(key, ""))
@@ -223,9 +223,9 @@ def is_height(axis: xr.DataArray) -> bool:
 
 
 def heights_of(field: Field) -> set[float]:
-    """Return the height of a surface variable, or those of all surface variables of a quantity, in m.
+    """Return the height in m of a surface variable, or those of all surface variables of a quantity; empty for none.
 
-    The 1.5 m of the Met Office counts as 2 m. The result is empty if there is none.
+    With 2 m, the 1.5 m of the Met Office is returned as well.
     """
     heights = set()
     for other in (field,) if field.surface else FIELDS:
@@ -240,8 +240,8 @@ def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool)
     Args:
         array: the data variable.
         field: the variable that its names suggest.
-        upper: whether it has an axis of pressure levels, so that scalar heights belong to other variables of the file.
-        placed: whether its name or GRIB parameter implies its place, so that scalar kinds of level belong to others.
+        upper: whether it has an axis of pressure levels. Scalar heights then belong to other variables of the file.
+        placed: whether its name or GRIB parameter implies its height. Scalar kinds of level then belong to others.
     """
     sized = [dim for dim in array.dims if array.sizes[dim] > 1]
     for name, axis in array.coords.items():
@@ -267,16 +267,15 @@ def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
 
 
 def _heights(field: Field, *, shared: bool) -> set[float]:
-    """Return the heights that a coordinate of a variable may have; more if other variables may share it."""
+    """Return the heights in m that a coordinate of a variable may have; more if other variables may share it."""
     own = heights_of(field)
     return own | _NEAR if shared or not own else own
 
 
 def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: bool) -> str:
-    """Return the coordinate along an axis that makes `field` another quantity; empty if it does not.
+    """Return a text on a coordinate along an axis if it makes `field` another quantity, as percentiles or depths do.
 
-    Percentiles along time or several heights do. Most such coordinates only describe the axis, such as the months of
-    its times.
+    The text is empty if the coordinate only describes the axis, such as the months of its times.
     """
     words = _letters(f"{name} {axis.attrs.get('standard_name', '')}").split("_")
     of_height = is_height(axis) and not (upper or _is_near(axis, _heights(field, shared=False)))
@@ -287,7 +286,7 @@ def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: boo
 
 
 def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
-    """Return whether a surface variable implies where it lies, by its GRIB parameter or by a name of the registry.
+    """Return whether a surface variable implies its height, by its GRIB parameter or by a name of the registry.
 
     Args:
         array: the data variable.
@@ -302,7 +301,7 @@ def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
 
 
 def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Field) -> bool:
-    """Return whether a coordinate does not affect what the field is: an axis, a grid mapping, or an area type."""
+    """Return whether a coordinate leaves the quantity as it is: an axis, a grid mapping, or an area type."""
     about: Mapping[str, Any] = axis.attrs
     mapping = "grid_mapping_name" in about or "crs_wkt" in about
     along_known = bool(axis.dims) and name not in axis.dims  # it describes an axis of length one
@@ -320,7 +319,7 @@ def flags(array: xr.DataArray, field: Field) -> bool:
 def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
     """Refuse a variable whose grid mapping is not latitude and longitude.
 
-    A variable that names no mapping has that of the file, if the file has one.
+    A variable that names no mapping is on one of those in the file, if there are any.
 
     Raises:
         OfSomethingElse: the variable is on another grid, or on an unknown one.
@@ -357,7 +356,7 @@ def _in_degrees(array: xr.DataArray) -> bool:
 @cache
 def _note_absent(name: str) -> None:
     """Log that a grid mapping is not in the file. Log it only once, because there may be thousands of files."""
-    text = "the grid mapping %s is named, but not in the file; by their units its axes are latitude and longitude"
+    text = "the grid mapping %s is named, but not in the file; by their units the axes are latitude and longitude"
     log.warning(text, name)
 
 
@@ -367,7 +366,7 @@ def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> s
     Args:
         data: the file.
         name: the variable that describes the mapping.
-        of_degrees: whether the axes are known to be geographic, so that a mapping without content does not matter.
+        of_degrees: whether the axes are known to be latitude and longitude, so that the mapping may be absent or empty.
     """
     if name not in data.variables:  # it may have been lost when variables were selected
         if name in _PLAIN:

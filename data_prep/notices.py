@@ -1,7 +1,7 @@
-"""Notices about an archive, such as units that are assumed, each logged once however often its files are opened.
+"""Notices about an archive, such as units that are assumed, each logged once even if its files are opened many times.
 
-In Python an archive is opened by `open`, and again by everything that its Dataset is handed to. The command line opens
-each archive once, and logs as usual.
+In Python, `open` opens an archive, and each function that takes its Dataset opens it again. The command line opens each
+archive once, and logs as usual.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Texts of the notices that have been logged about what is being opened; None logs all.
+# Texts of the notices that were logged about the archive that is being opened; None logs all notices.
 _logged: ContextVar[set[str] | None] = ContextVar("logged", default=None)
 
 
 def notice_log(name: str) -> logging.Logger:
-    """Return the logger of a module, which leaves out notices that `once` knows."""
+    """Return the logger of a module. Inside `once`, it logs no notice twice."""
     log = logging.getLogger(name)
     log.addFilter(_is_new)
     return log
@@ -24,10 +24,10 @@ def notice_log(name: str) -> logging.Logger:
 
 @contextmanager
 def once(logged: set[str]) -> Iterator[None]:
-    """Log no notice inside the `with` block whose text is in `logged`, and add the texts of those that are logged.
+    """Inside the `with` block, log only notices whose text is not in `logged`, and add their texts to it.
 
     Args:
-        logged: texts of notices, which is extended.
+        logged: texts of the notices that were logged before; it is extended.
     """
     before = _logged.set(logged)
     try:

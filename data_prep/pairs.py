@@ -29,14 +29,12 @@ from ensemble_ml.store.source import fingerprint_at
 
 
 class StoreTruth:
-    """The truth of a tensor store, under the init times and leads of another source.
-
-    `ArchiveTruth` is the same for an archive.
+    """The truth of a tensor store at the init times and leads of a forecast; `ArchiveTruth` is that of an archive.
 
     Args:
         store: a tensor store with a truth.
-        layout: the layout of the forecast, whose init times, leads, variables and levels count.
-        bounds: intervals of the forecast's sums and maxima by variable, a (first, last) hour for each lead.
+        layout: the layout of the forecast, which gives the init times, leads, variables and levels.
+        bounds: intervals of the forecast's sums and maxima by variable: [first, last] hour or None for each lead.
 
     Raises:
         UserError: the store has no truth, has another grid, or has sums over other intervals.
@@ -48,8 +46,7 @@ class StoreTruth:
         check_grid(store.layout.grid, store.path, layout.grid)
         self.store, self.layout, self.path = store, layout, store.path
         own = store.layout
-        # These are the positions of the forecast's dates and coordinates in the store, negative where the store lacks
-        # one.
+        # Positions of the forecast's init times and coordinates in the store, negative where the store lacks one.
         self._date = places(layout.init_time.tolist(), own.init_time.tolist())
         self._axes = {name: places(getattr(layout, name), getattr(own, name)) for name in _AXES}
         for name in sorted(bounds.keys() & store.lead_bounds.keys()):
@@ -107,7 +104,7 @@ class StoreTruth:
         return Fields(pressure, surface)
 
     def unverified(self) -> dict[str, str]:
-        """Return sentences about the fields of the forecast that the store has no truth for, by variable."""
+        """Return sentences about the fields of the forecast for which the store has no truth, by variable."""
         lay, own, found = self.layout, self.store.layout, {}
         leads = [lead for lead in lay.lead_hours if lead not in own.lead_hours]
         levels = [level for level in lay.levels if level not in own.levels]
@@ -119,11 +116,11 @@ class StoreTruth:
         return found
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words if they share no init time, else an empty text."""
+        """Return the periods of forecast and truth in words if they share no init time; otherwise an empty text."""
         if (np.asarray(self._date) >= 0).any():
             return ""
         ours, theirs = (period(source.layout.init_time) for source in (self, self.store))
-        return f"the forecast starts {ours}, and the store's truth is of starts {theirs}"
+        return f"the forecast starts {ours}, and the store has truth for starts {theirs}"
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the store."""
@@ -153,7 +150,7 @@ class Pair:
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Return the variables that have points without a value, in the forecast or in the truth."""
+        """Return the variables that may have points without a value, in the forecast or in the truth."""
         of_truth = getattr(self.truth, "masked", ())
         return tuple(name for name in self.layout.names if name in (*self.forecast.masked, *of_truth))
 
@@ -169,13 +166,13 @@ class Pair:
         return any(there.any() for date in dates for there in self.truth.present(date))
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Read one init time."""
+        """Read one init time (see `Source.read`)."""
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.read(date, selection)
         return self.forecast.read(part, date, selection)
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields are there."""
+        """Return which fields are there, bool (M, T, V, Z) and (M, T, S)."""
         if part is Part.TRUTH and self.truth is not None:
             return self.truth.present(date)
         return self.forecast.present(part, date)
@@ -193,8 +190,7 @@ class Pair:
     def static(self) -> dict[str, np.ndarray]:
         """Return the static fields by name, (Y, X) float32."""
         given = self._static or {}
-        # The archive's own static fields may be damaged, which may be why others are given. Fields that are given are
-        # therefore not read from the archive.
+        # The user may give fields because those of the archive are damaged, so the latter are not read then.
         if isinstance(self.forecast, ArchiveSource):
             return self.forecast.catalogue.static(without=given) | given
         return self.forecast.static() | given
@@ -234,11 +230,11 @@ def open_source(
         UserError: the path is neither, or is damaged; or the control of a tensor store is to be included.
     """
     store = _store(path)
-    if store is not None and control is Control.include:
-        raise UserError(f"control=include: {store.path} is a tensor store; prepare it with control=include")
-    change = None if grid is None else GridChange(regrid=grid)
     if store is not None:
+        if control is Control.include:
+            raise UserError(f"control=include: {store.path} is a tensor store; prepare it with control=include")
         return store
+    change = None if grid is None else GridChange(regrid=grid)
     return open_archive(
         path, control=control, change=change, index=index, derive=DERIVED, cuts=cuts, overrides=overrides
     )
@@ -269,7 +265,8 @@ def open_pair(
         overrides: what the user states of variables, for all archives.
 
     Raises:
-        UserError: something is missing or damaged, or grids differ.
+        UserError: something is missing or damaged; grids differ; the truth is an ensemble, or has no time of the
+            forecast; or no file has a variable that `overrides` names.
     """
     source = open_source(forecast, control=control, grid=grid, index=index, cuts=cuts, overrides=overrides)
     return pair(source, truth, static, regrid=grid is not None, index=index, overrides=overrides)
@@ -286,7 +283,7 @@ def pair(
 ) -> Pair:
     """Combine an open forecast with its truth and static fields, which are given by their paths.
 
-    An archive on the forecast archive's own grid is brought to the target grid together with the forecast. An archive
+    An archive on the grid of the forecast's files is brought to the target grid together with the forecast. An archive
     on another grid is brought there only if `regrid` is on.
 
     Args:
@@ -298,7 +295,7 @@ def pair(
         overrides: what the user states of variables.
 
     Raises:
-        UserError: as in `open_pair`; or no archive has a variable that `overrides` names.
+        UserError: as in `open_pair`.
     """
     catalogues = [source.catalogue] if isinstance(source, ArchiveSource) else []
     fields = None
@@ -311,7 +308,7 @@ def pair(
         lay = source.layout
         part = Wanted.of_truth(lay.names, lay.levels, lay.init_time, max(lay.lead_hours))
         catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=overrides.of_truth(), wanted=part))
-    # A name that no file has is a mistake, which would otherwise go unnoticed.
+    # A name that no file has is a mistake that would otherwise not be noticed.
     _check_overrides(overrides, catalogues, source.path)
     if not as_list(truth):
         return Pair(source, None, fields)
@@ -340,11 +337,11 @@ def _check_times(truth: ArchiveTruth | StoreTruth) -> None:
 def open_orographies(
     forecast: str | None, truth: str | None, source: Source, *, regrid: bool = False, index: FileIndex | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
-    """Read the orography of a forecast's model and that of its truth, in metres.
+    """Read the orography of a forecast's model and that of its truth's model, in m.
 
     Args:
         forecast: a file with the orography of the forecast's model; None returns None.
-        truth: a file with that of the truth; None takes the one of `source`.
+        truth: a file with the orography of the truth's model; None takes that of `source`.
         source: the forecast, whose grid the fields have to fit.
         regrid: whether fields on another grid are regridded.
         index: keeps the tables of files; None keeps none.
@@ -412,9 +409,11 @@ def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path
 
 
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:
-    """Bring an archive to the grid of `source`, and raise a UserError if that is not allowed.
+    """Bring an archive to the grid of `source`.
 
-    It is allowed if the archive is on the grid that `source` has in its files, or if `regrid` is on.
+    Raises:
+        UserError: its grid is neither that of `source` nor that of the files of `source`, and `regrid` is off; or it
+            does not cover the grid of `source`.
     """
     wanted = source.layout.grid
     way = source.catalogue.geometry if isinstance(source, ArchiveSource) else Geometry(wanted, wanted)
@@ -425,7 +424,11 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
 
 
 def _store(path: Any) -> TensorStore | None:
-    """Return the tensor store at a path, or None if the path is not that of one."""
+    """Open the tensor store at a path; return None if there is none.
+
+    Raises:
+        UserError: the store is one of several paths, or is damaged.
+    """
     paths = as_list(path)
     stores = [one for one in paths if not is_dataset(one) and is_store(Path(one))]
     if stores and len(paths) > 1:

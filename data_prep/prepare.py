@@ -30,7 +30,7 @@ def prepare(config: PrepareConfig) -> Path:
     """Build a tensor store from an archive.
 
     All checks that need no values (missing fields, different grids) come first. The store appears under its name only
-    when it is complete. The same settings continue a run that was interrupted.
+    when it is complete. To continue a run that was interrupted, call it again with the same settings.
 
     Args:
         config: the settings of `ensemble-ml prepare`.
@@ -39,15 +39,17 @@ def prepare(config: PrepareConfig) -> Path:
         The path of the store; with `parts`, the folder of the unfinished store if other shares are still missing.
 
     Raises:
-        UserError: a file is missing or damaged; fields are missing for some dates or members; the truth lacks fields of
-            the forecast; a value is NaN; the output exists, or an unfinished build of it has other settings.
+        UserError: a setting is wrong; a file is missing, damaged or changes meanwhile; with `gaps=error`, a field is
+            missing for some init times or members, or in the truth; a value is NaN or not plausible; the output exists,
+            or an unfinished build of it has other settings; a worker died.
+        KeyboardInterrupt: the build was stopped; init times that are built are kept.
     """
     _check_settings(config)
     config = _with_whole_paths(config)
     job = Job(config)
     path = Path(config.output)
     if _may_be_done(config) and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
-        log.info("%s: is complete already", path)  # completed by another share
+        log.info("%s: is complete already", path)  # by the process of another share
         return path
     _log_gaps(job)
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
@@ -62,7 +64,7 @@ def prepare(config: PrepareConfig) -> Path:
 
 
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
-    """Make all paths absolute, because workers, and processes that continue a build, may run in other folders."""
+    """Make all paths absolute, because workers and later runs of the same build may start in other folders."""
     given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
     static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
     regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
@@ -73,7 +75,7 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
 def _whole(path: Any) -> Any:
     """Return an absolute path or glob, or a URL. An open Dataset stays as it is.
 
-    The name of the current folder may contain characters that have a meaning in globs, so it is escaped.
+    The name of the current folder may contain special characters of globs, so it is escaped.
     """
     if is_dataset(path):
         return path
@@ -107,7 +109,7 @@ def _check_settings(config: PrepareConfig) -> None:
         raise UserError(f"executor={config.executor.value}: {remedy}")
     output = Path(config.output).absolute()
     known = Build.unfinished(output) or (_may_be_done(config) and is_store(output))
-    # The build checks this, too, but only after files have been indexed for hours.
+    # The build checks this again, but only after all files have been indexed, which may take hours.
     if output.exists() and not config.overwrite and not known:
         raise UserError(f"output={config.output}: exists already; choose another folder, or add overwrite=true")
 
@@ -123,7 +125,7 @@ def _log_gaps(job: Job) -> None:
     missing = dates_of(job.plan.provenance.get("gaps", {}).get("starts", ""))
     if len(missing):
         shown = shortened([hour_text(start) for start in missing])
-        log.warning("%s: a regular series but for %d init times: %s", job.source.path, len(missing), shown)
+        log.warning("%s: %d init times of a regular series are missing: %s", job.source.path, len(missing), shown)
 
 
 def _log_plan(source: ArchiveSource, both: Pair) -> None:
@@ -140,12 +142,12 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
         lay.grid.describe(),
     )
     for name, spans in source.cut.items():
-        log.info("%s: %s; the intervals between are at leads that are left out", name, spans)
+        log.info("%s: %s; the intervals between them are left out with their leads", name, spans)
     if not geometry.same:
         how = "cut out of" if geometry.crop else "interpolated from" if geometry.reduced else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())
     if not both.static():
-        log.info("no static fields: orography and land mask stay off; give them with static=FILE")
+        log.info("no static fields: the store has no orography and land mask; give them with static=FILE")
 
 
 def _log_errors(path: Path) -> None:

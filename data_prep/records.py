@@ -1,8 +1,8 @@
 """The table of all fields of an archive: one row for each two-dimensional field, whatever the file format.
 
 An archive of any format is read in two steps. First, a `Reader` for each file lists its fields as rows of `RECORD`.
-Later it hands out the values of chosen rows as `RawField`s. Everything in between is arithmetic on the table: which
-fields are present, which are missing, and which field of the truth verifies which field of the forecast.
+Later it reads the values of chosen rows as `RawField`s. All decisions in between need only the table: which fields are
+present, which are missing, and which field of the truth verifies which field of the forecast.
 
 The codes for kinds of data (`MEMBER_TYPES`, `OF_STEP_TYPE`) are those of ECMWF's MARS, as ecCodes spells them.
 """
@@ -32,8 +32,8 @@ IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where init times are built already); where an archive or a static file is read in place, leave the field out"
 )
-NO_MESSAGE = "that are no GRIB message"  # ends the note on bytes between messages: one may be damaged there
-OTHER_UNITS = "units "  # follows a variable's name in the note on why it is left out
+NO_MESSAGE = "that are no GRIB message"  # in `Reader.skipped`: marks bytes between messages, where one may be damaged
+OTHER_UNITS = "units "  # in `Reader.skipped`: marks a variable that is left out for its units
 MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; other types combine several runs
 OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method
 _SUMS = ("accum", "diff")  # over a range of steps
@@ -58,7 +58,7 @@ RECORD = np.dtype(
         ("data", np.int32),  # offset of the packed integers in the message
         ("bitmap", np.int32),  # offset of the bitmap in the message, 0 if it has none
         ("stated", np.int32),  # number of values by the message or by the size of its data, -1 if neither is known
-        ("spare", np.uint8),  # bits by which the values may fall short of it
+        ("spare", np.uint8),  # most unused bits after the last value, which may make `stated` too large
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
         ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
@@ -83,7 +83,7 @@ class Origin(NamedTuple):
     """
 
     centre: str = ""
-    subcentre: str = ""  # the centre's number of it; an ensemble may be one of its products only
+    subcentre: str = ""  # a number that the centre assigns; NCEP's ensemble products have one of their own
     label: str = ""  # MARS's class: operational, research, a reanalysis
     experiment: str = ""
     institution: str = ""  # an attribute of NetCDF, in words
@@ -94,8 +94,8 @@ class Origin(NamedTuple):
 
         Args:
             other: the origin to compare with.
-            one_start: whether fields of one init time are compared. Their ensembles must agree as well then, while the
-                init times of an archive may come from one ensemble after another.
+            one_start: whether fields of one init time are compared. Then `ensemble` counts, too. Different init times
+                of an archive may be of different ensembles.
         """
         pairs = list(zip(self, other, strict=True))
         pairs = pairs if one_start else pairs[:-1]
@@ -108,7 +108,7 @@ class Origin(NamedTuple):
 
 
 def identities(records: np.ndarray) -> np.ndarray:
-    """Return the columns that tell fields apart, without those that say where they lie, (N,) IDENTITY.
+    """Return the columns that identify a field, without those that say how to read it, (N,) IDENTITY.
 
     An archive has millions of rows, and these columns take a third of the memory of `RECORD`.
 
@@ -184,7 +184,7 @@ class RawField:
 def _exact_in_float32(reference: float, scale: float, decimal: float) -> bool:
     """Return whether one field decodes exactly in float32, without the cost of arrays.
 
-    It is `ensemble_ml.store.packing.exact_in_float32` for one field; the cost counts because every field is asked.
+    It is `ensemble_ml.store.packing.exact_in_float32` for one field. It must be fast, as each field calls it.
     """
     if decimal != 1:
         return False
@@ -200,7 +200,7 @@ def other_step_type(kind: str, field: Field) -> str:
 
     Args:
         kind: ecCodes' stepType of the message.
-        field: the variable whose parameter the message bears.
+        field: the variable that the message's parameter stands for.
     """
     if kind in OF_STEP_TYPE:
         return f"the {OF_STEP_TYPE[kind]} over time and not the sum" if field.accumulated else ""
@@ -213,10 +213,10 @@ class Reader(Protocol):
     """The interface to one file of an archive, whatever its format.
 
     `records` are RECORD rows in the file's own order. `grid` is their common grid, or None if there are none. `skipped`
-    counts the fields that are not read, by their descriptions. `keyed` tells whether other values always make other
-    records (by their packing constants), so that a hash of the records notices changed values. `methods` names the
-    variables that are a mean, maximum or minimum over time. `origins` is the list into which the records' column
-    `origin` points. `stamp` was taken before the file was indexed; values are only read while the file still has it.
+    counts the fields that are not read, by their descriptions. `keyed` is true if records change with the values, by
+    their packing constants, so that a hash of the records notices changed values. `methods` is mean, maximum or minimum
+    for each variable that is one over time. The records' column `origin` counts the entries of `origins`. `stamp` was
+    taken before the file was indexed; values are only read while the file still has it.
     """
 
     keyed: bool
@@ -237,12 +237,15 @@ class Reader(Protocol):
             records: (N,) RECORD rows of this file.
             rows: band of latitudes (start, stop); None for all.
             into: arrays (rows, X) uint16, one for each record, to which packed integers are written; None to allocate.
+
+        Raises:
+            UserError: the file cannot be read, or has changed since it was indexed; or a field cannot be decoded.
         """
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Return which of `records` hold no value although the file has a place for them, (N,) bool.
+        """Return which of `records` have no value at any point, (N,) bool.
 
-        This may require reading all of them, so the answer is kept in `index`.
+        NetCDF and Zarr files have to be read for this, so the answer is kept in `index`.
         """
 
 

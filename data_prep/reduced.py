@@ -2,8 +2,8 @@
 
 Rows are the zeros of a Legendre polynomial, and each has points of its own, evenly spaced from Greenwich eastwards
 (ECMWF's N grids, and the octahedral O grids of Malardel et al. 2016, ECMWF Newsletter 146). A field is kept in an array
-of all rows (Y, X) with as many columns as the longest row has points. Behind the points of a shorter row, its last
-value is repeated; it is never used.
+of all rows (Y, X) with as many columns as the longest row has points. A shorter row is filled up with its last value;
+these columns are never used.
 
 A new value at latitude p and longitude l is linear between the two rows around it, and in each row linear between the
 two points around it:
@@ -79,10 +79,10 @@ def reduced_grid(counts: tuple[int, ...]) -> ReducedGrid:
 
 
 def spread_rows(values: np.ndarray, counts: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write the points of all rows, one row after the other, into an array of rows.
+    """Write values that are stored one row after the other into an array of rows, and return it.
 
     Args:
-        values: (N,) the points.
+        values: (N,) the values at all points.
         counts: (Y,) number of points of each row, in the same order.
         out: (Y, X) array to fill.
     """
@@ -93,7 +93,7 @@ def spread_rows(values: np.ndarray, counts: np.ndarray, out: np.ndarray) -> np.n
 
 
 def bilinear(grid: ReducedGrid, target: Grid) -> csr_matrix:
-    """Return the weights of all points in those of a regular grid, (Y' X', Y X).
+    """Return the sparse matrix that interpolates fields to a regular grid, (Y' X', Y X).
 
     Args:
         grid: the Gaussian grid.

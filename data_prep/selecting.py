@@ -55,7 +55,7 @@ def chosen(
         dates: init times, as `select_dates` takes them; None for all.
 
     Raises:
-        UserError: one of them is unknown, or the archive has none of it.
+        UserError: a variable is unknown, a date is not one, or the archive has nothing of one of them.
     """
     keep = np.ones(len(records), bool)
     if variables is not None:
@@ -79,7 +79,7 @@ def chosen(
 def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndarray:
     """Return which records of a control are at a lead or level, or of a variable, that no member has, (N,) bool.
 
-    A store would otherwise have positions that no forecast fills. A line in the log names what is left out.
+    A store would otherwise have positions that no member fills. A line in the log names what is left out.
 
     Args:
         records: (N,) table of fields.
@@ -91,7 +91,7 @@ def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndar
     if not len(others) or not member.any():
         return alone
     upper, anything = ~IS_SURFACE[records["field"]], np.True_
-    # Variables come first, so that the levels and leads of a variable that is left out are not named once more.
+    # Variables come first, so that the log does not also name the levels and leads of a variable that is left out.
     for name, axis, kind in (("variables", "field", anything), ("levels", "level", upper), ("leads", "lead", anything)):
         known = np.unique(records[axis][member & kind])
         mine = others[(kind & ~alone)[others] & ~np.isin(records[axis][others], known)]
@@ -113,7 +113,7 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
         leads: lead times in hours to keep; None for all.
 
     Raises:
-        UserError: there is no member, a lead that is asked for is missing, or a date does not fit into nanoseconds.
+        UserError: there is no member, a lead that is asked for is missing, or an init time is outside 1678 to 2261.
     """
     there = np.unique(records["lead"]).tolist()
     if leads is not None:
@@ -152,10 +152,10 @@ def positions(values: np.ndarray, axis: Sequence[int]) -> np.ndarray:
 
 
 def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
-    """Return the selected coordinates of `layout`, in the selection's order. The grid stays whole.
+    """Return the selected coordinates of `layout`, in the selection's order. All rows of the grid are kept.
 
     Raises:
-        UserError: something selected is not there.
+        UserError: something selected is not in the layout.
     """
     picked: dict[str, tuple[Any, ...]] = {}
     for name in ("realization", "lead_hours", "variables", "levels", "surface"):
@@ -199,7 +199,7 @@ def places(old: Sequence[Any], new: Sequence[Any]) -> np.ndarray:
 
 
 def _require(name: str, wanted: Sequence[Any], there: Sequence[Any], path: str) -> None:
-    """Refuse values that an axis does not have; the message lists what it has."""
+    """Raise a UserError for a value that an axis does not have; the message lists those that it has."""
     for value in wanted:
         if value not in there:
             has = ", ".join(map(str, there)) or "none at all"

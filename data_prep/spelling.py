@@ -1,8 +1,8 @@
 """Parse names of data variables that state more than the quantity: a pressure level, a height, or the hours of a sum.
 
-`geopotential_height_500hpa` and `z500` hold one pressure level, `temperature_2m` lies at a height, and `tp6` and
-`total_precipitation_24hr` are sums over some hours. No standard covers these names; the patterns follow archives that
-are met in practice.
+`geopotential_height_500hpa` and `z500` state a pressure level, `temperature_2m` a height, and `tp6` and
+`total_precipitation_24hr` the hours of a sum. No standard covers these names; the patterns are those of public
+archives.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _NUMBER = re.compile(r"([A-Za-z_]+?)_?(\d{2,4})")
 # A bare number after a name is taken for a level only if models commonly have that level: u80 is wind at 80 m.
 _LEVELS = {50, 70, 100, 125, 150, 175, *range(200, 451, 50), *range(500, 751, 50), *range(775, 1001, 25)}
 _MASTS = 300  # up to here a bare number may also be the height of a mast in m
-_CERTAIN = 600  # from here on a bare number is a pressure in hPa: no mast is that high
+_CERTAIN = 600  # from here on a bare number is certainly a pressure in hPa: no mast is that high
 _WORDS = {
     "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
     "eighteen": 18, "twenty four": 24, "twenty-four": 24, "thirty six": 36, "forty eight": 48, "seventy two": 72,
 }  # fmt: skip
 _SUM = r"(?:\w+\s+)?(?:sums?|totals?|accum\w*|precip\w*|rain\w*)\b"
 _AGO = r"\b(?:last|previous|past|preceding)\s+"
-# Descriptions mention days for other reasons, too, such as the range of a forecast. These patterns only match a number
-# of days that belongs to a sum.
+# Descriptions also mention days for other reasons, such as the range of a forecast. This pattern only matches days of a
+# sum, and the next one hours of a sum.
 _DAYS = re.compile(rf"(?:(\d{{1,2}})[\s-]*days?|\b(?:daily))[\s-]+{_SUM}|{_AGO}(?:(\d{{1,2}})\s+)?days?\b", re.I)
 _OF_SUM = re.compile(
     rf"(\d{{1,3}})[\s-]*(?:hours?|hourly|hrs?|h)[\s-]+{_SUM}|{_AGO}(\d{{1,3}})[\s-]*(?:hours?|hrs?|h)\b", re.I
@@ -67,10 +67,10 @@ def spell(name: Hashable) -> Spelling:
     """Parse the name of a data variable.
 
     Args:
-        name: the name; one that the registry has is taken as a whole, so `u10` has no number.
+        name: the name. One that the registry has is not divided, so `u10` has no level.
 
     Returns:
-        The parts. The field is None if nothing in the name is known.
+        The parts. The field is None if the registry knows no part of the name.
     """
     whole = str(name)
     if (field := _known(whole)) is not None:
@@ -116,7 +116,8 @@ def hours_in_text(text: str, *, remark: bool = False) -> set[int]:
 
     Args:
         text: the description.
-        remark: whether the text may be about other things, so that only hours count that it ascribes to a sum.
+        remark: whether the text may mention hours for other reasons. Then only those count that clearly belong to a
+            sum.
     """
     for word, number in _WORDS.items():
         text = re.sub(rf"\b{word}(?=[\s-]*(?:hour|day))", str(number), text, flags=re.I)

@@ -1,8 +1,8 @@
 """The truth of a forecast: verifying fields at valid time, which is init time plus lead time.
 
-A truth archive is a set of fields with valid times, whatever its files call them: analyses, or short forecasts, of
-which the one with the shortest lead at a valid time is taken. Sums and maxima over ranges of steps are combined from
-the intervals that the truth states, so that they cover exactly the forecast's own interval.
+A truth archive is a set of fields with valid times: analyses or short forecasts. Of several fields at one valid time,
+the one with the shortest lead is taken. Sums and maxima over ranges of steps are combined from the intervals that the
+truth states, so that they cover exactly the forecast's own interval.
 
 Axes: D init time, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
-from data_prep.gathered import Gathered, Room, Target, zeros
+from data_prep.gathered import Allocate, Gathered, Target, zeros
 from data_prep.intervals import Tiles
 from data_prep.notices import notice_log
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
@@ -36,11 +36,11 @@ _HOUR = np.timedelta64(1, "h")
 
 
 class TruthRefused(UserError):
-    """An error for variables of a truth that cannot verify the forecast's, while others may.
+    """An error for some variables of a truth that cannot verify those of the forecast.
 
     Args:
-        reason: the text without a remedy.
-        others: the variables that can be prepared without these.
+        reason: the message without a remedy.
+        others: the variables of the forecast that are not concerned.
     """
 
     def __init__(self, reason: str, others: list[str]):
@@ -49,7 +49,7 @@ class TruthRefused(UserError):
         super().__init__(f"{reason}; or {keep if others else 'prepare without a truth, truth=null'}")
 
     def in_python(self) -> UserError:
-        """Return the error with its remedy as arguments of Python."""
+        """Return the same error with a remedy for Python, not for the command line."""
         keep = f"keep the others alone, variables={self.others}"
         return UserError(f"{self.reason}; or {keep if self.others else 'prepare without a truth, truth=None'}")
 
@@ -61,8 +61,8 @@ class ArchiveTruth:
         catalogue: the fields of the truth archive.
         layout: coordinates of the forecast.
         wanted: fields that the forecast has for any init time, bool (T, V, Z) and (T, S).
-        bounds: the forecast's intervals, [first, last] hour for each lead of a variable.
-        methods: for a variable over intervals, its statistics in the forecast: some of mean, maximum and minimum.
+        bounds: the forecast's intervals by variable: [first, last] hour or None for each lead.
+        methods: by variable, the statistics over time that the forecast states: some of mean, maximum and minimum.
 
     Raises:
         UserError: the grids differ, or the truth is an ensemble.
@@ -86,7 +86,7 @@ class ArchiveTruth:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
         self._tiles: dict[tuple[int, int], Tiles] = {}  # by position in FIELDS and level
-        self._stale: set[str] = set()  # variables whose truth is long forecasts, for which a warning was logged
+        self._stale: set[str] = set()  # variables verified by forecasts of long leads, of which a warning was logged
         self._mixed: dict[str, str] = {}  # why variables cannot be combined from several intervals
         self._over_intervals: set[str] = set()  # instantaneous variables that the truth only has over intervals
         self._rows = self._align(lambda name: name)
@@ -124,23 +124,23 @@ class ArchiveTruth:
         mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
         if not len(mine):
             return np.full(valid.shape, _MISSING)
+        instants = self._instantaneous(mine)
         if name in self.bounds:
             self._tiles[FIELD_INDEX[name], level] = tiles = Tiles(self._records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
             # At a lead without an interval (the start of the forecast) the truth must be instantaneous, too.
             alone = np.array([pair is None for pair in self.bounds[name]])
-            return np.where(alone, self._latest(name, self._moments(mine), valid), self._latest(name, mine, valid))
-        moments = self._moments(mine)
-        if not len(moments) and field(name).standard_name != GUST:
+            return np.where(alone, self._latest(name, instants, valid), self._latest(name, mine, valid))
+        if not len(instants) and field(name).standard_name != GUST:
             self._over_intervals.add(name)
-        elif not len(moments):
-            text = "truth %s: %s is over intervals, the forecast's states none and is taken for the same"
+        elif not len(instants):
+            text = "truth %s: %s is over intervals; the forecast states none, and is assumed to be over the same"
             log.warning(text, self.path, name)
-            moments = mine
-        return self._latest(name, moments, valid)
+            instants = mine
+        return self._latest(name, instants, valid)
 
-    def _moments(self, rows: np.ndarray) -> np.ndarray:
+    def _instantaneous(self, rows: np.ndarray) -> np.ndarray:
         """Return the `rows` whose fields are instantaneous."""
         return rows[self._records["lead_start"][rows] == self._records["lead"][rows]]
 
@@ -158,7 +158,7 @@ class ArchiveTruth:
         if longest > _FRESH and name not in self._stale:
             self._stale.add(name)
             text = (
-                "truth %s: %s: some valid times are verified by forecasts of up to %d h; give analyses, or fresher ones"
+                "truth %s: %s: some valid times are verified by forecasts of up to %d h; give analyses or shorter ones"
             )
             log.warning(text, self.path, name, longest)
         return np.where(there, mine[found], _MISSING)
@@ -220,7 +220,7 @@ class ArchiveTruth:
             interval: first and last hour after the init time.
 
         Returns:
-            No rows if several intervals would have to be combined but it is not known how. `_mixed` then says so.
+            No rows if the intervals do not fill it, or if it is not known how to combine them (`_mixed` then says so).
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -234,8 +234,8 @@ class ArchiveTruth:
         if field(name).standard_name == GUST:
             return rows, Combine.MAXIMUM
         span = f"{interval[0]}-{interval[1]} h after the start"
-        text = f"over {span} it would be put together of {len(rows)} intervals, as sums and gusts are; whether it is a"
-        self._mixed.setdefault(name, f"{text} mean or an extreme is not known: give it over that interval")
+        text = f"{len(rows)} of its intervals fill {span}, but it is not known whether they are means or extremes"
+        self._mixed.setdefault(name, f"{text}; give it over that whole interval")
         return (), Combine.ONE
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,20 +249,23 @@ class ArchiveTruth:
         self,
         date: int,
         selection: Selection = Selection(),  # noqa: B008 - frozen
-        room: Room = zeros,
+        allocate: Allocate = zeros,
     ) -> Gathered:
         """Read one init time into blocks (see `data_prep.gathered.Gathered`).
 
         Args:
             date: position of the init time.
             selection: the coordinates to read.
-            room: allocates the blocks of integers.
+            allocate: makes the blocks of integers.
+
+        Raises:
+            UserError: something selected is not in the layout, or a field cannot be decoded or holds NaN.
         """
         narrowed = narrow(self.layout, selection, self.path)
-        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, room)
+        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, allocate)
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one init time of the forecast's layout.
+        """Read one init time, decoded (see `gather`).
 
         Args:
             date: position of the init time.
@@ -271,7 +274,7 @@ class ArchiveTruth:
         return Fields(*self.gather(date, selection).decoded())
 
     def fingerprint(self) -> str:
-        """Return a short hash of the archive's files and fields."""
+        """Return a hash of the archive's files and fields, 16 hex digits."""
         return self.catalogue.fingerprint()
 
     def without(self, dates: Sequence[int]) -> ArchiveTruth:
@@ -294,7 +297,7 @@ class ArchiveTruth:
         return ((), Combine.ONE) if partner == _MISSING else ((row, partner), Combine.SPEED)
 
     def span(self, name: str, lead: int) -> list[int] | None:
-        """Return the first and last hour of the interval that verifies a variable at a lead; None if none does.
+        """Return the first and last hour of the interval that verifies a lead; None if one valid time verifies it.
 
         Args:
             name: the variable.
@@ -314,7 +317,7 @@ class ArchiveTruth:
         return [np.any([both[surface] for both in self.presence], axis=0) for surface in (False, True)]
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words if they have no valid time in common; else nothing."""
+        """Return the periods of forecast and truth in words if they share no valid time; otherwise an empty text."""
         ours = np.unique(
             self.layout.init_time[:, None].astype("datetime64[s]") + np.array(self.layout.lead_hours) * _HOUR
         )
@@ -330,8 +333,8 @@ class ArchiveTruth:
         """Return why variables of the forecast cannot be verified for any init time, by variable.
 
         Raises:
-            UserError: the truth has variables whose intervals do not fill those of the forecast, or cannot be combined
-                to them.
+            TruthRefused: intervals of the truth do not fill those of the forecast, or it is not known how to combine
+                them.
         """
         found = self._reasons()
         over_intervals = {name: why for name, why in found.items() if self._tiles_of(name) and self._by_intervals(name)}
@@ -353,7 +356,7 @@ class ArchiveTruth:
                         continue
                     reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
                     if name in self._over_intervals:
-                        reasons[name] = "the truth has it over intervals, the forecast at moments"
+                        reasons[name] = "the truth has it over intervals, the forecast at one time"
         return reasons
 
     def unverified(self) -> dict[str, str]:
@@ -363,9 +366,9 @@ class ArchiveTruth:
         return {name: f"truth {self.path}: {name} {text}" for name, text in found.items()}
 
     def partly(self) -> dict[str, str]:
-        """Return the leads at which verified variables lack truth for every init time, by variable.
+        """Return the leads at which a variable lacks truth for every init time, by variable that has some truth.
 
-        Levels are named if only some of them are concerned.
+        Levels are named if only some of a lead's levels lack it.
         """
         found: dict[str, str] = {}
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
@@ -380,7 +383,7 @@ class ArchiveTruth:
         for hours, asked, lost in zip(self.layout.lead_hours, wanted, lacking, strict=True):
             if not lost.any():
                 continue
-            # Surface variables have a single value here, so they always take this branch.
+            # This includes surface variables, which have a single value here.
             if (lost == asked).all():
                 yield f"{hours} h"
             else:
@@ -394,7 +397,7 @@ class ArchiveTruth:
         if not any(tiles.stated for tiles in self._tiles_of(name)):
             return (
                 f"its sums state no interval (a GRIB step range or time bounds), and those over {needed} after the "
-                f"start are needed; of NetCDF or Zarr, say the hours: truth_intervals={{{name}: HOURS}}"
+                f"start are needed; for NetCDF or Zarr, state their hours: truth_intervals={{{name}: HOURS}}"
             )
         return f"its intervals do not fill {needed} after the start; give sums over these, or over parts of them"
 
@@ -408,7 +411,7 @@ def period(times: np.ndarray) -> str:
 
 
 def check_grid(grid: Grid, path: str, wanted: Grid) -> None:
-    """Refuse a file on another grid than the forecast's.
+    """Check that a file is on the forecast's grid.
 
     Args:
         grid: the grid of the file.

@@ -1,4 +1,4 @@
-"""Assemble the parts of single dates to an archive in ENS-10's layout.
+"""Assemble the parts of single init times into an archive in ENS-10's layout.
 
 In this layout, a file holds one calendar date of all years.
 """
@@ -20,8 +20,7 @@ from ensemble_ml.folders import draft_of, write_whole
 from ensemble_ml.grid import Grid
 
 GATE = {"z500": ("z", 500), "t850": ("t", 850)}
-"""Fields that the check of realism looks at: variable and level in hPa."""
-
+"""Fields whose realism is checked: variable and level in hPa."""
 
 STATIC = ("static.grib", "forecast_static.grib")
 """Files with orography and land mask: of the truth's model, then of the forecast's, which has another orography."""
@@ -40,8 +39,7 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
         for cycle in year.written:
             part = year.part(output, cycle)
             starts[f"{cycle.start:%m%d}"].append((part, 0))
-            # The last valid time of a cycle is the first of the next one. Both hold the same state, so either may be
-            # taken.
+            # The last valid time of a cycle is the first of the next one, and both have the same state.
             truths |= {time: (part, k) for k, time in enumerate(valid_times(cycle))}
     by_date: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     for time in sorted(truths):
@@ -58,7 +56,7 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
     """Write the messages of several parts to one file, in one step."""
     path.parent.mkdir(exist_ok=True)
-    # Two machines may write the same file at once, so each has a draft of its own. Drafts are removed with the parts.
+    # Two machines may write the same file at once, so each has its own temporary file, which is removed with the parts.
     draft = draft_of(path.parent.parent / ".parts" / path.name)
     with open(draft, "wb") as file:
         for part, key in pieces:

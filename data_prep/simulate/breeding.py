@@ -1,10 +1,10 @@
 """Bred analysis errors and member perturbations: the 48 h forecasts of one cycle are the source for the next.
 
-Deviations of the trajectories from their mean have grown in the last two days: they are the errors of the day (Toth and
-Kalnay 1997, Monthly Weather Review 125). A random rotation mixes them. It keeps their covariance and undoes the
-collapse of bred vectors onto one another. Each mixture is scaled to a given norm. One mixture is the error of the
-analysis, and the others are the members' perturbations around it. So truth and members are draws from one distribution:
-spread and error agree at the start and follow the flow of the day. The error of the forecast model comes on top.
+The deviations of the trajectories from their mean have grown in the last two days, so they are errors that fit the
+flow of the day (Toth and Kalnay 1997, Monthly Weather Review 125). A random rotation mixes them. It keeps their
+covariance, and makes bred vectors that have become alike differ again. Each mixture is scaled to a given norm. One
+mixture is the error of the analysis, and the others are the members' perturbations around it. So truth and members are
+draws from one distribution: spread and error agree at the start. The error of the forecast model comes in addition.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generato
         target: norm of each perturbation, K.
         rng: source of randomness.
 
+    Returns:
+        The perturbations, float64, NKML with N = `count`.
+
     Raises:
-        ValueError: the deviations are all zero, so they cannot be scaled.
+        ValueError: a mixture is zero, so it cannot be scaled.
     """
     n = len(dev_nkml)
     weights = rotation(max(count, n), rng)[:count, :n]
@@ -88,6 +91,9 @@ def initial_states(
 
     Returns:
         The states, float32, NKML.
+
+    Raises:
+        ValueError: the deviations are all zero.
     """
     drawn = mix(dev_nkml, count + 1, amplitude.norm, rng)
     analysis = truth_kml - drawn[0]

@@ -1,4 +1,4 @@
-"""An encoder of GRIB as in ECMWF's reforecasts: edition 1, 16-bit simple packing, members `pf`, truth `an`."""
+"""Encode GRIB as in ECMWF's reforecasts: edition 1, 16-bit simple packing, `pf` for members, `an` for the truth."""
 
 from __future__ import annotations
 
@@ -17,23 +17,20 @@ PARAM_ID = {
 
 @dataclass(frozen=True)
 class Stamp:
-    """The time and the member of a field. It is valid at `start` plus `hours`.
-
-    An accumulation begins `since` hours after the start; None for an instantaneous field.
-    """
+    """The time and the member of a field, which is valid at `start` plus `hours`."""
 
     start: datetime
     hours: int = 0
-    member: int | None = None  # None: an analysis
-    members: int = 0
-    since: int | None = None
+    member: int | None = None  # None for an analysis
+    members: int = 0  # size of the ensemble
+    since: int | None = None  # hours after `start` at which an accumulation begins; None for an instantaneous field
 
 
 @dataclass
 class Encoder:
-    """An encoder for fields on one regular grid.
+    """An encoder for fields on one regular grid, given by its latitudes and longitudes in degrees.
 
-    It keeps ecCodes' handles, because making one costs more than filling it.
+    It keeps ecCodes' handles, because to make one takes longer than to fill it.
     """
 
     latitude: np.ndarray
@@ -45,7 +42,7 @@ class Encoder:
 
         Args:
             name: short name of the registry, a key of `PARAM_ID`.
-            values_yx: the field (Y, X), north to south, in SI units.
+            values_yx: the field (Y, X), north to south, in the registry's units.
             stamp: start, step and member.
             level: hPa, or None at the surface.
         """
@@ -56,7 +53,7 @@ class Encoder:
             eccodes.codes_set(handle, "number", stamp.member)
         steps = str(stamp.hours) if stamp.since is None or stamp.hours == 0 else f"{stamp.since}-{stamp.hours}"
         eccodes.codes_set(handle, "stepRange", steps)
-        # A constant field is encoded with zero bits and leaves the handle so; the next field would lose its values.
+        # A constant field sets the handle to zero bits, with which the next field would lose its values.
         if eccodes.codes_get(handle, "bitsPerValue") != 16:
             eccodes.codes_set(handle, "bitsPerValue", 16)
         eccodes.codes_set_values(handle, np.ascontiguousarray(values_yx, np.float64).ravel())
@@ -114,7 +111,7 @@ class Encoder:
 def forecast_messages(
     encoder: Encoder, upper: dict[str, np.ndarray], surface: dict[str, np.ndarray], levels: list[int], stamp: Stamp
 ) -> tuple[bytes, bytes]:
-    """Encode the fields of one state into the bytes of its two files.
+    """Encode the fields of one state into GRIB messages.
 
     Args:
         encoder: the encoder.
@@ -135,9 +132,9 @@ def forecast_messages(
 
 
 def accumulation(stamp: Stamp) -> Stamp:
-    """Return the stamp of precipitation, which says from when it is counted.
+    """Return the stamp of precipitation, which is counted from the start of a forecast.
 
-    In a forecast that is its start. In the truth it is 24 h before the valid time.
+    In the truth it is counted from 24 h before the valid time.
     """
     if stamp.member is None:
         return Stamp(stamp.start - timedelta(hours=24), 24, since=0)

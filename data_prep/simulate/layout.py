@@ -1,4 +1,4 @@
-"""The definitions that model, synthesis and breeding share: the planes of a state and the constants of the model."""
+"""Define what model, synthesis and breeding share: the planes of a state and the constants of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLANES = {
 """Where each quantity lies on axis K of a state."""
 
 NORM_PLANE = 2 * _Z + SIGMA.index(0.835)
-"""Perturbations are measured by their temperature on this plane (sigma 0.835), root mean square over the sphere."""
+"""The plane of temperature at sigma 0.835; its root mean square over the sphere is the norm of a perturbation."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,17 @@ class ModelFacts:
 
 
 def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
-    """Cut states of axes ...KML down to a truncation; coefficients beyond it, and the spare last one, become zero.
+    """Cut spectral states down to a lower truncation T; at their own truncation they stay as they are.
 
-    Surface pressure loses one more wavenumber if anything is cut. The orography in dinosaur ends there. Surface
-    pressure that follows mountains which the coarse model does not have would shift its heights by 60 m.
+    The last total wavenumber of the result, T + 1, is zero. Surface pressure ends at T - 1, as the orography in
+    dinosaur does: with mountains in it that the coarse model lacks, the model's heights would be off by 60 m.
 
     Args:
-        x_kml: spectral states, on any leading axes.
-        truncation: largest wavenumber to keep.
+        x_kml: spectral states (..., K, M, L).
+        truncation: largest total wavenumber T to keep.
+
+    Returns:
+        A copy, (..., K, 2 T + 1, T + 2).
     """
     cut = np.array(x_kml[..., : 2 * truncation + 1, : truncation + 2])
     if cut.shape == x_kml.shape:

@@ -1,13 +1,12 @@
 """The atmosphere model of the embedded archive: jcm's SPEEDY physics on the dinosaur spectral core.
 
-Two models are built from one recipe. The *nature* run is the truth. The *forecast* model differs from it by
+Two models are built in the same way. A run of the *nature* model is the truth. The *forecast* model differs from it by
 `MODEL_ERROR` (and, for some sizes, by its truncation), so that forecasts have systematic errors as real ones do.
 
 A state is one float32 array of spectral coefficients with axes KML. K are planes: vorticity, divergence, temperature
 and humidity on Z sigma levels, then the logarithm of surface pressure over p0. M are the zonal wavenumbers 0, 1, -1, 2,
--2, ..., and L the total wavenumbers. The basis is orthonormal on the unit sphere. SPEEDY recomputes everything that it
-carries from step to step from the state at 0 UTC, because land and sea temperatures are prescribed. So the array is the
-whole state of a run.
+-2, ..., and L the total wavenumbers. The basis is orthonormal on the unit sphere. Land and sea temperatures are
+prescribed, so SPEEDY can compute all else that it needs anew at 0 UTC: the array is the whole state of a run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jcm.terrain import TerrainData
 from data_prep.simulate.layout import SIGMA, ModelFacts
 from data_prep.simulate.model_error import MODEL_ERROR
 
-BATCH = 4  # members stepped together by vmap; a larger batch exceeds a core's cache and is slower for each member
+BATCH = 4  # states stepped together by vmap; a larger batch exceeds a core's cache and takes longer for each state
 _DAY = 86400
 
 _DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's defaults, for the smallest wave of T31
@@ -54,7 +53,7 @@ class Recipe:
 
 
 class Atmosphere:
-    """A model that advances states by whole days. It is compiled at its first use for each number of states."""
+    """A model that advances states by whole days. It is compiled when it first meets a number of states."""
 
     def __init__(self, recipe: Recipe):
         """Load boundary conditions from jcm's wheel and build the model of `recipe`."""
@@ -90,7 +89,7 @@ class Atmosphere:
         )
 
     def rest(self, seed: int) -> np.ndarray:
-        """Return an isothermal atmosphere at rest with small random pressure, KML, from which a nature run is spun up.
+        """Return an isothermal atmosphere at rest with small random pressure, KML: the first state of a nature run.
 
         Args:
             seed: seed of the random pressure.
@@ -113,7 +112,7 @@ class Atmosphere:
         """
         n = len(x_nkml)
         batch = 1 if n == 1 else BATCH
-        # The last batch is filled up with copies of the first state, because a compiled function has fixed shapes.
+        # A compiled function has fixed shapes, so the last batch is filled up with copies of the first state.
         padded = -(-n // batch) * batch
         x = np.concatenate([x_nkml, np.repeat(x_nkml[:1], padded - n, axis=0)]) if padded > n else x_nkml
         x, rain = self._advance(jnp.asarray(x).reshape(padded // batch, batch, *x.shape[1:]), jnp.int32(day))
@@ -133,8 +132,8 @@ class Atmosphere:
     def _one_day(self, x_nkml, day):
         """Advance one batch by a day.
 
-        Values that do not differ between members stay outside vmap. SPEEDY's radiation, which is due every third step,
-        then remains a branch. Batched, both sides of the branch would be computed at each step.
+        Values that are the same for all members are not batched. One of them is the step counter, which decides whether
+        SPEEDY's radiation is due (every third step). With a batched one, vmap would compute radiation at each step.
         """
         axes = jax.tree.map(_member_axis, self._carry)
         state_axes = jax.tree.map(lambda _: 0, _unpack(x_nkml[0]))
@@ -154,7 +153,7 @@ class Atmosphere:
         return jax.vmap(_pack)(state), rain.sum(0)
 
     def _step(self, state, carry, forcing):
-        """Advance one state by a time step; also return the physics' carry and the precipitation in metres."""
+        """Advance one state by a time step. Also return the physics' carry and the precipitation in m."""
         seconds = self.recipe.minutes * 60.0
         grid = self._model.dycore.to_physics_state(state)
         tendency, carry = compute_physics_step_gridpoint(
@@ -167,9 +166,8 @@ class Atmosphere:
 def _terrain(coords, path: str) -> TerrainData:
     """Return the terrain on the model's grid.
 
-    The orography of every model is that of T31, truncated where the model is coarser and not interpolated. Surface
-    pressure that one model takes over from another then fits the ground. jcm has no finer orography, so at T63 the
-    ground is as smooth as at T31.
+    Every model has the orography of T31, truncated if the model is coarser, and not interpolated. So the surface
+    pressure of one model fits the ground of another. At T63 the ground is as smooth as at T31, as jcm has no finer one.
     """
     fine = get_speedy_coords(layers=len(SIGMA), spectral_truncation=31)
     source = TerrainData.from_file(path, coords=fine)
@@ -192,7 +190,10 @@ def _parameters(wrong: bool) -> Parameters:
 
 
 def _diffusion(truncation: int) -> DiffusionFilter:
-    """Return a hyperdiffusion that damps a given wave equally at every truncation; jcm's times hold for n = 31."""
+    """Return a hyperdiffusion that damps a wave of given length equally at every truncation.
+
+    jcm's times are those of total wavenumber n = 31; damping grows with (n (n + 1))^order.
+    """
     ratio = (31 * 32) / (truncation * (truncation + 1))
     times = {
         f"{name}_timescale": hours * 3600 * ratio ** _DIFFUSION_ORDER[name] for name, hours in _DIFFUSION_HOURS.items()

@@ -25,7 +25,7 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
     Source: Durran (2010), Numerical Methods for Fluid Dynamics, section 8.6.5.
 
     Args:
-        fields: from `sigma_fields`; t and q (N, Z, Y, X), phis (Y, X).
+        fields: from `synthesis.sigma_fields`; t and q (N, Z, Y, X), phis (Y, X).
         facts: constants of the model.
 
     Returns:
@@ -40,10 +40,10 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 
 
 def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the temperature at the ground, and the exponent of the temperature profile in the fictitious air below it.
+    """Return the temperature at the ground, and the exponent R gamma / g of the temperature profile below it.
 
-    Temperature there varies as pressure to the power of R gamma / g, where gamma is the lapse rate. Under ground higher
-    than 2000 m, gamma is reduced.
+    Temperature there varies as pressure to the power of the exponent, where gamma is the lapse rate. Under ground
+    higher than 2000 m, gamma is reduced.
 
     Args:
         fields: from `sigma_fields`; t (N, Z, Y, X), phis (Y, X).
@@ -87,7 +87,7 @@ def to_pressure(fields: dict[str, np.ndarray], levels: list[int], facts: ModelFa
 
 
 def _at_level(fields, phi, virtual, ground, depth, facts) -> dict[str, np.ndarray]:
-    """Interpolate all fields to one level, given as the logarithm of its sigma, (N, Y, X)."""
+    """Interpolate all fields to one level, given by `depth`, the logarithm of its sigma at each point (N, Y, X)."""
     above = np.clip(np.searchsorted(_LOG_SIGMA, depth) - 1, 0, len(SIGMA) - 2)
     gap = _LOG_SIGMA[above + 1] - _LOG_SIGMA[above]
     weight = np.minimum((depth - _LOG_SIGMA[above]) / gap, 1.0)  # weight of the layer below; 1 under the lowest
@@ -120,12 +120,12 @@ def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: Mo
     """Return sp and msl (Pa), t2m (K), u10 and v10 (m/s), each (N, Y, X).
 
     Near-surface air is computed as for SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Where temperature
-    falls with height in the lowest layers, it is continued to the surface at the same lapse rate, and over sea on to
-    sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer. Mean sea level
-    pressure follows Trenberth et al. (1993), equation 11.
+    falls with height in the lowest layers, it is continued to the surface with the same lapse rate, and over sea
+    further to sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer.
+    Mean sea level pressure follows Trenberth et al. (1993), equation 11.
 
     Args:
-        fields: from `sigma_fields`.
+        fields: from `sigma_fields`; t, u, v (N, Z, Y, X), ps (N, Y, X), phis (Y, X).
         land_yx: land fraction (Y, X).
         facts: constants of the model.
     """

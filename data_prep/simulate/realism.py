@@ -1,7 +1,7 @@
-"""The realism gate, which checks that the simulated ensemble errs as operational ones do.
+"""Check that the errors of the simulated ensemble are like those of operational ones.
 
-Operational ensembles are mildly under-dispersive and biased. An ensemble that is far from that makes any
-post-processing look good. The figures are for one lead, over all init times of the archive, weighted with exact cell
+Operational ensembles are mildly under-dispersive and biased. With an ensemble that is far from that, any
+post-processing looks good. The figures are for one lead, over all init times of the archive, weighted with exact cell
 areas.
 """
 
@@ -13,30 +13,27 @@ import numpy as np
 
 from ensemble_ml.grid import Grid
 
-SPREAD_SKILL = (0.7, 1.0)
-LARGEST_BIAS = 0.15
-SMALLEST_CORRELATION = 0.2
+SPREAD_SKILL = (0.7, 1.0)  # lowest and highest spread/skill
+LARGEST_BIAS = 0.15  # share of the mean squared error that is squared bias
+SMALLEST_CORRELATION = 0.2  # of spread and absolute error
 
 
 @dataclass(frozen=True)
 class Realism:
-    """The figures of one field, which the gate compares with its limits.
-
-    `rmse` and `spread` are in the field's unit. `bias_share` is `raw_bias_share` without sampling noise.
-    """
+    """The figures of one field (see `measure`), which are compared with the limits."""
 
     dates: int
     members: int
-    rmse: float
-    spread: float
+    rmse: float  # of the ensemble mean, in the field's units
+    spread: float  # sqrt(mean((M + 1) / M s^2)), in the field's units
     spread_skill: float
-    raw_bias_share: float
-    bias_share: float
+    raw_bias_share: float  # squared bias over the mean squared error
+    bias_share: float  # the same without sampling noise
     correlation: float
 
     @property
     def misses(self) -> list[str]:
-        """Return the requirements of the gate that the ensemble does not meet; empty if it passes."""
+        """Return the limits that the ensemble misses, in words; empty if it passes."""
         asked = {
             f"spread/skill {self.spread_skill:.3f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
             <= self.spread_skill
@@ -49,12 +46,12 @@ class Realism:
         return [text for text, met in asked.items() if not met]
 
     def as_dict(self) -> dict:
-        """Return the figures and the verdict of the gate, as archive.json stores them."""
+        """Return the figures, and whether they are within the limits, as archive.json stores them."""
         return asdict(self) | {"passes": not self.misses, "misses": self.misses}
 
 
 def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, grid: Grid) -> Realism:
-    """Measure one field.
+    """Measure the realism of one field.
 
         spread/skill = sqrt(mean((M + 1) / M s^2)) / RMSE of the ensemble mean
 
@@ -62,9 +59,9 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
         s  spread of the members, ddof = 1
 
     Source: Fortin et al. (2014), Journal of Hydrometeorology 15. The bias is each point's mean error. Its square
-    contains the noise of a mean over n init times, var / n, which the corrected figure leaves out; init times are taken
-    as independent. The correlation is that of spread and absolute error over all points and init times, after each
-    point's means are removed.
+    contains the sampling noise of a mean over n init times, var / n, if they are independent; `bias_share` leaves it
+    out. The correlation is that of spread and absolute error over all points and init times, after each point's means
+    are removed.
 
     Args:
         mean_byx: ensemble mean (B, Y, X).

@@ -1,4 +1,4 @@
-"""The init times of an archive: model years by split, each a chain of 48 h cycles in one or more windows."""
+"""Lay out the init times of an archive: model years of each split, each with chains of 48 h cycles in its windows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from pathlib import Path
 from ensemble_ml.config import SimulateConfig
 
 CYCLE_DAYS = 2
-STEPS = (0, 24, 48)
+STEPS = (0, 24, 48)  # hours
 _EPOCH = date(1970, 1, 1)
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """An init time of the chain.
-
-    If it is `fresh`, its perturbations come from lagged states of the nature run. If it is `written`, its forecasts are
-    kept in the archive; otherwise it only warms up the perturbations.
-    """
+    """An init time, from which forecast and truth run for `CYCLE_DAYS`."""
 
     day: int  # since 1970-01-01
-    fresh: bool
-    written: bool
+    fresh: bool  # whether its perturbations come from earlier days of the nature run, not from the cycle before
+    written: bool  # whether its forecasts are in the archive; else it only lets the perturbations grow
 
     @property
     def start(self) -> datetime:
@@ -33,7 +29,7 @@ class Cycle:
 
 @dataclass(frozen=True)
 class ModelYear:
-    """A year of one split: a nature run of its own that is spun up from rest, and the cycles along it."""
+    """A year of one split: a nature run that is spun up from rest, and its cycles."""
 
     year: int
     split: str
@@ -69,7 +65,7 @@ class ModelYear:
 
 
 def when(day: int) -> datetime:
-    """Return 0 UTC of a day since 1970-01-01, without a time zone, as GRIB has it."""
+    """Return 0 UTC of a day, counted from 1970-01-01, as a datetime without a time zone."""
     return datetime.fromtimestamp(day * 86400, tz=UTC).replace(tzinfo=None)
 
 
@@ -107,5 +103,5 @@ def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longe
 
 
 def valid_times(cycle: Cycle) -> list[datetime]:
-    """Return the valid times of a cycle's steps."""
+    """Return the valid times of a cycle at `STEPS`."""
     return [cycle.start + timedelta(hours=hours) for hours in STEPS]

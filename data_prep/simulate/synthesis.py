@@ -1,9 +1,9 @@
-"""Spectral synthesis: states of the model as fields on any regular latitude-longitude grid, poles included.
+"""Turn spectral states of the model into fields on any regular latitude-longitude grid, poles included.
 
 The basis is that of dinosaur: normalised associated Legendre functions times 1/sqrt(2 pi), cos(m lon)/sqrt(pi), sin(m
 lon)/sqrt(pi). It is orthonormal on the unit sphere, with the Condon-Shortley phase (-1)^m. Winds are gradients of
-stream function and velocity potential. Neither gradient divides by cos(latitude), so a pole needs no special case: only
-m = 1 is left there, which is one vector seen from every meridian.
+stream function and velocity potential. The gradients are computed without a division by cos(latitude), so a pole needs
+no special case: only m = 1 is left there, the same vector for all longitudes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
 def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine, each (N, N, J).
 
-    The recurrences use up the last degree of `p`, so the results have one degree less. With the unnormalised P_l^m, and
-    up to the sign of d(lat):
+    The recurrences need one degree more than they give, so the results end at degree N - 1. With the unnormalised
+    P_l^m, and up to the sign of d(lat):
 
         2 m P_l^m / cos = P_{l+1}^{m+1} + (l-m+1) (l-m+2) P_{l+1}^{m-1}
         2 dP_l^m / dlat = (l+m) (l-m+1) P_l^{m-1} - P_l^{m+1}
@@ -93,8 +93,7 @@ class Synthesis:
             radius: radius of the sphere in metres.
         """
         self._orders, self._degrees = truncation + 1, truncation + 2
-        # The recurrences of the gradients use up one degree, so the table begins with one more than the coefficients
-        # have.
+        # The gradients need one degree more than the coefficients have.
         p = legendre(np.sin(np.deg2rad(latitude)), truncation + 2)
         over_cosine, slope = legendre_gradients(p)
         wanted = (slice(self._orders), slice(self._degrees))
@@ -114,7 +113,10 @@ class Synthesis:
 
     @staticmethod
     def _pair(table: np.ndarray, paired: bool = False) -> np.ndarray:
-        """Repeat the rows of each order above 0 for its cosine and sine: order 0, 1, -1, 2, -2, ..."""
+        """Return the rows of a table by orders 0, 1, -1, 2, -2, ...: those above 0 twice, for cosine and sine.
+
+        If the table is `paired`, its first axis already holds the two kinds of rows.
+        """
         both = table if paired else np.stack([table, table])
         return np.moveaxis(both, 0, 1).reshape(-1, *both.shape[2:])[[0, *range(2, 2 * both.shape[1])]]
 
@@ -157,10 +159,10 @@ class Synthesis:
 def bilinear(
     field_yx: np.ndarray, source: tuple[np.ndarray, np.ndarray], target: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """Interpolate fields (..., Y, X) linearly between cyclic grids, within the range of the source.
+    """Interpolate fields (..., Y, X) linearly between global grids. Values stay within the range of the source's.
 
-    Beyond the outermost latitudes of the source lies the mean of that row, so a pole has one value. This is used for
-    fields that exist on the model's own grid only and must not ring below zero: precipitation and the land mask.
+    At a pole, the value is the mean of the outermost row. This is for fields that exist on the model's own grid only
+    and must not become negative, as a spectral series would: precipitation and the land mask.
 
     Args:
         field_yx: fields on `source`.
@@ -184,8 +186,7 @@ def bilinear(
 def sigma_fields(x_nkml: np.ndarray, synthesis: Synthesis, facts: ModelFacts) -> dict[str, np.ndarray]:
     """Synthesise states to fields on sigma layers, in SI units.
 
-    Negative humidity, which comes from the ringing of a truncated series, is set to zero, as the model's own physics
-    does.
+    Negative humidity, which a truncated series may give, is set to zero, as in the model's own physics.
 
     Args:
         x_nkml: states, NKML.

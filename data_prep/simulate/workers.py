@@ -1,7 +1,7 @@
 """Run model years in several processes, and show their progress.
 
-Years are independent, so each core takes years of its own in its own process. On two cores this was measured to be a
-third faster than one process with two threads.
+Years are independent, so each core runs some of them in a process of its own. On two cores this was a third faster than
+one process with two threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 
-_SILENCE = 30.0  # a line is printed after so many seconds without one
+_SILENCE = 30.0  # seconds without a line after which one is printed
 _GO_ON = "finished parts are kept; run the same command again to go on"
 
 
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
-    """Run the model years that are missing, the longest first, with one process for each core.
+    """Run the model years that are missing, the longest first, in `config.workers` processes, else one for each core.
 
     Args:
         config: the settings of the simulation.
@@ -35,13 +35,13 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
         years: all years, for the progress.
 
     Raises:
-        UserError: a worker failed or was killed; its own message is given.
+        UserError: a worker failed, with its message, or was killed.
     """
     context = multiprocessing.get_context("spawn")  # jax does not survive a fork
     tasks, events = context.Queue(), context.Queue()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     count = min(len(missing), config.workers or len(cores))
-    # Long years come first, so that no core works alone on a long one at the end. A None ends one worker.
+    # The longest come first, so that no core works alone on a long one at the end. Each worker ends at a None.
     for year in [*sorted(missing, key=lambda year: len(year.cycles), reverse=True), *[None] * count]:
         tasks.put(year)
     shares = [cores[k::count] or cores for k in range(count)]
@@ -58,15 +58,15 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
 
 
 class _Progress:
-    """The display of the progress.
+    """The display of the progress: a bar on a terminal, lines elsewhere.
 
-    It is a bar on a terminal. Elsewhere it is a plain line for every twentieth part of the work, and another one if
-    none was printed for a while.
+    A line is printed for every twentieth part of the init times, for each step that completes none (of a nature run, or
+    to warm up), and if none was printed for a while.
     """
 
     def __init__(self, total: int, before: int):
         self.total, self.count, self.began = total, before, time.perf_counter()
-        self.told, self.latest = self.began, "the start"
+        self.printed, self.latest = self.began, "the start"
         self.bar = tqdm(total=total, initial=before, unit="date", desc="simulate", disable=not sys.stderr.isatty())
 
     def update(self, text: str, finished: bool) -> None:
@@ -82,18 +82,18 @@ class _Progress:
             self.bar.set_postfix_str(text)
             self.bar.update(int(finished))
         elif not finished or self.count * 20 // self.total > (self.count - 1) * 20 // self.total:
-            self._tell(text)
+            self._print(text)
         self.wait()
 
     def wait(self) -> None:
-        """Print that the work goes on if nothing was printed for a while."""
-        if self.bar.disable and time.perf_counter() - self.told >= _SILENCE:
-            self._tell(f"{self.latest} is done, the next is under way")
+        """Print that the work goes on, if nothing was printed for a while."""
+        if self.bar.disable and time.perf_counter() - self.printed >= _SILENCE:
+            self._print(f"{self.latest} is done, the next is under way")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Print one line."""
-        self.told = time.perf_counter()
-        print(f"simulate: {self.count}/{self.total} {text} ({self.told - self.began:.0f} s)", flush=True)
+        self.printed = time.perf_counter()
+        print(f"simulate: {self.count}/{self.total} {text} ({self.printed - self.began:.0f} s)", flush=True)
 
 
 def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None:
@@ -118,14 +118,14 @@ def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None
 
 
 def _check(workers: list) -> None:
-    """Raise a UserError if a worker has failed."""
+    """Raise a UserError if a worker has ended with an error or was killed."""
     for worker in workers:
         if worker.exitcode not in (None, 0):
             raise UserError(f"simulate: a worker ended with status {worker.exitcode} (out of memory?); {_GO_ON}")
 
 
 def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) -> None:
-    """Run a worker: build the two models once, then run years until none is left."""
+    """Run as a worker process: build the two models once, then run years until none is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before jax chooses the size of its thread pool

@@ -9,6 +9,7 @@ import pytest
 from gribfiles import REGION, decoded, ensemble, message, noise, write
 
 from data_prep import find_gaps, open_archive, open_pair
+from data_prep.files import archive_files
 from data_prep.selecting import slices_of
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
@@ -171,7 +172,7 @@ class TestFiles:
         write(tmp_path / "truth" / "pl_0101.grib", [message("t", member=None)])
         (tmp_path / "archive.json").write_text(json.dumps({"format": 1}))
         assert open_archive(tmp_path).layout.realization == (1, 2, 3)
-        assert open_archive(tmp_path, role="truth").layout.realization == (0,)
+        assert archive_files(tmp_path, role="truth") == [str(tmp_path / "truth" / "pl_0101.grib")]
 
     def test_globs_and_lists(self, tmp_path):
         a, b = ensemble(tmp_path / "a.grib"), ensemble(tmp_path / "b.grib", dates=(20010105,))

@@ -105,7 +105,7 @@ class TestSums:
         assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]} and find_gaps(source) == []
         assert not source.present(Part.CONTROL, 0)[1][:, :, 1].any()
         [gap] = find_gaps(source, Part.CONTROL)
-        why = "its interval cannot be made of the sums there"
+        why = "the archive's sums do not give its interval"
         assert str(gap) == f"the control at 2001-01-01T00 lacks tp, lead 24 h ({why}) (2 fields)"
 
     def test_a_sum_that_lost_its_earlier_part_everywhere_is_a_gap(self, tmp_path):
@@ -113,7 +113,7 @@ class TestSums:
         later = [message("tp", np.full((7, 12), 2e-3), step="0-48", date=20010102)]
         source = open_archive(write(tmp_path / "a.grib", first + later))
         assert [gap.text for gap in find_gaps(source)] == [
-            "member 1 at 2001-01-01T00 lacks tp, lead 48 h (its interval cannot be made of the sums there)",
+            "member 1 at 2001-01-01T00 lacks tp, lead 48 h (the archive's sums do not give its interval)",
             "member 1 at 2001-01-02T00 lacks tp, lead 24 h",
         ]
 

@@ -188,5 +188,5 @@ def test_a_bitmap_of_more_points_than_values(tmp_path):
     first = eccodes.codes_get(handle, "offsetBeforeBitmap")
     eccodes.codes_release(handle)
     content[first : first + 10] = b"\xff" * 10
-    with pytest.raises(UserError, match=r"sst: \d+ points by its bitmap, but not so many values; fetch it again"):
+    with pytest.raises(UserError, match=r"sst: its bitmap has \d+ points, but not as many values; fetch it again"):
         open_archive(write(tmp_path / "a.grib", [bytes(content)])).gather(Part.FORECAST, 0)

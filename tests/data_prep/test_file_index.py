@@ -207,7 +207,7 @@ class TestFilesThatChange:
         next(fields)
         path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
         os.utime(path, ns=(5, 5))
-        with pytest.raises(UserError, match=r"a.grib: changed while it was read .*then as now"):
+        with pytest.raises(UserError, match=r"a.grib: changed while it was read \(still \d+ bytes"):
             next(fields)
 
     def test_shrunk(self, tmp_path):

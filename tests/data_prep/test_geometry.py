@@ -194,7 +194,7 @@ def test_cells_of_one_row_or_column_are_as_large_as_those_of_their_grid(region):
     rows, columns = np.isin(coarse.latitude, found.target.latitude), np.isin(coarse.longitude, found.target.longitude)
     assert 1 in found.target.shape
     np.testing.assert_array_equal(found.means(values), whole[rows][:, columns])
-    with pytest.raises(UserError, match="does not follow from one row or column"):
+    with pytest.raises(UserError, match="one row or column does not say how large a cell is"):
         Geometry(HALF, Grid(np.array([40.25]), np.array([10.0, 12.0])))
 
 

@@ -67,7 +67,7 @@ def test_intervals_of_sums_are_shown_and_told_where_leads_cut_them(tmp_path, cap
     bounds = {"tp": [[6, 12], [18, 24]]}
     with caplog.at_level("INFO"):
         prepare(PrepareConfig(**settings, parts="1/2"))
-    assert "tp: sums over 6-12, 18-24 h; the intervals between are at leads that are left out" in caplog.messages
+    assert "tp: sums over 6-12, 18-24 h; the intervals between them are left out with their leads" in caplog.messages
     assert look(tmp_path)["lead_bounds"] == bounds
     prepare(PrepareConfig(**settings, parts="2/2"))
     assert look(tmp_path)["lead_bounds"] == bounds

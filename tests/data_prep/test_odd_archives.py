@@ -198,9 +198,9 @@ def test_means_are_not_put_together_as_maxima(tmp_path):
     parts = [mean(270.0, "0-12", date=20010101, member=None), mean(290.0, "12-24", date=20010101, member=None)]
     truth = open_pair(forecast, write(tmp_path / "t.grib", parts)).truth
     assert not truth.present(0)[1].any()
-    with pytest.raises(UserError, match=r"t2m: over 0-24 h .* put together of 2 intervals.*; or prepare without a"):
+    with pytest.raises(UserError, match=r"t2m: 2 of its intervals fill 0-24 h .*means or ext.*; or prepare without a"):
         truth.unmatched()
-    assert "t2m stays without truth: over 0-24 h" in truth.unverified()["t2m"]
+    assert "t2m stays without truth: 2 of its intervals fill 0-24 h" in truth.unverified()["t2m"]
 
 
 def test_a_height_that_is_a_dimension_says_as_much(tmp_path):

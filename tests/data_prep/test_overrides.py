@@ -183,7 +183,7 @@ class TestIntervals:
         with pytest.raises(UserError, match=r"intervals=\{t2m: 24\}: t2m is no sum; leave it out"):
             PrepareConfig(**config)
         config["intervals"] = {"TP": 24}
-        with pytest.raises(UserError, match=r"say the hours: truth_intervals=\{tp: HOURS\}"):
+        with pytest.raises(UserError, match=r"state their hours: truth_intervals=\{tp: HOURS\}"):
             prepare(PrepareConfig(**config))
         store = open_store(prepare(PrepareConfig(**config, truth_intervals={"tp": 1}, packing=Packing.float32)))
         rain = hourly(4).tp.values

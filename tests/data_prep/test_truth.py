@@ -171,7 +171,7 @@ class TestSums:
         upper = analyses(tmp_path / "upper.grib")
         alone = open_pair(forecast, [tmp_path / "mean.nc", upper])
         assert not alone.present(Part.TRUTH, 0)[1].any() and alone.present(Part.TRUTH, 0)[0].any()
-        assert alone.truth.unmatched() == {"t2m": "the truth has it over intervals, the forecast at moments"}
+        assert alone.truth.unmatched() == {"t2m": "the truth has it over intervals, the forecast at one time"}
 
     def test_means_on_pressure_levels_are_verified_each_by_its_own_level(self, tmp_path):
         data = dataset().sel(step=[np.timedelta64(24, "h")])
@@ -307,7 +307,7 @@ def test_forecasts_of_long_leads_that_stand_for_the_truth_are_told_of(tmp_path, 
     old = [message("t", date=20001228, step=120, member=None), message("t", date=20001230, step=72, member=None)]
     pair = open_pair(forecast, write(tmp_path / "t.grib", old))
     assert pair.has(Part.TRUTH)
-    assert "t: some valid times are verified by forecasts of up to 72 h; give analyses, or fresher ones" in caplog.text
+    assert "t: some valid times are verified by forecasts of up to 72 h; give analyses or shorter ones" in caplog.text
 
 
 def gusts(path, times, *, over):
@@ -333,7 +333,7 @@ def test_gusts_of_the_moment_are_not_verified_by_those_of_an_hour(tmp_path, capl
     hours = gusts(tmp_path / "a.nc", times, over=True)
     pair = open_pair(forecast, hours)
     assert pair.read(Part.TRUTH, 0).surface.max() == 20
-    assert "fg10 is over intervals, the forecast's states none and is taken for the same" in caplog.text
+    assert "fg10 is over intervals; the forecast states none, and is assumed to be over the same" in caplog.text
     pair = open_pair(forecast, [hours, gusts(tmp_path / "b.nc", times, over=False)])
     assert pair.read(Part.TRUTH, 0).surface.max() == 10
 
@@ -358,7 +358,7 @@ def test_the_truth_of_other_years_is_refused_with_both_periods(tmp_path):
     given = {"input": str(tmp_path / "later.grib"), "truth": str(tmp_path / "truth.grib")}
     store = prepare(PrepareConfig(output=str(tmp_path / "s.zarr"), **given))
     starts = (
-        r"the forecast starts 2001-01-01 to 2001-01-03 \(00 UTC\), and the store's truth is of starts 2003-01-01 to"
+        r"the forecast starts 2001-01-01 to 2001-01-03 \(00 UTC\), and the store has truth for starts 2003-01-01 to"
     )
     with pytest.raises(UserError, match=rf"truth \S+s.zarr: {starts} 2003-01-02 \(00 UTC\); give the truth"):
         open_pair(tmp_path / "ens.grib", store)

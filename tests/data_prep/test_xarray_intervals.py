@@ -4,9 +4,11 @@ import logging
 
 import numpy as np
 import pytest
+import xarray as xr
 from gribfiles import archive_of, dataset
 
 from data_prep import open_archive
+from data_prep.identity import other_sums
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
 
@@ -243,6 +245,13 @@ def test_the_name_of_a_sum_says_over_how_many_hours(tmp_path):
         np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 0, 0], rain)
         told = source.catalogue.readers[0].skipped
         assert any("over other hours" in label for label in told) == (len(hours) > 1)
+
+
+def test_a_rate_that_is_left_out_names_the_sum_that_is_read():
+    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
+    rain = (data.tp / 1e4).assign_attrs(units="m")
+    rate = rain.assign_attrs(units="kg m-2 s-1", standard_name="precipitation_flux", cell_methods="time: mean")
+    assert other_sums(xr.Dataset({"tp12": rain, "tp6": rain, "rate": rate})) == {"tp12": "tp6", "rate": "tp6"}
 
 
 def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, caplog):

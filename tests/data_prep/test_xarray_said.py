@@ -139,7 +139,7 @@ class TestPlaces:
             source, skipped = opened(data, tmp_path)
         place, value = next(iter(coordinate.items()))
         assert source.layout.surface == ("sp",) and skipped == [f"{name} ({place} {value:g})"]
-        assert f"left out for a coordinate that makes another quantity of them: {skipped[0]}; drop it" in caplog.text
+        assert f"left out because a coordinate makes them another quantity: {skipped[0]}; drop it" in caplog.text
 
     def test_a_length_one_axis_is_the_variables_own(self, tmp_path):
         data = surface().drop_vars("skt").expand_dims(heightAboveGround=[10.0])
