@@ -4,9 +4,9 @@ A rank that raises writes its number, its step and the cause into the job's key-
 every rank polls the store every half second. On a failure it prints the cause and ends its process, even if the main
 thread is inside a collective that would never return.
 
-A rank that dies silently (killed, out of memory) is told from a slow one by its heartbeat, which the watch thread keeps
-up. Rank 0 serves the store. If it stops answering, the watch thread of another rank may block forever in a request, so
-a second thread on every other rank checks when rank 0 last answered.
+The watch thread also writes a heartbeat. It stops if a rank dies silently (killed, out of memory), and goes on if a
+rank is only slow. Rank 0 serves the store. If it stops answering, the watch thread of another rank may block forever in
+a request, so a second thread on every other rank checks when rank 0 last answered.
 
 An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. The others get some time to end by themselves, so
 that they can finish the file that they are writing.
@@ -41,7 +41,7 @@ _FAREWELL = 2 * _PERIOD + 0.5
 
 
 class Watch:
-    """A thread that keeps up this rank's heartbeat and polls the store for a failure of another rank.
+    """A thread that writes this rank's heartbeat and polls the store for a failure of another rank.
 
     Rank 0 also checks the heartbeats of the others. On the other ranks, a second thread checks that rank 0 answers.
     """
@@ -51,7 +51,7 @@ class Watch:
 
         Args:
             store: a connection to the store that nothing else uses. On a shared one, a call that waits for a
-                collective's set-up would hold up the heartbeat.
+                collective's set-up would delay the heartbeat.
             rank: number of this rank.
             size: number of ranks.
             silence: seconds without a heartbeat after which a rank counts as dead.
@@ -75,7 +75,7 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        An error that may follow from another rank's failure waits for `fail`.
+        An error that may follow from another rank's failure is left to `fail`.
         """
         if _echo(error):
             return
@@ -87,7 +87,8 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        If the error follows from another rank's failure, print that one instead and end this process.
+        If another rank has failed first, print its cause instead and end this process. If the error may follow from
+        another rank's failure, wait for that rank's report first.
         """
         if _echo(error):
             # The rank at fault may not have written its cause yet: a dead rank is only found after `silence` seconds.
@@ -127,7 +128,7 @@ class Watch:
             self._answers.join()
 
     def _run(self) -> None:
-        """Write a heartbeat and look for a failure every `_PERIOD` seconds, until the session ends."""
+        """Write a heartbeat and look for a failure every `_PERIOD` seconds, until `fail` or `leave` ends it."""
         beat = 0
         while not self._end.wait(_PERIOD) or self._leaving:
             beat += 1
@@ -181,7 +182,7 @@ class Watch:
                 self._leave_rank_0()
 
     def _leave_rank_0(self) -> None:
-        """Print that rank 0 no longer answers and end this process."""
+        """Print that rank 0 no longer answers, and end this process."""
         told = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
         self._leave(told)
 
@@ -241,7 +242,7 @@ class Watch:
 
 
 def _echo(error: BaseException) -> bool:
-    """Return whether an error may only follow from another rank's failure, as a closed connection does."""
+    """Return whether an error may be the mere consequence of another rank's failure, such as a closed connection."""
     return isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "nccl" in str(error).lower())
     )
