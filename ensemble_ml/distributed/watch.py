@@ -4,9 +4,9 @@ A rank that raises writes its number, its step and the cause into the job's key-
 every rank polls the store every half second. On a failure it prints the cause and ends its process, even if the main
 thread is inside a collective that would never return.
 
-The watch thread also writes a heartbeat. It stops if a rank dies silently (killed, out of memory), and goes on if a
-rank is only slow. Rank 0 serves the store. If it stops answering, the watch thread of another rank may block forever in
-a request, so a second thread on every other rank checks when rank 0 last answered.
+The watch thread also writes a heartbeat, which stops if its rank dies silently (killed, out of memory), but not if the
+rank is only slow. Rank 0 serves the store. If rank 0 stops answering, the watch thread of another rank may block
+forever in a request, so a second thread on every other rank checks when rank 0 last answered.
 
 An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. The others get some time to end by themselves, so
 that they can finish the file that they are writing.
