@@ -20,7 +20,7 @@ from ensemble_ml.errors import UserError
 log = logging.getLogger(__name__)
 
 _ABANDONED = 3600  # seconds without a change after which a draft counts as left by a killed run
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def conf_folder() -> Path:
@@ -138,9 +138,9 @@ def user_cache(kind: str) -> Path | None:
     if not cache:
         home = os.path.expanduser("~")
         if home == "~":  # a container's user, who has no entry in /etc/passwd
-            if kind not in _told:
+            if kind not in _warned:
                 log.warning("%s: nothing is cached, because this user has no home; set HOME or XDG_CACHE_HOME", kind)
-                _told.add(kind)
+                _warned.add(kind)
             return None
         cache = os.path.join(home, ".cache")
     return Path(cache) / "ensemble_ml" / kind

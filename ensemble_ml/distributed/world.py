@@ -109,11 +109,11 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     for other in worlds[1:]:
         if (other.rank, other.size) != (worlds[0].rank, worlds[0].size):
             choices = " or ".join(f"parallel.launcher={world.launcher.value}" for world in (worlds[0], other))
-            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; choose one with {choices}")
+            raise UserError(f"{_rank_and_size(worlds[0])}, but {_rank_and_size(other)}; choose one with {choices}")
     return worlds[0] if worlds else World()
 
 
-def _told(world: World) -> str:
+def _rank_and_size(world: World) -> str:
     """Return a launcher's rank and size as "NAME=value" pairs, for messages."""
     names = _NAMES[world.launcher]
     return f"{names.rank}={world.rank} {names.size}={world.size}"

@@ -43,7 +43,7 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     There is no closed form, so the location is interpolated linearly in a table. Its entries are 1 % of a scale apart;
     far below zero, they are 1 % of the location apart. For the distribution with two bounds, Newton's method starts
     from the table of the distribution with one bound. Gradients are those of the interpolation, or of the implicit
-    function. They are large where the mean is near a bound, and zero where it is at the bound.
+    function. They are large where the mean is near a bound. At the bound, those of the interpolation are zero.
 
     A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
     normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are

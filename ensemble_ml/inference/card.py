@@ -128,7 +128,7 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         return "none: the model predicts only the spread"
     if not widths:
         return "none: there was no validation date with a truth"
-    found, count = _told(widths), sum(map(len, widths))
+    found, count = _validated(widths), sum(map(len, widths))
     if not found:
         return "none: too few validation dates had a truth"
     between = f"{min(found):.3f} to {max(found):.3f}"
@@ -138,7 +138,7 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     return f"the scale of {which} is multiplied by {between}, from validation with at most {members} members{others}"
 
 
-def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:
+def _validated(widths: Sequence[Sequence[float]] | None) -> list[float]:
     """Return the calibration factors that validation dates gave. All other fields have a factor of exactly one."""
     return [one for row in widths or () for one in row if one != 1.0]
 
@@ -252,7 +252,7 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
         f"It was trained on {len(meta['training_dates'])} init times. For other seasons and regimes it extrapolates.",
         "It is tied to the forecasting system of the training data. Train it again after a change of that system.",
     ]
-    if _told(meta.get("widths")) and spec.config.postprocess:
+    if _validated(meta.get("widths")) and spec.config.postprocess:
         lines.append(
             "It is calibrated on average. A single forecast may be off, most if the ensemble is far from its climate."
         )

@@ -116,7 +116,7 @@ class ClairvoyantLoader:
         disk: Bytes of local disk for the same purpose.
         folder: Folder of the cache on local disk. A later run with the same plan finds it filled where `source` names
             its content (`StoreItems`, or `DatasetItems(dataset, name)`).
-        assign: `fixed` or `locality`, see `Plan`.
+        assign: `Assign.fixed` or `Assign.locality` of `ensemble_ml.config`, see `Plan`.
         threads: Number of threads that fetch and decode.
         ahead: Number of batches of look-ahead.
         start_step: First global step; `load_state_dict` sets it, too.
