@@ -39,13 +39,13 @@ def check_writable(output: str | Path, key: str = "output") -> None:
     Raises:
         UserError: the folder, or the one in which it would be created, is no folder or may not be written.
     """
-    there = Path(output).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise UserError(f"{key}={output}: {there} is a file; give a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key}={output}: {there} may not be written; choose another folder")
+    nearest = Path(output).absolute()  # the folder itself, or the nearest parent that exists
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UserError(f"{key}={output}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{key}={output}: {nearest} may not be written; choose another folder")
 
 
 def draft_of(path: Path) -> Path:

@@ -59,21 +59,21 @@ def remap_members(
         return location + scale * place
     # The raw members of these variables are far from normal, so only their ranks are used.
     rank = _ranks(members, order)
-    there = ~torch.isnan(members)
+    present = ~torch.isnan(members)
     # Absent members have no rank, so levels depend on how many members there are at a point.
-    count = there.sum(0)
+    count = present.sum(0)
     wide = location.double(), scale.double()
     if family is Family.DOUBLY_CENSORED_NORMAL:
-        return torch.where(there, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
+        return torch.where(present, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
     level = (rank.double() + 0.5) / count
-    found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
+    found = torch.where(present, quantile(family, *wide, torch.where(present, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     # True also where both are zero, because the mean of the distribution is too small for a float.
     alone = total <= 1e-6 * wanted
     # A factor cannot give zeros a mean, so the member of the last rank gets all of it.
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
-    return torch.where(there, found, torch.nan).to(location.dtype)
+    return torch.where(present, found, torch.nan).to(location.dtype)
 
 
 def _ranks(members: Tensor, order: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ def _even_places(members: Tensor, order: Tensor) -> Tensor:
 
     A point with a single member gets zero, because one member has no spread.
     """
-    there = ~torch.isnan(members)
-    count = there.sum(0)
-    place = torch.where(there, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
+    present = ~torch.isnan(members)
+    count = present.sum(0)
+    place = torch.where(present, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
     deviation = torch.sqrt(place.square().sum(0) / (count - 1))
-    return torch.where(there, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)
+    return torch.where(present, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)
 
 
 def _means_between_levels(mu: Tensor, sigma: Tensor, rank: Tensor, count: Tensor) -> Tensor:

@@ -121,9 +121,9 @@ def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path
     spatial = job.session.mesh.spatial
     known = job.same, job.source, job.config.overwrite
     made = made_already(starts, paths, *known) if spatial.rank == 0 else set()
-    there = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
-    spatial.broadcast(there)
-    return {path for path, is_there in zip(paths, there.tolist(), strict=True) if is_there}
+    exists = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
+    spatial.broadcast(exists)
+    return {path for path, is_made in zip(paths, exists.tolist(), strict=True) if is_made}
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard:

@@ -98,13 +98,13 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
         raise UserError(
             "dates: two init times lie in one minute, and files are named by the minute; predict them separately"
         )
-    there = [path for path in paths if path.exists()]
-    if there and not (config.overwrite or config.resume):
-        count = f"{len(there)} of {len(paths)} forecasts"
+    existing = [path for path in paths if path.exists()]
+    if existing and not (config.overwrite or config.resume):
+        count = f"{len(existing)} of {len(paths)} forecasts"
         raise UserError(
-            f"output {there[0]}: exists, with {count}; resume=true keeps those made in the same way and makes the rest,"
-            " overwrite=true replaces all, both together replace only those made in another way; or choose another"
-            " output"
+            f"output {existing[0]}: exists, with {count}; resume=true keeps those made in the same way and makes the"
+            " rest; overwrite=true replaces all; both together replace only those made in another way; or choose"
+            " another output"
         )
     return paths
 

@@ -111,18 +111,18 @@ class Arena:
     def _take(self, size: int) -> list[tuple[int, int]] | None:
         """Allocate `size` bytes of pages: in the first free piece that is large enough, else in several pieces."""
         # One piece is preferred, because `get` can then return the unit in place.
-        for place, (offset, there) in enumerate(self._free):
-            if there >= size:
-                self._free[place : place + 1] = [(offset + size, there - size)] if there > size else []
+        for place, (offset, length) in enumerate(self._free):
+            if length >= size:
+                self._free[place : place + 1] = [(offset + size, length - size)] if length > size else []
                 return [(offset, size)] if size else []
         if self.free < size:
             return None
         found = []
         while size:
-            offset, there = self._free.pop(0)
-            part = min(there, size)
-            if part < there:
-                self._free.insert(0, (offset + part, there - part))
+            offset, length = self._free.pop(0)
+            part = min(length, size)
+            if part < length:
+                self._free.insert(0, (offset + part, length - part))
             found.append((offset, part))
             size -= part
         return found

@@ -161,15 +161,15 @@ class Batches:
             The sample, with its members ascending. All of them are complete on its date.
 
         Raises:
-            UserError: The date has too few complete members for all sizes.
+            UserError: Every size is larger than the number of complete members of the date that may be shown.
         """
         date, seed, withheld = int(self.dates[sample]), self.order.seed, None
-        there = self.reader.available(date)
-        sizes = [size for size in self.sizes if size <= len(there) - self.reader.spare]
+        complete = self.reader.available(date)
+        sizes = [size for size in self.sizes if size <= len(complete) - self.reader.spare]
         if self.reader.withhold is not None:
-            withheld = withheld_member(seed, 1 + epoch, date, there)
-            there = there[there != withheld]
-        return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, there), withheld)
+            withheld = withheld_member(seed, 1 + epoch, date, complete)
+            complete = complete[complete != withheld]
+        return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, complete), withheld)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that can be drawn. At least `Reader.spare` members of a date are not shown.

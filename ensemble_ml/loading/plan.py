@@ -267,7 +267,7 @@ class Traffic:
         total, held = int(stored.sum()), int(saved.sum())
         room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
         moved = dict.fromkeys(("ram", "disk", "peers"), 0)
-        there = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
+        copied_before = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
         for epoch in range(plan.epochs):
             samples, user = plan.users(epoch)
             owner, tier, size = where.owner[samples], where.tier[samples], where.kept[samples]
@@ -276,8 +276,8 @@ class Traffic:
                 moved[name] += int(size[chosen].sum())
             # The first use of a copy still comes from its owner; only later uses find it in memory.
             copied, copy = plan.copies.find(user, samples)
-            again = copied & there[copy]
-            there[copy[copied]] = True
+            again = copied & copied_before[copy]
+            copied_before[copy[copied]] = True
             moved["ram"] += int(size[again].sum())
             moved["peers"] += int(size[(owner != NOBODY) & (owner != user) & ~again].sum())
         repeats = plan.epochs - 1
