@@ -14,7 +14,7 @@ from ensemble_ml.grid import TOLERANCE, Edge, Grid, canonical
 
 
 def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows (Y',) and columns (X',) of `grid` within a region, its edges included.
+    """Return the indices of the rows (Y',) and columns (X',) of `grid` within a region, its edges included.
 
     Args:
         grid: the grid.
@@ -22,7 +22,8 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
             longitude; the columns are in that order.
 
     Raises:
-        UserError: the region reaches beyond the grid, or contains no grid point.
+        UserError: the region reaches beyond the grid by more than one spacing, or beyond a pole, or contains no grid
+            point.
     """
     north, west, south, east = (float(x) for x in region)
     _check_latitudes(grid, north, south, region)
@@ -35,11 +36,14 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows and columns of `grid` within a region that may reach beyond it, or contain no point of it.
+    """Return the indices of rows and columns as `region_points` does, for a region that may reach beyond `grid`.
 
     Args:
         grid: the grid.
         region: as for `region_points`.
+
+    Returns:
+        Rows (Y',) and columns (X',). Both may be empty.
     """
     north, west, south, east = (float(x) for x in region)
     rows = np.flatnonzero((grid.latitude <= north + TOLERANCE) & (grid.latitude >= south - TOLERANCE))
@@ -67,7 +71,7 @@ def cut(grid: Grid, region: Sequence[float]) -> Grid:
         region: [north, west, south, east] in degrees.
 
     Raises:
-        UserError: the region reaches beyond the grid, or contains no grid point.
+        UserError: as `region_points`.
     """
     rows, columns = region_points(grid, region)
     return canonical(grid.latitude[rows], eastward(grid.longitude[columns]))[0]
@@ -77,8 +81,8 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     """Return the grid with `rows` and `columns` times the spacing.
 
     If the grid closes the circle and has a row on a pole, every n-th point stays, counted from that pole and from the
-    first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. Any other grid is joined in blocks of whole
-    cells, whose centres are the new points.
+    first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. In any other grid, blocks of whole cells are
+    joined, and their centres are the new points.
 
     Args:
         grid: the grid.
@@ -133,16 +137,16 @@ def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
         UserError: fewer than two rows or columns are left.
     """
     # The cell of a row on a pole is a cap that ends there.
-    ticks = np.abs(latitude[1] - latitude[0]) / 2 if len(latitude) > 1 else 0.0
+    half = np.abs(latitude[1] - latitude[0]) / 2 if len(latitude) > 1 else 0.0
     bounds = grid.latitude_bounds()
-    north, south = np.minimum(latitude + ticks, 90), np.maximum(latitude - ticks, -90)
+    north, south = np.minimum(latitude + half, 90), np.maximum(latitude - half, -90)
     latitude = latitude[(north <= bounds[0] + TOLERANCE) & (south >= bounds[-1] - TOLERANCE)]
     if not grid.wraps:
         half = (longitude[1] - longitude[0]) / 2 if len(longitude) > 1 else 0.0
         west, east = grid.longitude_bounds()[[0, -1]]
         longitude = longitude[(longitude - half >= west - TOLERANCE) & (longitude + half <= east + TOLERANCE)]
     if len(latitude) < 2 or len(longitude) < 2:
-        raise UserError(f"coarsen or regrid: leaves fewer than two rows or columns of {grid.describe()}; take less")
+        raise UserError(f"coarsen or regrid: leaves fewer than two rows or columns of {grid.describe()}; choose less")
     return Grid(latitude, longitude)
 
 
@@ -191,7 +195,7 @@ def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
 
 
 def eastward(longitude: np.ndarray) -> np.ndarray:
-    """Return longitudes that ascend eastwards; those before a fall (360 to 0) are moved below zero."""
+    """Return longitudes that ascend. If they jump from 360 back to 0, 360 is subtracted from those before the jump."""
     falls = np.flatnonzero(np.diff(longitude) < 0)
     moved = longitude.copy()
     if len(falls):
@@ -203,12 +207,12 @@ def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
     """Return the centres of blocks of `factor` points of an axis."""
     _check_factor(factor, len(axis), name)
     if len(axis) // factor < 2:
-        raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; take less")
+        raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; choose a smaller factor")
     return axis.reshape(-1, factor).mean(1)
 
 
 def _check_factor(factor: int, count: int, what: str) -> None:
-    """Refuse a factor that does not divide the grid; the message lists factors that do."""
+    """Raise a UserError if a factor does not divide the grid. The message lists factors that do."""
     if factor < 1 or count % factor:
         fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
         some = ", ".join(fitting[:8]) or "none but 1"
@@ -232,5 +236,5 @@ def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[fl
 
 
 def spacing(axis: np.ndarray) -> float:
-    """Return the mean step of an axis, 1 if it has a single point."""
+    """Return the mean spacing of an axis in degrees; 1 if it has a single point."""
     return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0

@@ -6,7 +6,7 @@ text as one line and exits with status 2. Anything else is a defect of the progr
 
 import re
 
-STATUS_REQUEUE = 75  # exit status after SIGUSR1: the same command (of `train`, with resume=true) goes on
+STATUS_REQUEUE = 75  # exit status after SIGUSR1; the same command continues the work (`train` needs resume=true)
 
 
 class UserError(ValueError):

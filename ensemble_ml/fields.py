@@ -23,7 +23,7 @@ class Family(Enum):
     CENSORED_NORMAL = "censored_normal"  # normal distribution with its mass below zero at zero: precipitation
     LOGNORMAL = "lognormal"  # for positive quantities with a long upper tail: humidity
     CENSORED_SHIFTED_GAMMA = "csgamma"  # gamma distribution shifted down, mass below zero at zero: precipitation
-    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # censored at zero, and its mass above one at one: clouds
+    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # the same, and its mass above one at one: cloud cover
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -39,8 +39,8 @@ AXIS_NAMES = {  # names of the axes in archives and forecasts, with the program'
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-LOWEST_PASCAL = 1100  # levels without units beyond this number are in Pa, not in hPa
-GUST = "wind_speed_of_gust"  # standard name of the only variable that is the maximum over its parts
+LOWEST_PASCAL = 1100  # levels without units that are above this number are in Pa, not in hPa
+GUST = "wind_speed_of_gust"  # standard name of the only variable that is a maximum over an interval
 GAMMA_SHIFT = 0.5  # shift of the censored shifted gamma distribution, in scales
 
 
@@ -53,15 +53,15 @@ class Field:
     long_name: str
     units: str
     surface: bool
-    param_ids: tuple[int, ...]
-    aliases: tuple[str, ...] = ()
+    param_ids: tuple[int, ...]  # numbers in the ECMWF parameter database
+    aliases: tuple[str, ...] = ()  # names in archives
     family: Family = Family.NORMAL
     vector_component: bool = False  # changes sign if a row is continued across a pole
     accumulated: bool = False  # a sum over an interval that ends at the valid time
     static: bool = False
-    rates: tuple[str, ...] = ()  # CF standard names of its rate, of which a mean over an interval gives the sum
-    components: tuple[str, ...] = ()  # the two components from whose values it can be derived as the magnitude
-    maskable: bool = False  # has no value at some points by nature, so NaN in a file of floats is a mask and no error
+    rates: tuple[str, ...] = ()  # CF standard names of its rate; a mean rate times the interval is the sum
+    components: tuple[str, ...] = ()  # the two components of the vector whose magnitude it is
+    maskable: bool = False  # has no value at some points (sea surface temperature on land), so NaN is no error
 
     @property
     def temperature(self) -> bool:
@@ -146,9 +146,9 @@ def _by_name() -> dict[str, Field]:
 def _by_alias() -> dict[str, Field]:
     """Return the variables by all their names.
 
-    A standard name that several variables share is that of the variable on pressure levels.
+    A standard name that several variables share means the variable on pressure levels.
     """
-    # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
+    # Names of the registry come last, so that no alias of another variable replaces them.
     table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}
     table |= {field.standard_name: field for field in FIELDS if not field.surface}
     return table | _by_name()

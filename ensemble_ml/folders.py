@@ -19,8 +19,8 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_ABANDONED = 3600  # seconds without a change after which a draft is taken for that of a killed run
-_told: set[str] = set()
+_ABANDONED = 3600  # seconds without a change after which a draft counts as left by a killed run
+_warned: set[str] = set()
 
 
 def conf_folder() -> Path:
@@ -39,17 +39,17 @@ def check_writable(output: str | Path, key: str = "output") -> None:
     Raises:
         UserError: the folder, or the one in which it would be created, is no folder or may not be written.
     """
-    there = Path(output).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise UserError(f"{key}={output}: {there} is a file; give a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key}={output}: {there} may not be written; choose another folder")
+    nearest = Path(output).absolute()  # the folder itself, or the nearest parent that exists
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise UserError(f"{key}={output}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{key}={output}: {nearest} may not be written; choose another folder")
 
 
 def draft_of(path: Path) -> Path:
-    """Return an unused name for a draft of a file or folder, beside it. Remove drafts that killed runs left there.
+    """Return an unused name beside `path` for a draft of it. Remove drafts of it that killed runs left there.
 
     The name is random, because processes in different containers may have the same process id.
 
@@ -80,6 +80,9 @@ def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = Fals
         path: the file.
         data: its content.
         sync: whether the content must be on the disk before the file gets its name.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     draft = _draft_name(path)
     try:
@@ -107,11 +110,12 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
 
     Raises:
         UserError: the file exists, and `replace` is false.
+        OSError: the draft cannot be renamed.
     """
     if not replace:
-        # A hard link fails if the name exists, while a rename would replace the file silently. File systems without
-        # hard links get a rename nevertheless.
-        with suppress(OSError):  # no hard links
+        # A hard link fails if the name exists, while a rename would replace the file silently. A file system
+        # without hard links gets the rename nevertheless.
+        with suppress(OSError):
             try:
                 os.link(draft, path)
             except FileExistsError as error:
@@ -134,9 +138,9 @@ def user_cache(kind: str) -> Path | None:
     if not cache:
         home = os.path.expanduser("~")
         if home == "~":  # a container's user, who has no entry in /etc/passwd
-            if kind not in _told:
-                log.warning("%s: nothing is kept: this user has no home; set HOME or XDG_CACHE_HOME", kind)
-                _told.add(kind)
+            if kind not in _warned:
+                log.warning("%s: nothing is cached, because this user has no home; set HOME or XDG_CACHE_HOME", kind)
+                _warned.add(kind)
             return None
         cache = os.path.join(home, ".cache")
     return Path(cache) / "ensemble_ml" / kind
@@ -145,7 +149,7 @@ def user_cache(kind: str) -> Path | None:
 def hash_of_code(*parts: str) -> str:
     """Return the SHA-256 of the package's modules in some folders and at its top level.
 
-    It is part of the key of everything that is kept for later runs, so that changed code does not use old results.
+    It is part of the key of every result that is cached for later runs, so that changed code does not use old results.
     Compute it at import, because files may be edited while a process runs.
 
     Args:

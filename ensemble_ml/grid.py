@@ -20,7 +20,7 @@ class Edge(Enum):
     """The kinds of edge of a grid: what lies beyond its first or last row."""
 
     POLE_ROW = "pole_row"  # the row lies on the pole itself
-    POLE_BETWEEN = "pole_between"  # the pole lies half a row beyond
+    POLE_BETWEEN = "pole_between"  # the pole lies half a spacing beyond the row
     OPEN = "open"  # a regional grid: nothing is known beyond
 
 
@@ -29,7 +29,7 @@ class Grid:
     """A regular grid of `latitude` (Y,) degrees north, descending, and `longitude` (X,) degrees east, ascending.
 
     Raises:
-        UserError: an axis is not monotonic, not evenly spaced, or leaves the sphere.
+        UserError: an axis is empty, has NaN, is not monotonic or not evenly spaced, or a latitude is outside -90..90.
     """
 
     latitude: np.ndarray
@@ -81,8 +81,8 @@ class Grid:
     def gaussian(self) -> bool:
         """Return whether the rows of a global grid are those of a Gaussian grid, the zeros of a Legendre polynomial.
 
-        Such rows are nearly evenly spaced. The distance of the first one from the pole tells them from regular rows
-        (Abramowitz and Stegun 1964, 22.16.6):
+        Such rows are nearly evenly spaced. They differ from regular rows in the distance of the first row from the pole
+        (Abramowitz and Stegun 1964, 22.16.6), here in radians:
 
             distance = j / (Y + 1/2) = (j / pi) spacing
 
@@ -177,7 +177,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 
 
 def _second_piece(longitude: np.ndarray) -> int:
-    """Return where the western piece of a region across Greenwich begins, if it was cut out of 0 to 360; else 0."""
+    """Return the index where a region across Greenwich jumps back to its western piece; 0 if there is no such jump."""
     if len(longitude) < 3 or not np.isfinite(longitude).all():
         return 0
     steps = np.mod(np.round(np.diff(longitude, append=longitude[0]), 9), 360)  # the last one closes the circle
@@ -187,7 +187,7 @@ def _second_piece(longitude: np.ndarray) -> int:
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:
-    """Refuse an axis that is empty, has NaN, or is not evenly spaced."""
+    """Raise a UserError if an axis is empty, has NaN, or is not evenly spaced."""
     if ascending.ndim != 1 or len(ascending) == 0:
         raise UserError(f"{name}: expected one axis with at least one point, got shape {ascending.shape}")
     if not np.isfinite(ascending).all():
@@ -198,7 +198,7 @@ def _check_axis(name: str, ascending: np.ndarray) -> None:
 
 
 def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
-    """Return the northern edge of the first row and the southern edge of the last one."""
+    """Return the northern edge of the first row and the southern edge of the last. A single row is 1 degree wide."""
     if len(latitude) == 1:
         return latitude[0] + 0.5, latitude[0] - 0.5
     half = (latitude[0] - latitude[-1]) / (len(latitude) - 1) / 2

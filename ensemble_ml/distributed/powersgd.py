@@ -1,16 +1,16 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): gradients averaged as products of two thin matrices.
 
-    M     = gradient + error
-    P     = orthonormal(mean(M Q))
-    Q     = mean(M^T P)
+    M     = gradient / ranks + error
+    P     = orthonormal(sum(M Q))
+    Q     = sum(M^T P)
     error = M - P P^T M
 
-    M       the gradient of a parameter as a matrix (first axis, all others), with what was left out before
-    P, Q    factors of the approximation P Q^T; Q starts from the Q of the step before
-    error   the part of this rank's gradient that the approximation leaves out
+    M       this rank's part of the mean gradient as a matrix (first axis, all others); `reduction=sum` does not divide
+    P, Q    factors of the approximation P Q^T, summed over the ranks; Q starts from the Q of the step before
+    error   the part of M that the approximation left out in the step before, zero at first
 
-Parameters that would not become smaller are averaged in float32. All go in one bucket after the backward pass, as two
-all-reduces.
+Parameters that two factors would not make smaller are averaged as they are. All go in one bucket after the backward
+pass, as two all-reduces.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class PowerSGD(GradientAverage):
         self.errors: dict[int, Tensor] = {}
         self._new_errors: dict[int, Tensor] = {}
         self._new_factors: dict[int, Tensor] = {}
-        # The state is named by the numbers of parameters among all of them, not among those exchanged: which ones are
-        # exchanged depends on the partition of the grid.
+        # A parameter is named by its number among all parameters. Its number among the exchanged ones depends on the
+        # partition of the grid, and a run may be resumed with another partition.
         every = (p for group in self.optimizer.param_groups for p in group["params"])
         self._numbers = {id(p): number for number, p in enumerate(every)}
         for i, p in enumerate(self.params):
@@ -61,7 +61,7 @@ class PowerSGD(GradientAverage):
         The first carries the left factors and the small parameters, the second the right factors.
         """
         scale = 1.0 if self.reduction is Reduction.sum else 1 / self.group.size
-        # Each is the gradient of a parameter, scaled, plus the error of the steps before.
+        # M of each approximated parameter.
         matrices = {i: self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i] for i in self.factors}
         left = {i: m @ self.factors[i] for i, m in matrices.items()}
         plain = [i for i in range(len(self.params)) if i not in self.factors]
@@ -94,10 +94,7 @@ class PowerSGD(GradientAverage):
         return self._sick
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
-        """Return norm and culprits as the base class does.
-
-        Keep the new errors and factors only if the step is taken.
-        """
+        """Clip gradients as the base class does. Keep the new errors and factors only if all gradients are finite."""
         norm, culprits = super()._conclude()
         if not culprits:
             self.errors.update(self._new_errors)
@@ -105,7 +102,7 @@ class PowerSGD(GradientAverage):
         return norm, culprits
 
     def local_state(self) -> dict[str, Tensor]:
-        """Return errors and factors, named by the numbers of their parameters."""
+        """Return errors (rows, columns) and factors Q (columns, rank), named by the numbers of their parameters."""
         self.ready()
         names = {i: self._numbers[id(self.params[i])] for i in self.factors}
         errors = {f"{ADDS_UP}{names[i]}": v for i, v in self.errors.items()}
@@ -114,7 +111,7 @@ class PowerSGD(GradientAverage):
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         """Restore errors and factors in place."""
         held = self.local_state()
-        # A parameter that was not exchanged in the saved run starts without an error.
+        # A parameter that the saved run did not exchange starts with an error of zero.
         for name in held.keys() & state.keys():
             held[name].copy_(state[name])
 

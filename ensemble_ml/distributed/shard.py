@@ -69,11 +69,11 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
         depth: number of poolings by two.
 
     Raises:
-        UserError: there are more ranks along an axis than blocks of 2^depth points.
+        UserError: there are more ranks along latitude than blocks of 2^depth rows, or more along longitude than whole
+            blocks of 2^depth columns.
     """
     rows = bands(shape[0], topology.lat, 2**depth)
-    # `bands` also accepts a rank with nothing but the short last block. That is allowed for rows. For columns it is
-    # not: there may be no more ranks than whole blocks.
+    # `bands` also accepts a rank that has only the short last block. For columns this is refused.
     columns = shape[1] // 2**depth if shape[1] >= 2**depth else 1
     if topology.lon > columns:
         raise UserError(

@@ -1,13 +1,14 @@
-"""Weights of the U-Net that are sharded over ranks: each keeps a part of every kernel, its gradient and its momenta.
+"""Shard the U-Net's weights over ranks: each rank keeps a part of every kernel, of its gradient and of its momenta.
 
 Torch's FSDP2 (`fully_shard`) does the work. A rank gathers the weights of a residual block when it computes the block,
-forward and backward, and frees them afterwards; gradients are summed and scattered. Beside the partition of the grid
-this changes no result but for rounding. Everything outside the U-Net is small, stays whole, and is exchanged as ever.
+forward and backward, and frees them afterwards; gradients are summed and scattered. Results change only by rounding,
+with or without a partition of the grid. The parameters outside the U-Net are small. They stay whole on each rank, and
+their gradients are exchanged as without sharding.
 
 Ranks that share the weights have consecutive numbers, so that they lie on one node where that is possible. If there are
-more ranks than shards, each group of them holds all weights, and the groups add up their gradients.
+more ranks than shards, they form groups that hold all weights each, and the groups add up their gradients.
 
-The kernels stay contiguous, which FSDP2 asks for. Torch lays them channels-last when a convolution of such fields runs.
+FSDP2 needs contiguous kernels. If fields are channels-last, each convolution converts its kernel when it runs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def shard_weights(
         outer: the ranks that hold the same part of the weights (`choice.consecutive_groups`).
         inner: the ranks that hold all weights together.
         after_forward: free gathered weights after the forward pass, and gather them again for the backward pass.
-        by_block: gather the weights of one residual block at a time, and not those of the whole U-Net. A run does so;
-            the benchmark compares it with what these two leave out.
+        by_block: gather the weights of one residual block at a time, not those of the whole U-Net. Runs use both
+            defaults; `benchmark=shard` measures the alternatives.
 
     Raises:
         UserError: the weights of the ranks differ.
@@ -66,12 +67,12 @@ def shard_weights(
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     blocks = [module for module in model.unet.modules() if by_block and isinstance(module, ResidualBlock)]
     for module in (*blocks, model.unet):
-        # Torch would leave the outermost weights gathered after a pass without a backward pass, and whoever looks at
-        # the model's parameters then would take them for weights that are not sharded.
+        # By default, torch leaves the outermost weights gathered after a forward pass. If no backward pass follows, the
+        # model's parameters would then look as if they were not sharded.
         unit = fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=after_forward)
         assert isinstance(unit, FSDPModule)
-        # Losses are parts of the loss of the batch, so gradients add up. The factor alone would ask for a kind of
-        # collective that gloo lacks, so the plain sum has to be asked for as well.
+        # The ranks' losses add up to that of the batch, and so do gradients. A factor of 1.0 alone selects a collective
+        # that gloo lacks, so the plain sum is requested as well.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
 
@@ -102,7 +103,7 @@ def like(p: Any, part: Tensor) -> Tensor:
 
 
 def first_row(p: Any) -> int:
-    """Return at which row of the first axis this rank's part of a tensor begins."""
+    """Return the row (index along the first axis) at which this rank's part of a tensor begins."""
     mesh = shards_of(p)
     if mesh is None:
         return 0
@@ -111,7 +112,7 @@ def first_row(p: Any) -> int:
 
 
 def place_among_shards(p: Tensor) -> tuple[int, int, int, int]:
-    """Return which part of how many this rank holds of a tensor, and which copy of this part, of how many copies."""
+    """Return (part, number of parts, copy, number of copies) of what this rank holds of a tensor."""
     mesh = shards_of(p)
     if mesh is None:
         return 0, 1, 0, 1
@@ -122,7 +123,7 @@ def place_among_shards(p: Tensor) -> tuple[int, int, int, int]:
 def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Split each group of parameters into those that are whole and those that are sharded.
 
-    An optimizer steps the parameters of a group together, which have to be of one kind.
+    An optimizer steps all parameters of a group in one operation, so they have to be of one kind.
 
     Args:
         groups: the result of `param_groups`.
@@ -140,6 +141,6 @@ def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def idle_pass(model: EnsembleModel) -> None:
-    """Run the U-Net on zeros, on a rank without a sample, because the others gather weights for theirs."""
+    """Run the U-Net on zeros. A rank without a sample calls this, because gathering weights takes all ranks."""
     bias = model.plane_bias
     model.unet(bias.new_zeros(1, len(bias), *model.cells, bias.shape[1]))

@@ -1,7 +1,7 @@
 """The padding of one axis, and the strips that ranks exchange for it.
 
 An exchange has two halves: `post` packs the outgoing strips and starts one all_to_all_single; `wait` completes it and
-returns the strips received. Whatever runs between the two is hidden behind the transfer.
+returns the strips received. Whatever runs between the two overlaps with the transfer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Side:
 
     Attributes:
         dim: the axis of the tensor.
-        left: points before the shard; negative crops.
-        right: points after the shard; negative crops.
-        right_last: points after the last rank's shard; None if they are as many as `right`.
+        left: number of points added before the shard; a negative number crops.
+        right: number of points added after the shard; a negative number crops.
+        right_last: `right` of the last rank; None if it is the same.
         periodic: the axis closes in a circle and has no ends.
         first: rule of the first end, if the axis has ends.
         last: rule of the last end, if the axis has ends.
@@ -46,8 +46,9 @@ class Side:
 
     def widths(self, rank: int) -> tuple[int, int]:
         """Return (left, right) of a rank, negative where it crops."""
-        end = rank == self.comm.size - 1 and self.right_last is not None
-        return self.left, int(self.right_last) if end and self.right_last is not None else self.right
+        if self.right_last is not None and rank == self.comm.size - 1:
+            return self.left, self.right_last
+        return self.left, self.right
 
     @property
     def pads(self) -> tuple[int, int]:
@@ -67,15 +68,12 @@ class Side:
 
     @property
     def active(self) -> bool:
-        """Return whether any rank of the axis has a halo.
-
-        All ranks join the exchange then, including those that only send.
-        """
+        """Return whether any rank of the axis is padded. If so, all ranks join the exchange."""
         return max(self.left, self.right, self.right_last or 0) > 0
 
     @property
     def meets(self) -> bool:
-        """Return whether strips travel between neighbours, or round the circle of a single rank."""
+        """Return whether there are strips: between neighbours, or round the circle on a single rank."""
         return self.active and (self.comm.size > 1 or self.periodic)
 
     def neighbours(self) -> tuple[int | None, int | None]:
@@ -86,7 +84,7 @@ class Side:
         return (rank - 1 if rank else None), (rank + 1 if rank < size - 1 else None)
 
     def ends(self) -> Iterator[tuple[bool, EdgeRule, int]]:
-        """Yield (is it the first end, rule, width) of the ends of the whole axis that this rank holds and pads."""
+        """Yield (is_first, rule, width) of each end of the whole axis that this rank holds and pads."""
         before, after = self.neighbours()
         for is_first, other, rule, width in (
             (True, before, self.first, self.pads[0]),
@@ -127,8 +125,8 @@ class Side:
             return
         if self.comm.size == 1:
             raise UserError(
-                f"halo: axis {self.dim} has {length} points, and what lies beyond its ends is made of {max(needs)};"
-                " take a smaller kernel or a larger grid"
+                f"halo: axis {self.dim} has {length} points, and the padding at its ends is made of {max(needs)}; take"
+                " a smaller kernel or a larger grid"
             )
         raise UserError(
             f"halo: axis {self.dim} of rank {self.comm.rank} of {self.comm.size} has {length} points, a neighbour"
@@ -171,8 +169,9 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 class Swap:
     """An exchange of strips between ranks.
 
-    Each rank sends the views `out`, as (rank, view), and receives the `shapes`, as (rank, shape). The strips of one
-    pair of ranks are matched in the order in which both list them.
+    Each rank sends the views `out`, given as (rank, view), and receives strips of the `shapes`, given as (rank, shape).
+    Strips of one pair of ranks are matched in the order in which both list them. Views are (B, C, Y, X, ...), and the
+    results have the type and device of `like`.
     """
 
     def __init__(
@@ -271,11 +270,11 @@ def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
 
 
 class Opposite:
-    """The exchange of rows across a pole: it fetches the columns half the circle away, from whichever ranks hold them.
+    """The exchange of rows across a pole. It fetches the columns half the circle away from the ranks that hold them.
 
-    The input strips have this rank's own columns. So have the results, unless they are `wide`: then they include the
-    columns that pad the shard on both sides. With `back` the exchange is its own adjoint: the inputs have the shape of
-    results, and the outputs sum all that belongs to the own columns.
+    The input strips `given` have this rank's own columns. The results have the same columns or, with `wide`, also those
+    that pad the shard on both sides. With `back` it is the adjoint exchange, for gradients: the inputs have the shape
+    of the results, and each output column is the sum of the values that were copied from it.
     """
 
     def __init__(

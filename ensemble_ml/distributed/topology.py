@@ -135,7 +135,7 @@ def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
         The topology, seen from `rank`.
 
     Raises:
-        UserError: the degrees do not multiply to the number of ranks.
+        UserError: the product of the degrees is not the number of ranks or, with `data=auto`, does not divide it.
     """
     if config.planned:
         return Topology(data=size, rank=rank)
@@ -182,7 +182,7 @@ def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
         )
     share, extra = divmod(blocks, parts)
     larger = set(range(extra))
-    # With one block a shard, the last shard would be the short block alone. It gets one of the extra blocks instead.
+    # If most shards have one block, the last one would be the short block alone. It gets one of the extra blocks.
     if share == 1 and extra and rows % block:
         larger = {*range(extra - 1), parts - 1}
     found, start = [], 0

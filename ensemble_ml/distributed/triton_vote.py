@@ -1,8 +1,9 @@
 """Triton kernels of the one-bit vote, for GPUs: pack, majority and unpack read and write each element once.
 
-`pack` and `vote` call them for CUDA tensors if Triton is installed and its results are right. This is tested once a
-device, against the results of the torch operations for a few hundred numbers; if they differ, the torch operations are
-used. The kernels treat words as int32 of 32 elements each. In little-endian order these are the int64 words of `pack`.
+The modules `pack` and `vote` call them for CUDA tensors if Triton is installed and its results are right. This is
+tested once for each device, with a few hundred numbers. If the results differ from those of the torch operations, these
+are used. The kernels work on int32 words of 32 elements; two of them, in little-endian order, are an int64 word of
+`pack`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no GPU build of torch
+except ImportError:  # torch without CUDA comes without Triton
     triton = None
 
 AVAILABLE = triton is not None
@@ -98,11 +99,11 @@ def unpack(packed: Tensor, out: Tensor) -> Tensor:
 
 
 def majority(ballots: Tensor, tie: int) -> Tensor:
-    """Return the bits that more than half of the rows hold. Ties fall by the low 32 bits of `tie`.
+    """Return (w,) int64 words of the bits that more than half of the rows hold.
 
     Args:
         ballots: (ranks, w) int64 words.
-        tie: the tie bits of a word.
+        tie: the bits that elements with a tied vote get; only the low 32 are used.
     """
     words = ballots.contiguous().view(torch.int32)
     out = torch.empty(words.shape[1], dtype=torch.int32, device=ballots.device)
@@ -114,5 +115,5 @@ def majority(ballots: Tensor, tie: int) -> Tensor:
 
 
 def _grid(words: Tensor) -> tuple[int]:
-    """Return the number of programs for so many words."""
+    """Return the number of programs for `words` (w,), as a grid of one axis."""
     return (-(-words.shape[-1] // _BLOCK),)

@@ -4,9 +4,9 @@ A rank that raises writes its number, its step and the cause into the job's key-
 every rank polls the store every half second. On a failure it prints the cause and ends its process, even if the main
 thread is inside a collective that would never return.
 
-A rank that dies silently (killed, out of memory) is told from a slow one by its heartbeat, which the watch thread keeps
-up. Rank 0 serves the store. If it stops answering, the watch thread of another rank may block forever in a request, so
-a second thread on every other rank checks when rank 0 last answered.
+The watch thread also writes a heartbeat, which stops if its rank dies silently (killed, out of memory), but not if the
+rank is only slow. Rank 0 serves the store. If rank 0 stops answering, the watch thread of another rank may block
+forever in a request, so a second thread on every other rank checks when rank 0 last answered.
 
 An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. The others get some time to end by themselves, so
 that they can finish the file that they are writing.
@@ -41,7 +41,7 @@ _FAREWELL = 2 * _PERIOD + 0.5
 
 
 class Watch:
-    """A thread that keeps up this rank's heartbeat and polls the store for a failure of another rank.
+    """A thread that writes this rank's heartbeat and polls the store for a failure of another rank.
 
     Rank 0 also checks the heartbeats of the others. On the other ranks, a second thread checks that rank 0 answers.
     """
@@ -51,7 +51,7 @@ class Watch:
 
         Args:
             store: a connection to the store that nothing else uses. On a shared one, a call that waits for a
-                collective's set-up would hold up the heartbeat.
+                collective's set-up would delay the heartbeat.
             rank: number of this rank.
             size: number of ranks.
             silence: seconds without a heartbeat after which a rank counts as dead.
@@ -75,21 +75,22 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        An error that may follow from another rank's failure waits for `fail`.
+        An error that may follow from another rank's failure is left to `fail`.
         """
-        if _echo(error):
+        if _may_follow(error):
             return
         with contextlib.suppress(dist.DistError):
-            if self._told() is None:
+            if self._first_failure() is None:
                 self._reported = True
-                self._tell(self._rank, error)
+                self._write_failure(self._rank, error)
 
     def fail(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        If the error follows from another rank's failure, print that one instead and end this process.
+        If another rank has failed first, print its cause instead and end this process. If the error may follow from
+        another rank's failure, wait for that rank's report first.
         """
-        if _echo(error):
+        if _may_follow(error):
             # The rank at fault may not have written its cause yet: a dead rank is only found after `silence` seconds.
             until = time.monotonic() + self._silence + _GRACE
             # The watch thread ends the process as soon as the cause is known, unless the cause is an interruption.
@@ -98,11 +99,13 @@ class Watch:
         self._end.set()
         self._thread.join(timeout=5)
         try:
-            told = self._interrupted or self._told()
-            if told is None:
-                self._tell(self._rank, error)
-            elif told["rank"] != self._rank and not (told["interrupted"] and isinstance(error, KeyboardInterrupt)):
-                self._leave(told)
+            failure = self._interrupted or self._first_failure()
+            if failure is None:
+                self._write_failure(self._rank, error)
+            elif failure["rank"] != self._rank and not (
+                failure["interrupted"] and isinstance(error, KeyboardInterrupt)
+            ):
+                self._leave(failure)
             if self._rank == 0:
                 time.sleep(_FAREWELL)
         except dist.DistError:
@@ -127,7 +130,7 @@ class Watch:
             self._answers.join()
 
     def _run(self) -> None:
-        """Write a heartbeat and look for a failure every `_PERIOD` seconds, until the session ends."""
+        """Write a heartbeat and look for a failure every `_PERIOD` seconds, until `fail` or `leave` ends it."""
         beat = 0
         while not self._end.wait(_PERIOD) or self._leaving:
             beat += 1
@@ -135,9 +138,9 @@ class Watch:
                 self._store.set(f"beat/{self._rank}", f"{beat} {self._step()}")
                 if self._rank == 0:
                     self._find_silent()
-                told = self._told()
+                failure = self._first_failure()
                 self._answered = time.monotonic()
-                if self._leaving and told is None and self._all_done():
+                if self._leaving and failure is None and self._all_done():
                     return
             except dist.DistError:
                 # The other ranks have exited because of this rank's report; its own error will end this process.
@@ -152,17 +155,17 @@ class Watch:
                 if self._leaving or not self._end.is_set():
                     self._leave_rank_0()
                 return
-            if told is not None and told["rank"] != self._rank and not self._may_go_on(told):
-                self._leave(told)
+            if failure is not None and failure["rank"] != self._rank and not self._may_go_on(failure):
+                self._leave(failure)
             if self._leaving:
                 time.sleep(_SOON)
 
-    def _may_go_on(self, told: dict[str, Any]) -> bool:
+    def _may_go_on(self, failure: dict[str, Any]) -> bool:
         """Return whether this rank still has time to end by itself after an interruption of another rank."""
-        if self._leaving or not told["interrupted"]:
+        if self._leaving or not failure["interrupted"]:
             return False
         if self._interrupted is None:
-            self._interrupted, self._until = told, time.monotonic() + _UNWIND
+            self._interrupted, self._until = failure, time.monotonic() + _UNWIND
         return time.monotonic() < self._until
 
     def _find_frozen(self) -> None:
@@ -181,35 +184,35 @@ class Watch:
                 self._leave_rank_0()
 
     def _leave_rank_0(self) -> None:
-        """Print that rank 0 no longer answers and end this process."""
-        told = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
-        self._leave(told)
+        """Print that rank 0 no longer answers, and end this process."""
+        failure = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
+        self._leave(failure)
 
     def _all_done(self) -> bool:
         """Register that this rank has finished. Return whether it may leave: rank 0 waits for all others."""
         self._store.set(f"done/{self._rank}", "1")
         return self._rank > 0 or self._store.check([f"done/{rank}" for rank in range(self._size)])
 
-    def _leave(self, told: dict[str, Any]) -> None:
+    def _leave(self, failure: dict[str, Any]) -> None:
         """Print another rank's report and end this process, with the status that the report calls for."""
         first = self._rank == 0
         wait = _FAREWELL if first else 0.0
         # Only rank 0 exits with the status that asks for a restart, and it exits last.
-        if told.get("requeue"):
-            _leave(told, STATUS_REQUEUE if first else 0, wait + LAST if first else 0.0)
-        _leave(told, STATUS_ABORTED, wait)
+        if failure.get("requeue"):
+            _print_and_exit(failure, STATUS_REQUEUE if first else 0, wait + LAST if first else 0.0)
+        _print_and_exit(failure, STATUS_ABORTED, wait)
 
-    def _told(self) -> dict[str, Any] | None:
+    def _first_failure(self) -> dict[str, Any] | None:
         """Return the report of the first failure, or None."""
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
-    def _tell(self, rank: int, error: BaseException | str, step: int | None = None) -> None:
+    def _write_failure(self, rank: int, error: BaseException | str, step: int | None = None) -> None:
         """Write the report of a failure. The first report is kept, later ones are ignored."""
         requeue = isinstance(error, Stopped) and error.requeue
         interrupted = isinstance(error, KeyboardInterrupt) and not requeue
         cause = str(error) if isinstance(error, str) or interrupted else f"{type(error).__name__}: {error}"
         host = self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else ""
-        told = {
+        failure = {
             "rank": rank,
             "host": host if rank != self._rank else socket.gethostname(),
             "step": self._step() if step is None else step,
@@ -217,7 +220,7 @@ class Watch:
             "requeue": requeue,
             "interrupted": interrupted,
         }
-        self._store.compare_set("failed", "", json.dumps(told))
+        self._store.compare_set("failed", "", json.dumps(failure))
 
     def _find_silent(self) -> None:
         """On rank 0, write the failure of a rank whose heartbeat has stopped."""
@@ -236,23 +239,23 @@ class Watch:
                 self._seen[rank] = beat, now
             elif now - self._seen[rank][1] > self._silence:
                 silent = f"no heartbeat for {self._silence:g} s: killed, out of memory, or its host is gone"
-                self._tell(rank, silent, int(beat.split()[1]))
+                self._write_failure(rank, silent, int(beat.split()[1]))
                 return
 
 
-def _echo(error: BaseException) -> bool:
-    """Return whether an error may only follow from another rank's failure, as a closed connection does."""
+def _may_follow(error: BaseException) -> bool:
+    """Return whether an error may be the mere consequence of another rank's failure, such as a closed connection."""
     return isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "nccl" in str(error).lower())
     )
 
 
-def _leave(told: dict[str, Any], status: int, wait: float) -> None:
+def _print_and_exit(failure: dict[str, Any], status: int, wait: float) -> None:
     """Print the cause and end this process, wherever its main thread stands."""
-    where = f" ({told['host']})" if told["host"] else ""
-    what = "was interrupted" if told["interrupted"] else "failed" if status == STATUS_ABORTED else "stopped"
-    why = f": {told['cause']}" if told["cause"] else ""
-    text = f"ensemble-ml: rank {told['rank']}{where} {what} at step {told['step']}{why}; this rank leaves"
+    where = f" ({failure['host']})" if failure["host"] else ""
+    what = "was interrupted" if failure["interrupted"] else "failed" if status == STATUS_ABORTED else "stopped"
+    why = f": {failure['cause']}" if failure["cause"] else ""
+    text = f"ensemble-ml: rank {failure['rank']}{where} {what} at step {failure['step']}{why}; this rank leaves"
     sys.stdout.flush()
     os.write(2, f"{text}\n".encode())  # a single write, so that lines of several ranks do not mix
     time.sleep(wait)

@@ -1,4 +1,6 @@
-"""The identity of this process in a job: rank, number of ranks and meeting point, from the launcher's variables.
+"""The identity of this process in a job: its rank, the number of ranks, and the address of rank 0.
+
+They are read from environment variables that the launcher sets:
 
     torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     srun        SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...
@@ -28,13 +30,13 @@ class World:
         rank: number of this rank.
         size: number of ranks.
         local_rank: number of this rank on its node.
-        local_size: number of ranks on this node. If the launcher does not give it, it is `size` until the ranks have
-            met.
+        local_size: number of ranks on this node. If the launcher does not give it, it is `size` until the ranks are
+            connected and have counted themselves.
         launcher: the launcher whose variables were read.
         host: host of rank 0; None if the launcher does not give it.
-        port: port at which rank 0 is met; None if the launcher does not give it.
-        job: the launcher's name for this job, as unique as the launcher makes it.
-        counted: whether the launcher gives `local_size`.
+        port: port on which rank 0 listens; None if the launcher does not give it.
+        job: the launcher's name for this job, as far as it gives one; not unique for every launcher.
+        counted: whether the launcher gave `local_size`.
     """
 
     rank: int = 0
@@ -79,11 +81,11 @@ _JOB = {
 
 
 def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> World:
-    """Read the launcher's variables; a process without any is a job of one rank.
+    """Read the launcher's variables. A process without any is a job of one rank.
 
     Args:
         env: environment variables.
-        wanted: the launcher whose variables count, `auto` to find it, `none` for one rank.
+        wanted: the launcher whose variables are read; `auto` finds it, `none` gives one rank.
 
     Raises:
         UserError: a variable is missing or not a number, a rank lies outside its world, a port is invalid, or two
@@ -94,7 +96,7 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     if wanted is not Launcher.auto:
         found = _read(env, wanted)
         if found is None:
-            names, remedy = _NAMES[wanted], "use launcher=auto"
+            names, remedy = _NAMES[wanted], "use parallel.launcher=auto"
             lacking = next(name for name in (names.rank, names.size) if name not in env)
             if wanted is Launcher.slurm and lacking == names.size:
                 # SLURM's rank without the step's size: the process is the batch script itself.
@@ -107,21 +109,21 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     for other in worlds[1:]:
         if (other.rank, other.size) != (worlds[0].rank, worlds[0].size):
             choices = " or ".join(f"parallel.launcher={world.launcher.value}" for world in (worlds[0], other))
-            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; choose whose count: {choices}")
+            raise UserError(f"{_rank_and_size(worlds[0])}, but {_rank_and_size(other)}; choose one with {choices}")
     return worlds[0] if worlds else World()
 
 
-def _told(world: World) -> str:
+def _rank_and_size(world: World) -> str:
     """Return a launcher's rank and size as "NAME=value" pairs, for messages."""
     names = _NAMES[world.launcher]
     return f"{names.rank}={world.rank} {names.size}={world.size}"
 
 
 def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
-    """Return the world by one launcher's variables, or None if they are not set."""
+    """Return the identity that one launcher's variables give, or None if they are not set."""
     names = _NAMES[launcher]
     if launcher is Launcher.slurm and names.size not in env:
-        return None  # the batch script itself, outside srun, whose SLURM_PROCID is not a rank
+        return None  # this is the batch script itself, outside srun; its SLURM_PROCID is not a rank
     if names.rank not in env and names.size not in env:
         return None
     for name, other in ((names.rank, names.size), (names.size, names.rank)):
@@ -143,7 +145,7 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of this step on this node, or None if SLURM does not give it.
+    """Return the number of tasks of this job step on this node, or None if SLURM does not give it.
 
     SLURM_STEP_TASKS_PER_NODE is read because SLURM_NTASKS_PER_NODE need not be set. `4(x2),3` means 4, 4 and 3 tasks.
     """
@@ -165,7 +167,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
-    """Return host and port of rank 0, as far as the variables give them."""
+    """Return host and port of rank 0, each None if the variables do not give it."""
     host = env.get("MASTER_ADDR")
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
     if port is not None and not 1 <= port <= 65535:
@@ -191,7 +193,7 @@ def first_host(nodes: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens on now, at which locally started ranks can meet."""
+    """Return a port of this machine that is free now, for ranks that are started on this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

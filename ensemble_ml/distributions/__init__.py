@@ -1,7 +1,8 @@
-"""The forecast distributions in torch, of each family of `ensemble_ml.fields.Family`.
+"""The forecast distributions in torch, one for each `ensemble_ml.fields.Family`.
 
-The formulas stand in `ensemble_ml.closed_forms`, with their sources. `maths` has the functions of torch that they use;
-`formulas` chooses by family; `means` finds the location of a mean; `members` spreads members like a distribution.
+The formulas and their sources are in `ensemble_ml.closed_forms`. `maths` has the torch functions that they use;
+`formulas` chooses the formula of a family; `means` finds the location that gives a mean; `members` gives members the
+spread of a distribution.
 """
 
 from ensemble_ml.distributions.formulas import cdf, crps, moments, quantile

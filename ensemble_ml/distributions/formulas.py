@@ -1,9 +1,10 @@
-"""The forecast distributions: CRPS, distribution function, quantile, moments, of the closed forms of `closed_forms`.
+"""CRPS, distribution function, quantile and moments of the forecast distributions, by the formulas of `closed_forms`.
 
-Distribution function, quantile and moments are not trained through; they are computed in float64. So is the CRPS of the
-skewed distributions, because the incomplete gamma function loses digits in float32; of that with two bounds, because
-little is left between them where its scale is large; and of the truncated one where l > 0, because there the score
-falls as 1 / l and its slopes as 1 / l^2.
+No loss contains a distribution function, quantile or moment. They are computed in float64. So is the CRPS of
+
+- the skewed distributions, because the incomplete gamma function loses digits in float32;
+- the distribution with two bounds, which has little mass between them where its scale is large;
+- the truncated normal with a location below zero, where large terms cancel (see `closed_forms.crps_truncated`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
         location: location of the forecasts, physical units, any shape.
         scale: scale of the forecasts, in the same units; positive.
         y: observations, in the same units.
+
+    Returns:
+        The scores, in the type of `location`.
     """
     if family is Family.NORMAL:
         return scale * forms.crps_normal(TORCH, (y - location) / scale)
@@ -51,7 +55,7 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
     """Return the CRPS of the normal distribution censored at zero and one.
 
-    It is that of the distribution censored at zero alone, less the integral of (1 - Phi)^2 above one.
+    This is the CRPS of the distribution censored at zero alone, less the integral of (1 - Phi)^2 above one.
     """
     censored = forms.crps_censored(TORCH, (y - mu) / sigma, -mu / sigma, y / sigma)
     return sigma * (censored - forms.square_below(TORCH, (mu - 1) / sigma))
@@ -89,7 +93,7 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
         family: the distribution.
         location: location, any shape.
         scale: scale, in the units of `location`; positive.
-        level: probability; a number, or a tensor that broadcasts against `location`.
+        level: probability between 0 and 1; a number, or a tensor that broadcasts against `location`.
     """
     mu, sigma = location.double(), scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)

@@ -16,13 +16,13 @@ from torch.special import erfcx, gammainc, log_ndtr, ndtr, ndtri
 
 from ensemble_ml.closed_forms import LOWEST, TINY, Maths
 
-_STEP = 1e-5  # relative step of the shape in a difference quotient
+_STEP = 1e-5  # relative step of the shape k in the central difference
 
 
 class _Incomplete(torch.autograd.Function):
     """The regularised lower incomplete gamma function F_k(x), with a derivative by its shape, which torch lacks.
 
-    That derivative is a central difference. Where k is largest, it is good to six digits of a score.
+    The derivative by the shape k is a central difference. At the largest k, it gives scores to six digits.
     """
 
     @staticmethod
@@ -41,12 +41,12 @@ class _Incomplete(torch.autograd.Function):
 
 
 def density(k: Tensor, x: Tensor) -> Tensor:
-    """Return x^k exp(-x) / Gamma(k + 1), by which F of shape k exceeds that of shape k + 1."""
+    """Return x^k exp(-x) / Gamma(k + 1), which is F_k(x) - F_{k + 1}(x) (DLMF 8.8.5)."""
     return torch.exp(k * x.clamp(min=TINY).log() - x - torch.lgamma(k + 1))
 
 
 def survivals(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 1 - F of the gamma distributions of shapes k, k + 1 and k + 2."""
+    """Return 1 - F(x) of the gamma distributions of shapes k, k + 1 and k + 2."""
     whole = 1 - gammainc(k, x)
     first = whole + density(k, x)
     return whole, first, first + density(k + 1, x)

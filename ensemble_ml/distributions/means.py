@@ -15,12 +15,12 @@ from ensemble_ml.distributions.maths import TORCH
 from ensemble_ml.fields import Family
 
 _LEAST_SLOPE = 1e-6  # least derivative of a mean by its location: a gradient is divided by it
-_NEWTON = 3  # Newton steps to the location of a mean between two bounds: it is then good to six digits
+_NEWTON = 3  # Newton steps to the location of a mean between two bounds; they give six digits
 _GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of location / scale
 # Below the grid: first, last and number of the exponents of ten of -location / scale. The mean of the truncated normal
 # falls as 1 / l there, so a table with even steps would have to be very long.
 _BELOW = (math.log10(-_GRID[0]), 6.0, 1201)
-LEAST_MEAN = 0.1  # scales; with a smaller mean a truncated normal would be sharper than a mean near zero is known
+LEAST_MEAN = 0.1  # in scales; a truncated normal of a smaller mean is narrower than the error of such a mean
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
@@ -40,14 +40,14 @@ MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """Return the location at which the distribution with a given scale has a given mean, in the units of `mean`.
 
-    There is no closed form, so the location is read off a table by linear interpolation. Its entries are 1 % of a scale
-    apart; far below zero, they are 1 % of the location apart. Between two bounds, the table of the distribution with
-    one bound gives the start of Newton's steps. The gradient is that of the table or of the implicit function. It is
-    large where the mean is near a bound, and at a bound the location does not move.
+    There is no closed form, so the location is interpolated linearly in a table. Its entries are 1 % of a scale apart;
+    far below zero, they are 1 % of the location apart. For the distribution with two bounds, Newton's method starts
+    from the table of the distribution with one bound. Gradients are those of the interpolation, or of the implicit
+    function. They are large where the mean is near a bound. At the bound, those of the interpolation are zero.
 
     A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
     normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are
-    raised to that.
+    raised to `LEAST_MEAN` scales.
 
     Args:
         family: the distribution.
@@ -65,7 +65,7 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 
 @lru_cache
 def _tables_on(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the tables on `device`, copied once: every copy from the host waits for all that a GPU has to do."""
+    """Return the tables on `device`. They are copied once, because each copy waits for all work queued on the GPU."""
     with torch.inference_mode(False):
         location, means = (t.to(device) for t in MEAN_TABLES[family])
     return location, means
@@ -86,10 +86,10 @@ def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
     """Return `location_of_mean` of the distribution censored at zero and one.
 
-    The mean grows with the location at the rate P(0 < Y < 1), and it is convex up to one half. Above one half,
-    everything is mirrored. The mean is less than it would be without the upper bound. As the average of Phi((location -
-    t) / scale) over t, it is at least the value of that at t = one half. So the root lies between the roots of these
-    two, and Newton's steps that stay between them come to it from above.
+    The mean is the average of Phi((location - t) / scale) over t from 0 to 1. Its slope is P(0 < Y < 1), and it is
+    convex up to a mean of one half. Above one half, everything is mirrored. Two functions enclose the mean: the mean
+    without the upper bound is larger, and Phi((location - 1/2) / scale) is smaller. So the root lies between the roots
+    of these two. Newton's steps that stay between them come to the root from above.
     """
     near = torch.where(mean > 0.5, 1 - mean, mean)
     with torch.no_grad():
@@ -111,7 +111,8 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
 
     If the location stayed, the mean of a distribution that ends at zero would move with its scale: a wider distribution
     of rain would be one of more rain. Where the location lies 4 scales or more beyond a bound, the mean is almost the
-    bound, and its distance from the bound is multiplied by `width` as well.
+    bound, and the distance of the location from the bound is multiplied by `width` instead. The table of the truncated
+    normal covers such locations, too.
 
     Args:
         family: the distribution.
@@ -125,7 +126,7 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     with torch.no_grad():
         mean = moments(family, location, scale)[0]
         if family is Family.TRUNCATED_NORMAL:
-            # The mean of this distribution is above zero at any location, so the table applies without the floor.
+            # The mean is above zero at any location, so no floor is needed.
             return _tabulated(family, mean, wider), wider
         same = location_of_mean(family, mean, wider)
     same = torch.where(location > _GRID[0] * scale, same, width * location)

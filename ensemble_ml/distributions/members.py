@@ -19,28 +19,28 @@ def remap_members(
 ) -> Tensor:  # fmt: skip
     """Return members that are spread like the predicted distribution and keep their ranks.
 
-    Each member keeps its place among the members at every point, so fields of one member stay coherent in space and
-    between variables. How a place becomes a value depends on the distribution.
+    Each member keeps its rank among the members at every point, so fields of one member stay coherent in space and
+    between variables. How a rank becomes a value depends on the distribution:
 
     Normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
     Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, stand for (x_i - m) / s.
 
-    Two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels that lie in a mass
-    at a bound give the bound itself. A factor, as in the next case, would leave the bounds.
+    Two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels within the mass at a
+    bound give the bound itself. A factor, as in the next case, could lead beyond a bound.
 
     All others: the quantile at (rank - 1/2) / M. These M values have the least CRPS (Broecker 2012,
-    doi:10.1002/qj.1891). They are multiplied by what gives them the mean of the distribution. Where it rains more
-    rarely than once in M, all quantiles are zero, and the member of the last rank gets all the rain.
+    doi:10.1002/qj.1891). They are multiplied by a factor that gives them the mean of the distribution. Where the
+    probability of rain is at most 1 / (2 M), all quantiles are zero, and the member of the last rank gets all the rain.
 
     Args:
         members: (M, ...) raw members x_i, two or more; NaN where one is absent, and the new member is NaN there too.
         mean: (...) mean m of the members.
         spread: (...) standard deviation s of the members (ddof = 1).
-        location: (...) location of the predicted distribution.
-        scale: (...) scale of the predicted distribution.
+        location: (...) location of the predicted distribution, in the units of the members.
+        scale: (...) scale of the predicted distribution, in the same units.
         family: the distribution.
-        order: (M,) positions of the members, in the order in which equal members are ranked; the order given if None.
-            Give one order for all points of a forecast and another for the next forecast, so that no member is always
+        order: (M,) positions of the members. Equal members are ranked in this order; None takes the order given. Use
+            one order for all points of a forecast and another for the next forecast, so that no member is always
             wetter than the others.
 
     Returns:
@@ -59,25 +59,25 @@ def remap_members(
         return location + scale * place
     # The raw members of these variables are far from normal, so only their ranks are used.
     rank = _ranks(members, order)
-    there = ~torch.isnan(members)
+    present = ~torch.isnan(members)
     # Absent members have no rank, so levels depend on how many members there are at a point.
-    count = there.sum(0)
+    count = present.sum(0)
     wide = location.double(), scale.double()
     if family is Family.DOUBLY_CENSORED_NORMAL:
-        return torch.where(there, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
+        return torch.where(present, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
     level = (rank.double() + 0.5) / count
-    found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
+    found = torch.where(present, quantile(family, *wide, torch.where(present, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     # True also where both are zero, because the mean of the distribution is too small for a float.
     alone = total <= 1e-6 * wanted
     # A factor cannot give zeros a mean, so the member of the last rank gets all of it.
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
-    return torch.where(there, found, torch.nan).to(location.dtype)
+    return torch.where(present, found, torch.nan).to(location.dtype)
 
 
 def _ranks(members: Tensor, order: Tensor) -> Tensor:
-    """Return the rank of each member at each point, from 0 up: NaN last, equal ones as they stand in `order`."""
+    """Return the rank of each member at each point, from 0 up; NaN last, equal members by `order`."""
     return members[order].argsort(dim=0, stable=True).argsort(0)[order.argsort()]
 
 
@@ -86,18 +86,15 @@ def _even_places(members: Tensor, order: Tensor) -> Tensor:
 
     A point with a single member gets zero, because one member has no spread.
     """
-    there = ~torch.isnan(members)
-    count = there.sum(0)
-    place = torch.where(there, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
+    present = ~torch.isnan(members)
+    count = present.sum(0)
+    place = torch.where(present, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
     deviation = torch.sqrt(place.square().sum(0) / (count - 1))
-    return torch.where(there, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)
+    return torch.where(present, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)
 
 
 def _means_between_levels(mu: Tensor, sigma: Tensor, rank: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of the distribution censored at zero and one between two levels of probability.
-
-    The levels are rank / count and (rank + 1) / count.
-    """
+    """Return the mean of the doubly censored normal between levels rank / count and (rank + 1) / count."""
     lower, upper = -mu / sigma, (1 - mu) / sigma
     start, end = (torch.clamp(ndtri((rank + more) / count), lower, upper) for more in (0, 1))
     between = count * (mu * (ndtr(end) - ndtr(start)) + sigma * (phi(TORCH, start) - phi(TORCH, end)))

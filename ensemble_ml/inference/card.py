@@ -16,7 +16,7 @@ from ensemble_ml.models.compact import described, in_words
 from ensemble_ml.training.checkpoint import predicts_members
 from ensemble_ml.training.tournament import lineage, tree
 
-_LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
+_NAMES = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that differ from those in settings
 
 
 def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
@@ -73,10 +73,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         *_compacted(meta),
         ("hours of init times", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
-        (
-            "calibration",
-            _calibration(spec, meta) + _of(meta),
-        ),
+        ("calibration", _calibration(spec, meta) + _of(meta)),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
@@ -84,7 +81,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the row on the larger model that this one was cut out of; none if there was none."""
+    """Return the row on the larger model that this one was compacted from; an empty list if there was none."""
     facts = meta.get("compacted")
     if facts is None:
         return []
@@ -94,7 +91,7 @@ def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _shown(meta: Mapping[str, Any]) -> str:
-    """Return in words how many members training used. Forecasts from other ensemble sizes are an extrapolation."""
+    """Return in words how many members training used. With other numbers of members, a forecast extrapolates."""
     sizes = _sizes(meta)
     return f"; trained with {_listed(sizes)}" if sizes else ""
 
@@ -105,7 +102,7 @@ def _sizes(meta: Mapping[str, Any]) -> list[int]:
 
 
 def _of(meta: Mapping[str, Any]) -> str:
-    """Return which weights were calibrated, in words, or an empty text if they are the checkpoint's own."""
+    """Return in words which weights were calibrated; an empty text if they are those of the checkpoint."""
     step = meta.get("validated_step", meta["step"])
     if not meta.get("widths") or step == meta["step"]:
         return ""
@@ -131,7 +128,7 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         return "none: the model predicts only the spread"
     if not widths:
         return "none: there was no validation date with a truth"
-    found, count = _told(widths), sum(map(len, widths))
+    found, count = _validated(widths), sum(map(len, widths))
     if not found:
         return "none: too few validation dates had a truth"
     between = f"{min(found):.3f} to {max(found):.3f}"
@@ -141,7 +138,7 @@ def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     return f"the scale of {which} is multiplied by {between}, from validation with at most {members} members{others}"
 
 
-def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:
+def _validated(widths: Sequence[Sequence[float]] | None) -> list[float]:
     """Return the calibration factors that validation dates gave. All other fields have a factor of exactly one."""
     return [one for row in widths or () for one in row if one != 1.0]
 
@@ -152,8 +149,8 @@ def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     for name in (*spec.variables, *spec.surface):
         known = registered(name)
         levels = ", ".join(map(str, spec.levels)) + " hPa" if name in spec.variables else "surface"
-        law = _LAWS.get(spec.family(name), spec.family(name).value.replace("_", " "))
-        rows.append((f"`{name}`", known.long_name, known.units, levels, _over(meta, name), law))
+        distribution = _NAMES.get(spec.family(name), spec.family(name).value.replace("_", " "))
+        rows.append((f"`{name}`", known.long_name, known.units, levels, _over(meta, name), distribution))
     heads = ("variable", "", "units", "levels", "over", "distribution")
     return (
         f"## Data\n\nStore fingerprint `{meta['data_fingerprint']}`, grid {spec.grid.describe()}. Lead times in: "
@@ -193,7 +190,7 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
 
 
 def _tournaments(meta: Mapping[str, Any]) -> list[str]:
-    """Return the section on the trainers that competed; none if the run had one trainer, or no tournament yet."""
+    """Return the section on competing trainers; an empty list if the run has held no tournament."""
     rounds = meta.get("tournaments") or []
     if not rounds:
         return []
@@ -202,8 +199,8 @@ def _tournaments(meta: Mapping[str, Any]) -> list[str]:
     whose = "the mean of the last weights of all trainers"
     if "soup" not in meta:
         whose = f"trained by trainer {meta['trainer']} last ({lineage(rounds, meta['trainer'])})"
-    told = f"{trainers} trainers competed by their scores on the validation dates; these weights are {whose}."
-    return [f"## Tournaments\n\n{told} `<-` says whose weights a trainer took.\n\n{_table(heads, tree(rounds))}"]
+    text = f"{trainers} trainers competed by their scores on the validation dates; these weights are {whose}."
+    return [f"## Tournaments\n\n{text} `<-` says whose weights a trainer took.\n\n{_table(heads, tree(rounds))}"]
 
 
 def _span(dates: list[str]) -> tuple[str, str, str]:
@@ -234,7 +231,7 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
 
 
 def _certain(claim: Mapping[str, Any]) -> str:
-    """Return whether a claim is certain, and the reason if it is not."""
+    """Return "yes" if a claim is certain, otherwise "no" and, if it is known, the reason."""
     if claim.get("certain"):
         return "yes"
     why = claim.get("advantage") or ("" if claim.get("enough_blocks", True) else "few blocks")
@@ -255,15 +252,14 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
         f"It was trained on {len(meta['training_dates'])} init times. For other seasons and regimes it extrapolates.",
         "It is tied to the forecasting system of the training data. Train it again after a change of that system.",
     ]
-    if _told(meta.get("widths")) and spec.config.postprocess:
-        text = (
+    if _validated(meta.get("widths")) and spec.config.postprocess:
+        lines.append(
             "It is calibrated on average. A single forecast may be off, most if the ensemble is far from its climate."
         )
-        lines.append(text)
     if predicts_members(meta):
-        text = "It was trained to predict a member that it did not get as input (objective=members). Its sigma is the"
         lines.append(
-            f"{text} spread of members and lacks the error of their model. Use it to start training on a truth."
+            "It was trained to predict a member that it did not get as input (objective=members). Its sigma is the"
+            " spread of members and lacks the error of their model. Use it to start training on a truth."
         )
     if not spec.config.postprocess:
         lines.append("It predicts the spread of the ensemble, which need not be the error of its mean.")
@@ -286,8 +282,7 @@ def _worse(scores: Mapping[str, Any]) -> list[str]:
     for row in rows:
         if row["metric"] == "crps" and row.get("worse"):
             size = sizes[row["forecast"]]
-            # If two forecasts were made from equally many members, this number does not identify one, so the label is
-            # written.
+            # If two forecasts have the same number of members, the number does not identify one, so the label is used.
             alone = size and list(sizes.values()).count(size) == 1
             who = f"From {size} member{'s' * (size != 1)}" if alone else row["forecast"]
             where = f"{row['stratum']}, {row['lead_hours']} h"

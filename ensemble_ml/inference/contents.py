@@ -20,7 +20,7 @@ from ensemble_ml.wording import SHORT_TEXT, dates_of, dates_text
 # Heights in metres above ground. The standard names do not state them.
 HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
 
-TIME_AXES = ("forecast_reference_time", "forecast_period")  # the start, of length one, and the leads
+TIME_AXES = ("forecast_reference_time", "forecast_period")  # the init time (length one in a file) and the leads
 
 _MAXIMUM = "fg10"
 
@@ -64,7 +64,7 @@ _PARAMETRISED = {
 _PARAMETERS = (Kind.LOCATION, Kind.SCALE)
 # Parameters and probabilities belong to the distribution of a sum, but are no sums themselves. With `time: sum` in
 # cell_methods, software that follows CF would take them for values summed over time.
-_OF_THE_LAW = (*_PARAMETERS, Kind.PROBABILITY)
+_OF_DISTRIBUTION = (*_PARAMETERS, Kind.PROBABILITY)
 _DIFFERENCES = (Kind.STDDEV, Kind.SCALE, Kind.SPREAD)
 
 
@@ -134,7 +134,7 @@ class Header:
 
     @property
     def shared_bounds(self) -> tuple[tuple[int, int], ...] | None:
-        """Return the (first, last) hour of each lead, or None if variables over intervals do not share them.
+        """Return the (first, last) hour of each lead; None if variables over intervals differ, or there are none.
 
         The file has one time axis, and this axis can have only one set of bounds.
         """
@@ -148,13 +148,13 @@ class Header:
             name: short name of a variable.
 
         Returns:
-            The method, "sum", "maximum" or "point", or an empty text if nothing is known or if the time axis has no
-            bounds. Then the intervals in words, or an empty text if time_bnds states them.
+            Two texts. The first is the method: "sum", "maximum", "point", or empty if no method is stated. The second
+            lists the intervals in words; it is empty if time_bnds states them, or if there are none.
         """
         methods = {"sum": registered(name).accumulated, "maximum": name == _MAXIMUM}
         method = next((word for word, fits in methods.items() if fits), "")
-        # A sum or maximum without bounds is over an unknown interval, so no method is stated. Without a method, a
-        # variable is a moment, which has to be said only if the time axis has bounds.
+        # A sum or maximum without bounds is over an unknown interval, so no method is stated. Any other variable
+        # without bounds is instantaneous, which has to be stated only if the time axis has bounds.
         if name not in self.lead_bounds:
             return "point" if self.shared_bounds and not method else "", ""
         # A variable with bounds but no method is a mean or an extreme; the file does not know which.
@@ -183,8 +183,7 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
         # A parameter is no physical quantity and gets no standard name: the location of a censored distribution may lie
         # below zero.
         found["standard_name"] = known.standard_name
-    # Software has to know whether a temperature is on a scale or a difference: a conversion to degrees Celsius shifts
-    # only the former.
+    # A conversion to degrees Celsius shifts temperatures, but not differences of temperatures.
     if known.temperature and kind is not Kind.PROBABILITY:
         found["units_metadata"] = f"temperature: {'difference' if kind in _DIFFERENCES else 'on_scale'}"
     if kind in _PARAMETERS:
@@ -193,7 +192,7 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
         if family in _PARAMETRISED:
             found["comment"] = _PARAMETRISED[family]
     method, spans = header.interval(output.name)
-    if kind in _OF_THE_LAW and method in ("sum", "maximum"):
+    if kind in _OF_DISTRIBUTION and method in ("sum", "maximum"):
         over = f"lead times {spans}" if spans else "the interval of time_bnds"
         found["comment"] = "; ".join(filter(None, (found.get("comment"), f"of the {method} over {over}")))
         method = ""

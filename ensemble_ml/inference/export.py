@@ -45,16 +45,18 @@ def export(config: ExportConfig) -> Path:
     # An export replaces the whole folder. So a folder with other files is refused, because they would be lost.
     others = sorted({path.name for path in output.iterdir()} - {MODEL, META, CARD}) if folder else []
     if others:
-        raise UserError(f"output={output}: holds {others[0]}, which no export writes; overwrite=true leaves it alone")
+        raise UserError(
+            f"output={output}: holds {others[0]}, which no export writes, so it is not replaced; choose another output"
+        )
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint))
     scores = _scores(config.scores)
     if scores is not None:
         made = [one for one in scores["forecasts"] if checkpoint.sha256 in one.get("checkpoints", ())]
         who = f"scores={config.scores}: "
         if not made:
-            raise UserError(f"{who}no forecast there was made by {config.checkpoint}; evaluate forecasts of it")
+            raise UserError(f"{who}no forecast there was made by {config.checkpoint}; evaluate one that was")
         if all(one.get("baseline") for one in made):
-            raise UserError(f"{who}forecasts by {config.checkpoint} stood there as baselines; give them as forecast=")
+            raise UserError(f"{who}{config.checkpoint} made only baselines there; evaluate its forecasts as forecast=")
     card = model_card(checkpoint.spec, checkpoint.meta, scores)
     # All files are written to a draft folder, which takes the name of the output only when it is complete.
     partial = draft_of(output)
@@ -68,7 +70,7 @@ def export(config: ExportConfig) -> Path:
         for path in (*partial.iterdir(), partial):
             sync(path)
         if output.exists():
-            # The two folders swap their names. The old export then has the partial name, and `finally` removes it.
+            # The two folders swap their names. The old export then has the name of the draft, and `finally` removes it.
             exchange(partial, output)
         else:
             os.rename(partial, output)

@@ -69,13 +69,13 @@ class Forecaster:
         Raises:
             UserError: an input cannot be read, or is NaN or infinite and the model has no mask there.
         """
-        # The lock is held while the inputs are read, too. Otherwise the inputs of many batches would wait in memory.
-        # The source may be a lazy Dataset itself. It is computed in this thread, because Dask may have no other thread
-        # that could run its tasks while this task waits.
+        # The lock is also held while inputs are read. Otherwise the inputs of many batches would wait in memory.
+        # The source may itself be a lazy Dataset. It is computed in this thread, because all other threads of Dask may
+        # be waiting for this task.
         with _alone, dask.config.set(scheduler="synchronous"), torch_threads(self._threads), torch.inference_mode():
             model, device, samples = self._ready()
             group = [samples.read(start) for start in starts]
-            return_freed_memory()  # the pass needs most memory, and other threads' pools hold what they freed
+            return_freed_memory()  # the model needs most memory, and allocators still hold what other threads freed
             prediction = forward(model, group, device)
             return prediction, [self._kept(samples.judged(sample)) for sample in group]
 
@@ -112,8 +112,8 @@ class Forecaster:
         """Return the model, its device and the reader, which are made at the first call in a process."""
         if self._made is None:
             config, source = self.job.config, self.job.source
-            # With weights that were made in inference mode, torch may compute a product of matrices in another way,
-            # which rounds differently. The command makes its weights outside of that mode.
+            # The command loads its weights outside of inference mode. With weights made in that mode, torch may compute
+            # matrix products in another way, which rounds differently.
             with torch.inference_mode(False):
                 model, meta = load_model(config.checkpoint)
             if config.static is not None:
@@ -125,11 +125,11 @@ class Forecaster:
 
 
 def forecast_dataset(job: Job, starts: Sequence[Start], device: str | None = None) -> xr.Dataset:
-    """Return the forecasts of a job as a lazy Dataset, with the variables and coordinates of its files opened as one.
+    """Return the forecasts of a job as a lazy Dataset, equal to the files of `predict` opened as one Dataset.
 
     Args:
         job: the job.
-        starts: the init times, in ascending order.
+        starts: the init times, one or more, in ascending order.
         device: the device of the model, e.g. "cpu" or "cuda"; None takes a GPU if there is one.
 
     Raises:

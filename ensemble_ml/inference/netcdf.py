@@ -23,7 +23,7 @@ from ensemble_ml.training.checkpoint import sync
 # HDF5 serves only one thread at a time, and another thread may be reading an archive through xarray. xarray's own lock
 # keeps the two apart.
 _LOCK = NETCDF4_PYTHON_LOCK
-_CHUNK = 1 << 20  # bytes: a small grid goes into one chunk with its levels and leads, a large one by itself
+_CHUNK = 1 << 20  # bytes of a chunk; a chunk of a small grid also holds several levels and leads
 
 
 def file_name(init_time: np.datetime64) -> str:
@@ -33,7 +33,7 @@ def file_name(init_time: np.datetime64) -> str:
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
-    """Return the global attributes of a file. The dict is empty if the file is no NetCDF."""
+    """Return the global attributes of a file. The dict is empty if the file is no NetCDF, or cannot be read."""
     with _LOCK:
         try:
             with netCDF4.Dataset(path) as data:
@@ -55,7 +55,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
         `path`.
 
     Raises:
-        UserError: the file cannot be written, or `replace` is off and another process has made it meanwhile.
+        UserError: the file cannot be written, or it exists already and `replace` is off.
     """
     with _access(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _access(path: Path) -> Iterator[None]:
             yield
         except (OSError, RuntimeError) as error:
             raise UserError(
-                f"output {path}: cannot be written ({error}); mend that or choose another output"
+                f"output {path}: cannot be written ({error}); correct this or choose another output"
             ) from error
 
 
@@ -142,7 +142,7 @@ def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> Non
 
 
 def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a chunk: one horizontal field, and further whole axes while they fit into `_CHUNK`."""
+    """Return the shape of a chunk: one horizontal field, and further whole axes as long as it fits into `_CHUNK`."""
     chunks, size = [1] * len(shape), 4
     for axis in reversed(range(len(shape))):
         if axis < len(shape) - 2 and size * shape[axis] > _CHUNK:

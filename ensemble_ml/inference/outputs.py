@@ -53,8 +53,8 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
         The optional contents of each forecast; none if the model predicts spread alone.
 
     Raises:
-        UserError: a threshold is for a variable that is not predicted, or no forecast or every forecast exceeds it; or
-            the settings ask for a distribution and the model has none.
+        UserError: a threshold is for a variable that is not predicted, is not finite, or lies outside the bounds of its
+            variable; or the settings ask for thresholds or members and the model predicts spread alone.
     """
     thresholds = {str(name): tuple(sorted(set(map(float, values)))) for name, values in config.thresholds.items()}
     names = (*spec.variables, *spec.surface)
@@ -74,7 +74,7 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
 
 
 def _check_within_bounds(name: str, values: Sequence[float]) -> None:
-    """Refuse thresholds that every value of a bounded variable exceeds, or that none can.
+    """Raise a UserError if every value of a variable exceeds a threshold, or none can.
 
     A common mistake is a cloud cover of 50 in place of 0.5.
     """
@@ -86,29 +86,29 @@ def _check_within_bounds(name: str, values: Sequence[float]) -> None:
             most = "" if upper == np.inf else f" to {upper:g}"
             raise UserError(
                 f"thresholds.{name}={value:g}: {known.long_name} goes from {lower:g}{most}, in units of {known.units};"
-                " nothing is to be forecast there"
+                " give a threshold in that range"
             )
 
 
 def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
-    """Warn once about thresholds beyond all values in training, which may be in other units.
+    """Warn once about thresholds beyond all values in training. They may have been given in wrong units.
 
     Args:
         wanted: the contents of the forecast.
         ranges: training range of each variable, {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]},
             in SI units.
     """
-    said = []
+    texts = []
     for name, values in wanted.thresholds.items():
         of_levels = ranges[name].values() if isinstance(ranges[name], Mapping) else [ranges[name]]
         low, high = min(pair[0] for pair in of_levels), max(pair[1] for pair in of_levels)
         far = [f"{value:g}" for value in values if not low <= value <= high]
         units = registered(name).units
         if far:
-            said.append(f"{name} {', '.join(far)} {units} (it was {low:.6g} to {high:.6g} {units} in training)")
-    if said:
+            texts.append(f"{name} {', '.join(far)} {units} (it was {low:.6g} to {high:.6g} {units} in training)")
+    if texts:
         text = "probabilities are extrapolated there, near 0 far above that range and near 1 far below it"
-        log.warning("thresholds: %s: %s; are these the units meant?", "; ".join(said), text)
+        log.warning("thresholds: %s: %s; are these the units meant?", "; ".join(texts), text)
 
 
 def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:
@@ -160,10 +160,10 @@ def outputs(
 
 
 def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
-    """Return the order in which equal members of an init time are ranked, so that one of them gets the higher value.
+    """Return the order in which equal members of an init time are ranked.
 
-    The order depends only on the minute of the init time, and is drawn at random. A rule that simply counts on with
-    the start would favour the same member again and again: 24 hours are 0 modulo 2, 3, 4, 6, 8 and 12.
+    The order is pseudo-random, and depends only on the init time (to the minute). A rule that moves on by one member
+    each hour would favour the same member every day if M divides 24.
 
     Args:
         init_time: the init time.
@@ -173,8 +173,7 @@ def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
         A permutation of the members' positions, (M,) int64.
     """
     minute = int(init_time.astype("datetime64[m]").astype(np.int64))
-    # The order is made by sorting raw random words. NumPy promises to keep these in all versions, but not its
-    # permutations.
+    # NumPy promises the same raw random words in all versions, but not the same permutations. So raw words are sorted.
     return np.argsort(np.random.Philox(key=minute % 2**64).random_raw(count), kind="stable")
 
 
@@ -234,8 +233,8 @@ class _Variable:
                 sample = self._sample
                 members, mean, spread = self._members(), self._raw(sample.mean), self._raw(sample.spread)
                 order = torch.from_numpy(order_of_equals(sample.start.init_time, len(members)))
-                law = self.location, self.scale, self.family
-                yield Kind.MEMBER, remap_members(members, mean, spread, *law, order)
+                distribution = self.location, self.scale, self.family
+                yield Kind.MEMBER, remap_members(members, mean, spread, *distribution, order)
         if self.spread is not None:
             yield Kind.SPREAD, self.spread
 

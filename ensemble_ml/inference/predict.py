@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _LARGEST_BATCH = 8  # init times
 # Grid values of the mean fields of a batch. A larger batch takes more memory and is not faster.
 _BATCH_VALUES = 4_000_000
-# Batches that are read ahead. It is one if a batch is a single date, which is large then.
+# Batches that are read ahead; only one if a batch is a single date, because its fields are large then.
 _READ_AHEAD = 2
 _NAMED = 10  # init times in a message
 
@@ -73,10 +73,11 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
         The paths of the forecasts, in the order of the dates.
 
     Raises:
-        UserError: the checkpoint is damaged; the source does not fit it; something that the settings name is not there;
-            a forecast exists already, or `resume` is on without `overwrite` and a forecast was made in another way. At
-            the end of the run, also if the input of some init times cannot be read, or is NaN or infinite; all other
-            dates then have their forecasts. If ranks share each date, the first such date ends the run.
+        UserError: before the first forecast, if the checkpoint is damaged; the source does not fit it; something that
+            the settings name is not there; a forecast exists already, or `resume` is on without `overwrite` and a
+            forecast was made in another way. At the end, if the input of some init times could not be read, or was NaN
+            or infinite; a single process has made all other forecasts then. With several ranks, the first rank that
+            raises also ends the others, and if ranks share a date, the first such date ends the run.
     """
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     with start(config.parallel) as session:
@@ -115,18 +116,18 @@ def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path
     """Return the paths whose forecasts exist already, as the first rank of the group sees them.
 
     That rank writes the files. Ranks that share samples have to leave out the same dates, or they would wait for each
-    other without end.
+    other forever.
     """
     spatial = job.session.mesh.spatial
     known = job.same, job.source, job.config.overwrite
     made = made_already(starts, paths, *known) if spatial.rank == 0 else set()
-    there = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
-    spatial.broadcast(there)
-    return {path for path, is_there in zip(paths, there.tolist(), strict=True) if is_there}
+    exists = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
+    spatial.broadcast(exists)
+    return {path for path, is_made in zip(paths, exists.tolist(), strict=True) if is_made}
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard:
-    """Return this rank's part of the grid, after checks that a forecast can use the ranks in this way."""
+    """Return this rank's part of the grid. Raise a UserError if a forecast cannot use the ranks in this way."""
     topology, given = session.topology, session.config
     if given.planned and any(degree not in ("auto", 1) for degree in (given.lat, given.lon)):
         raise UserError(
@@ -136,9 +137,11 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
     if topology.trainer > 1:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
     if given.shard > 1:
-        raise UserError(f"parallel.shard={given.shard}: a forecast takes all weights on each rank; leave it out")
+        raise UserError(f"parallel.shard={given.shard}: a forecast needs all weights on each rank; leave it out")
     if topology.spatial > 1 and spec.config.name != "unet3d":
-        raise UserError(f"model.name={spec.config.name}: cannot be shared out; use parallel.lat=1 parallel.lon=1")
+        raise UserError(
+            f"model.name={spec.config.name}: its grid cannot be partitioned; use parallel.lat=1 parallel.lon=1"
+        )
     # Parts of the grid are whole blocks of the U-Net's poolings, so the depth decides where they may begin.
     return make_shard(topology, spec.grid.shape, spec.config.depth if topology.spatial > 1 else 0)
 
@@ -174,11 +177,11 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
         done(writing)
     if unread:
         dates, (why, *_) = list(unread), unread.values()
-        # If all dates failed, the reason does not lie in single dates, so these are not listed.
+        # If all dates failed, the cause is hardly a single date, so no dates are listed.
         if len(dates) == count:
             raise UserError(why)
         more = f" and {len(dates) - _NAMED} more" if len(dates) > _NAMED else ""
-        raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, for the input cannot be read: {why}")
+        raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, because the input cannot be read: {why}")
 
 
 def _whole(job: _Job, part: Prediction) -> Prediction | None:
@@ -220,9 +223,9 @@ def _groups(
 ) -> Iterator[tuple[list[Sample], list[Path | None]]]:
     """Yield batches in which at least one date has a forecast to write.
 
-    The batches are the same as in a run that makes all forecasts, because a convolution rounds differently in a batch
-    of another size. So a date that has a file already is computed again with its batch, and another date of the batch
-    takes the place of one that cannot be read.
+    The batches have the same sizes as in a run that makes all forecasts, because a convolution rounds differently in a
+    batch of another size. So a date that has a file already is computed again with its batch, and another date of the
+    batch takes the place of one that cannot be read.
 
     Args:
         samples: the reader.
@@ -268,7 +271,7 @@ def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> P
 
 def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Path) -> Path:
     """Write one forecast. This runs in the writing thread."""
-    with torch.inference_mode():  # it holds in the thread that enters it
+    with torch.inference_mode():  # this mode holds only in the thread that enters it
         fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
         return write_forecast(path, header(job, sample.start, sample.remarks), fields, replace=job.config.overwrite)
 

@@ -57,10 +57,11 @@ def select(grid: Grid, region: Sequence[float] | None, points: Any) -> Places:
     Args:
         grid: the model's grid.
         region: [north, west, south, east] in degrees, or None.
-        points: a list of [latitude, longitude] in degrees, or None. It goes before `region`.
+        points: a list of [latitude, longitude] in degrees, or None. It takes precedence over `region`.
 
     Raises:
-        UserError: either reaches beyond the grid, or does not have the right form.
+        UserError: a region or point reaches beyond the grid, a region holds no grid point, or `points` is not a list of
+            pairs.
     """
     if points is not None:
         return nearest_points(grid, points)
@@ -82,7 +83,7 @@ def cut_region(grid: Grid, region: Sequence[float]) -> Places:
         region: [north, west, south, east] in degrees.
 
     Raises:
-        UserError: the region reaches beyond the grid, or holds no grid point.
+        UserError: as `domains.region_points`.
     """
     rows, columns = region_points(grid, region)
     return Places(rows, columns, grid.latitude[rows], eastward(grid.longitude[columns]))
@@ -96,7 +97,7 @@ def nearest_points(grid: Grid, points: Any) -> Places:
         points: a list of [latitude, longitude] in degrees.
 
     Raises:
-        UserError: `points` is not a list of pairs, or a point lies outside the grid.
+        UserError: `points` is not a list of pairs, or a point lies outside the grid by more than half a spacing.
     """
     asked = _as_pairs(points)
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)

@@ -57,7 +57,7 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
     """Return `same` with the attributes of the input of one init time.
 
-    They are stated for each date, because an archive may grow after a forecast was made.
+    They are stated for each date, so that they stay the same if the archive grows later.
 
     Args:
         same: the result of `identity`.
@@ -87,21 +87,24 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
         starts: the init times.
 
     Raises:
-        UserError: a file exists and neither `overwrite` nor `resume` is on; the folder cannot be written; two start
-            dates lie in one minute.
+        UserError: a file exists and neither `overwrite` nor `resume` is on; the folder cannot be written; two init
+            times lie in one minute.
     """
     folder = Path(config.output)
     check_writable(folder)
     paths = [folder / file_name(start.init_time) for start in starts]
     # Files are named by the minute, so two starts in one minute would write the same file.
     if len(set(paths)) < len(paths):
-        raise UserError("dates: two init times lie in one minute, and forecasts are named by it; predict them apart")
-    there = [path for path in paths if path.exists()]
-    if there and not (config.overwrite or config.resume):
-        count = f"{len(there)} of {len(paths)} forecasts"
         raise UserError(
-            f"output {there[0]}: exists, with {count}; resume=true makes the rest, where these are of the same"
-            " settings and input, overwrite=true replaces them, both together those of others; or choose another output"
+            "dates: two init times lie in one minute, and files are named by the minute; predict them separately"
+        )
+    existing = [path for path in paths if path.exists()]
+    if existing and not (config.overwrite or config.resume):
+        count = f"{len(existing)} of {len(paths)} forecasts"
+        raise UserError(
+            f"output {existing[0]}: exists, with {count}; resume=true keeps those made in the same way and makes the"
+            " rest; overwrite=true replaces all; both together replace only those made in another way; or choose"
+            " another output"
         )
     return paths
 
@@ -116,7 +119,7 @@ def made_already(
         paths: the file of each init time.
         same: the result of `identity`.
         source: the reduced ensemble.
-        replace: whether files may exist that were made in another way; these will be replaced.
+        replace: whether files that were made in another way may exist, because they will be replaced.
 
     Raises:
         UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or
@@ -130,11 +133,11 @@ def made_already(
                 made.add(path)
             elif not replace:
                 raise UserError(
-                    f"output {path}: was made with other {', '.join(others)}, and resume=true goes on with the same"
-                    " alone; overwrite=true beside it makes such forecasts anew, or choose another output"
+                    f"output {path}: was made with other {', '.join(others)}, so resume=true cannot keep it; give"
+                    " overwrite=true as well to replace such forecasts, or choose another output"
                 )
     if made:
-        log.info("%s: %d of %d forecasts are there already", paths[0].parent, len(made), len(paths))
+        log.info("%s: %d of %d forecasts exist already", paths[0].parent, len(made), len(paths))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Allocate pages of a file, in memory or on local disk, for packed units that come and go.
+"""Allocate pages of a file, in memory or on local disk, for packed cache units that come and go.
 
 In memory the file is a memfd, which other processes of the same user open by its path under /proc. On disk it has no
 name. In both cases the kernel frees it when the last process that holds it ends, even by a crash, so there is nothing
@@ -62,8 +62,15 @@ class Arena:
     def put(self, data: np.ndarray) -> Extents | None:
         """Store the bytes of a unit.
 
+        Args:
+            data: (bytes,) uint8.
+
         Returns:
-            Their pieces, or None where the disk is full or too few pages are free. This only costs a later read.
+            Their pieces, or None where the disk is full or faulty, or too few pages are free. The unit is then read
+            again when it is needed.
+
+        Raises:
+            OSError: The file cannot be written for another reason.
         """
         taken = self._take(-(-len(data) // PAGE) * PAGE)
         if taken is None:
@@ -76,17 +83,16 @@ class Arena:
                 found.append((offset, len(part)))
                 done += len(part)
         except OSError as error:
-            # A full or faulty disk is no reason to end a run: the unit is read from slow storage when it is needed
-            # again.
+            # A full or faulty disk is no reason to end a run.
             self.give_back(tuple(taken))
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
-            log.warning("loading: a cache unit of %d bytes is not kept: %s", len(data), error.strerror)
+            log.warning("loading: a cache unit of %d bytes cannot be cached: %s", len(data), error.strerror)
             return None
         return tuple(found)
 
     def get(self, extents: Extents) -> np.ndarray:
-        """Return the bytes of a unit: in place where it is one piece, else copied."""
+        """Return the bytes of a unit, (bytes,) uint8: a view where it is one piece, else a copy."""
         if len(extents) == 1:
             return self._all[extents[0][0] : sum(extents[0])]
         return np.concatenate([np.empty(0, np.uint8), *(self._all[a : a + size] for a, size in extents)])
@@ -103,20 +109,20 @@ class Arena:
         self._free = joined
 
     def _take(self, size: int) -> list[tuple[int, int]] | None:
-        """Allocate `size` bytes of pages: the first free piece that is large enough, else several pieces."""
+        """Allocate `size` bytes of pages: in the first free piece that is large enough, else in several pieces."""
         # One piece is preferred, because `get` can then return the unit in place.
-        for place, (offset, there) in enumerate(self._free):
-            if there >= size:
-                self._free[place : place + 1] = [(offset + size, there - size)] if there > size else []
+        for place, (offset, length) in enumerate(self._free):
+            if length >= size:
+                self._free[place : place + 1] = [(offset + size, length - size)] if length > size else []
                 return [(offset, size)] if size else []
         if self.free < size:
             return None
         found = []
         while size:
-            offset, there = self._free.pop(0)
-            part = min(there, size)
-            if part < there:
-                self._free.insert(0, (offset + part, there - part))
+            offset, length = self._free.pop(0)
+            part = min(length, size)
+            if part < length:
+                self._free.insert(0, (offset + part, length - part))
             found.append((offset, part))
             size -= part
         return found
@@ -135,15 +141,22 @@ class Arena:
 def read_extents(fd: int, extents: Extents) -> np.ndarray:
     """Copy a unit out of the arena of another process.
 
+    Args:
+        fd: File descriptor of that arena.
+        extents: Pieces of the unit.
+
+    Returns:
+        (bytes,) uint8.
+
     Raises:
-        OSError: It cannot be read.
+        OSError: It cannot be read, or is shorter than its pieces.
     """
     out = np.empty(sum(size for _, size in extents), np.uint8)
     done = 0
     for offset, size in extents:
         part = out[done : done + size].data
         if os.preadv(fd, [part], offset) != size:
-            raise OSError(errno.EIO, "memory of a peer is cut short")
+            raise OSError(errno.EIO, "memory of another rank is shorter than expected")
         done += size
     return out
 
@@ -172,7 +185,7 @@ def _on_disk(folder: Path) -> int:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`. A single call of the system may write less."""
+    """Write all of `data` at `offset`, in several system calls if one writes less. Raise OSError if it fails."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)

@@ -32,7 +32,7 @@ NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for 
 class Draw:
     """One sample: an init time (an index into those of the store) and the positions of the members that it shows.
 
-    `withheld` is the member that stands for the truth; None where the store's own truth is the target.
+    `withheld` is the position of the member that stands for the truth; None where the source gives the truth.
     """
 
     date: int
@@ -49,8 +49,8 @@ class Draw:
 class Batch:
     """A batch of inputs and targets.
 
-    Targets stand at the predicted leads, (B, T_out, F, Y, X), NaN where absent. They are None where the model has no
-    head for them.
+    Targets are (B, T_out, F, Y, X) at the predicted leads, NaN where absent. They are None where the model has no head
+    for them.
 
     `target_spread` is NaN for a sample that shows all members. The spread of its inputs is the target itself, so such
     a sample trains the distribution of the truth only.
@@ -91,7 +91,7 @@ class Batches:
         share: (which, of how many) of the equal shares into which each batch is cut.
 
     Raises:
-        UserError: There is no date, or no size that leaves something to learn.
+        UserError: There is no date, or all `sizes` are too large.
     """
 
     def __init__(
@@ -117,10 +117,13 @@ class Batches:
         return (self.batch(step) for step in range(self.start_step, self.steps))
 
     def batch(self, step: int) -> Batch:
-        """Return this share of the batch of a global step.
+        """Read this share of the batch of a global step.
 
         Args:
             step: Global step, from 0.
+
+        Raises:
+            UserError: An input field is missing, or a value is not finite where its variable has no mask.
         """
         draws = self.draws(step, self.share[1])[self.share[0]]
         idle = not draws
@@ -132,7 +135,7 @@ class Batches:
         Args:
             step: Global step, from 0.
             parts: Number of shares.
-            holders: (F,) share to which each training date should go if possible; None cuts the batch in its order.
+            holders: (dates,) share to which each training date should go if possible; None cuts the batch in its order.
         """
         epoch, samples = self.order.step(step)
         shares = np.array_split(samples, parts)
@@ -148,28 +151,28 @@ class Batches:
         return self.draw(epoch, int(samples[0]))
 
     def draw(self, epoch: int, sample: int) -> Draw:
-        """Draw a sample: members that are complete on its date, and where it is one, the member that is the truth.
+        """Draw the members of a sample and, where a member stands for the truth, that member.
 
         Args:
             epoch: Number of the epoch, from 0.
             sample: Position of the date among the training dates.
 
         Returns:
-            The sample, with its members ascending.
+            The sample, with its members ascending. All of them are complete on its date.
+
+        Raises:
+            UserError: Every size is larger than the number of complete members of the date that may be shown.
         """
         date, seed, withheld = int(self.dates[sample]), self.order.seed, None
-        there = self.reader.available(date)
-        sizes = [size for size in self.sizes if size <= len(there) - self.reader.spare]
+        complete = self.reader.available(date)
+        sizes = [size for size in self.sizes if size <= len(complete) - self.reader.spare]
         if self.reader.withhold is not None:
-            withheld = withheld_member(seed, 1 + epoch, date, there)
-            there = there[there != withheld]
-        return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, there), withheld)
+            withheld = withheld_member(seed, 1 + epoch, date, complete)
+            complete = complete[complete != withheld]
+        return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, complete), withheld)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that leave something to learn.
-
-        With a spread head alone, samples that show all members would teach nothing, because their spread is the target.
-        They are not drawn.
+        """Return the sizes that can be drawn. At least `Reader.spare` members of a date are not shown.
 
         Raises:
             UserError: No size is left.
@@ -181,7 +184,7 @@ class Batches:
                 f"data.members={list(sizes)}: at most {most} of {self.reader.full_size} members can be drawn here"
             )
         if left := sorted(set(sizes) - set(allowed)):
-            log.info("data.members: %s: not drawn, of at most %d here", ", ".join(map(str, left)), most)
+            log.info("data.members: %s: not drawn; a sample shows at most %d members", ", ".join(map(str, left)), most)
         return allowed
 
 
@@ -216,7 +219,7 @@ def batches_by_size(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield the `fixed_batches` of the first M members, for each M in `sizes`, together with M.
 
-    Batches of the same dates follow each other, so each date is read once for all sizes.
+    Batches of the same dates follow each other, and each date is read once for all sizes.
 
     Args:
         reader: Reader of the store.
@@ -283,6 +286,9 @@ def join(
         samples: Arrays of each sample by name.
         idle: Whether the batch is a stand-in; its targets become NaN.
         new: Function that returns memory for an array of the batch; None allocates it.
+
+    Returns:
+        The batch, on the CPU.
     """
     spec = reader.spec
     counts = [len(draw.members) for draw in draws]
@@ -316,7 +322,7 @@ def _hide(spec: ModelSpec, inputs: EnsembleInput, target: Tensor) -> Tensor:
 
 
 def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
-    """Reduce the members of a sample to the inputs of the model, by name."""
+    """Reduce the members of a sample to the inputs of the model, by name and without the axis B."""
     spec, found = reader.spec, dict(zip(("mean", "spread"), reader.reduced(fields), strict=True))
     if spec.config.one_member:
         found["member"] = Fields(fields.pressure[0], fields.surface[0]).joined()

@@ -70,13 +70,13 @@ class Batch(dict[str, torch.Tensor]):
 def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
     """Return the number of nodes of the ranks, and the bytes of memory that each rank may take.
 
-    Each rank may take half of the free memory of its node, divided by the ranks on that node. The smallest of these, in
-    whole pages, holds for all ranks, because the plan must be the same on all of them.
+    A rank may take half of the free memory of its node, divided by the number of ranks on that node. All ranks get the
+    smallest of these numbers, in whole pages, because the plan must be the same on all of them.
     """
     own = f"{free_memory()} {node}".encode()
-    told = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
-    ranks = Counter(name for _, name in told)
-    least = min(int(free) // 2 // ranks[name] for free, name in told)
+    every = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
+    ranks = Counter(name for _, name in every)
+    least = min(int(free) // 2 // ranks[name] for free, name in every)
     return len(ranks), least // mmap.PAGESIZE * mmap.PAGESIZE
 
 
@@ -111,12 +111,12 @@ class ClairvoyantLoader:
         ranks: Number of processes that share the batch.
         gather: All-gather of bytes: it returns every rank's bytes on all ranks. It is required where ranks > 1.
         ram: Bytes of memory in which this rank holds samples, the same on all ranks. None divides half of the free
-            memory of each node among its ranks, and gives every rank the smallest share. Samples are held packed. They
-            are held decompressed where all of them fit and, on several nodes, ranks exchange no more bytes for it.
+            memory of each node among its ranks, and gives every rank the smallest share. Samples are held packed, or
+            decompressed where all of them fit and, on several nodes, ranks need not exchange more bytes.
         disk: Bytes of local disk for the same purpose.
         folder: Folder of the cache on local disk. A later run with the same plan finds it filled where `source` names
             its content (`StoreItems`, or `DatasetItems(dataset, name)`).
-        assign: `fixed` or `locality`, see `Plan`.
+        assign: `Assign.fixed` or `Assign.locality` of `ensemble_ml.config`, see `Plan`.
         threads: Number of threads that fetch and decode.
         ahead: Number of batches of look-ahead.
         start_step: First global step; `load_state_dict` sets it, too.
@@ -127,8 +127,8 @@ class ClairvoyantLoader:
             you keep.
 
     Raises:
-        UserError: Settings do not fit, or differ between ranks. Also for a loop after all batches were handed out, and
-            for a second loop at the same time.
+        UserError: Settings do not fit, or differ between ranks. A loop also raises it after all batches were handed
+            out, if another loop over the same loader is under way, or if ranks are at different steps.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class ClairvoyantLoader:
         """Return the most bytes of memory that the loader takes.
 
         They hold the cache, the decoded batches, and one or two packed samples for each thread of this rank and for the
-        threads that serve other ranks. Batches that the user keeps beyond the next one come on top.
+        threads that serve other ranks. Batches that the user keeps for longer than one step are not included.
         """
         order, ranks = self.plan.order, self.plan.ranks
         batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
@@ -230,21 +230,21 @@ class ClairvoyantLoader:
         return self.steps - self.step
 
     def __iter__(self) -> Iterator[Batch]:
-        # Without this error, `for epoch in ...: for batch in loader` would find no batch after the first pass, and the
-        # training would end early without a word.
+        # Without this error, `for epoch in ...: for batch in loader` would find no batch after the first pass, and
+        # training would do nothing in all later epochs, without a message.
         if self._engine is not None and self.step == self.steps:
             raise UserError(
-                f"ClairvoyantLoader: its {self.plan.epochs} epochs have been handed out, one after the other, in one"
-                " loop; make another loader for more"
+                f"ClairvoyantLoader: one loop gives the batches of all its {self.plan.epochs} epochs, and it is over;"
+                " make another loader for more"
             )
         self._check_open()
         if self._looped:
             raise UserError("ClairvoyantLoader: another loop over it is under way; both would get each batch once")
         if self._gather is not None:
             # Ranks at different steps would train on samples of different global batches, so this is checked first.
-            steps = [int(told) for told in self._gather(str(self.step).encode())]
+            steps = [int(step) for step in self._gather(str(self.step).encode())]
             if len(set(steps)) > 1:
-                raise UserError(f"loading: ranks stand at steps {steps}; load the same state on all of them")
+                raise UserError(f"loading: ranks are at steps {steps}; load the same state on all of them")
         self._engine, self._looped = Engine(self, self.plan.run(self.rank, start_step=self.step)), True
         try:
             for batch in self._engine:
@@ -261,7 +261,7 @@ class ClairvoyantLoader:
     def _check_open(self) -> None:
         """Raise a UserError if the loader was closed or has handed out all batches."""
         if not self._release.alive:
-            raise UserError("ClairvoyantLoader: it was closed, or has handed out all; make another loader")
+            raise UserError("ClairvoyantLoader: it was closed, or has handed out all batches; make another loader")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run after the last batch that was handed out, about a hundred bytes.
@@ -290,8 +290,8 @@ class ClairvoyantLoader:
         mine = self.state_dict()
         differ = [key for key in mine if key != "step" and mine[key] != state.get(key)]
         if differ:
-            told = ", ".join(f"{key}={state.get(key)} (here {mine[key]})" for key in differ)
-            raise UserError(f"state of a loader: {told}; give the same data, seed and batch size")
+            pairs = ", ".join(f"{key}={state.get(key)} (here {mine[key]})" for key in differ)
+            raise UserError(f"state of a loader: {pairs}; give the same data, seed and batch size")
         if not 0 <= int(state["step"]) <= self.steps:
             raise UserError(f"state of a loader: step {state['step']}, and the run has {self.steps}; give more epochs")
         self.step = int(state["step"])
@@ -316,7 +316,7 @@ def _close(tiers: Tiers, peers: Peers | None) -> None:
 
 
 def _coarse(size: int) -> int:
-    """Round `size` down to its three leading bits, which takes less than a fifth of it away."""
+    """Round `size` down to its three leading bits, by less than a fifth."""
     unit = 1 << max(size.bit_length() - 3, 0)
     return size // unit * unit
 
@@ -324,8 +324,8 @@ def _coarse(size: int) -> int:
 def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gather: Gather | None) -> DatasetItems:
     """Wrap a dataset as items whose shapes are read from the first sample that this rank uses.
 
-    A rank may use no sample of the first batch, where that is smaller than the number of ranks. Such a rank receives
-    the shapes from the others; reading a sample for this alone would be wasted, because other ranks use it.
+    If the first batch is smaller than the number of ranks, some ranks use no sample of it. They receive the shapes from
+    the others, and need not read a sample only for its shapes.
     """
     check_map_style(dataset)
     order = Order(seed, len(dataset), batch_size)
@@ -333,9 +333,9 @@ def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gath
     own = batch[shares(order, ranks, np.zeros(len(batch), int), np.arange(len(batch))) == rank]
     items = DatasetItems(dataset, first=int(own[0])) if len(own) else None
     if gather is not None and len(batch) < ranks:  # true on all ranks or on none, so all of them gather
-        told = gather(b"" if items is None else shapes_to_json(items.arrays).encode())
+        texts = gather(b"" if items is None else shapes_to_json(items.arrays).encode())
         if items is None:
-            items = DatasetItems(dataset, like=shapes_from_json(next(text for text in told if text).decode()))
+            items = DatasetItems(dataset, like=shapes_from_json(next(text for text in texts if text).decode()))
     assert items is not None
     return items
 
@@ -431,15 +431,15 @@ class Engine:
                 del self._missing[number]
                 self._free += 1
                 self._spare += unused
-                del self._spare[self._free :]  # batches that were kept for a while return more buffers than can be used
+                del self._spare[self._free :]  # batches that the user kept return more buffers than can be used
                 self._change.notify_all()
             number += 1
 
     def _lend(self, number: int) -> Batch:
         """Hand out a batch, and watch when nothing refers to its arrays any more."""
-        # The storage of a tensor refers to the array that it was made from. Everything that shares the storage does so,
-        # too: views, what autograd has saved, and `tensor.numpy()`. The tensor itself may be gone by then, so the array
-        # is watched and not the tensor.
+        # The storage of a tensor refers to the array that it was made from, and so does everything that shares the
+        # storage: views, tensors that autograd has saved, and `tensor.numpy()`. These may outlive the tensor, so the
+        # array is watched and not the tensor.
         buffers, (step, positions, samples) = self._filled.pop(number), self._made.popleft()
         arrays = {name: array[: len(samples)] for name, array in buffers.items()}
         returned = self._returned
@@ -465,11 +465,7 @@ class Engine:
         return [self._lent.pop(number)[0] for number in numbers]
 
     def _wait_for(self, number: int) -> bool:
-        """Wait until a batch is decoded; return False after the last batch.
-
-        Raises:
-            BaseException: The error that ended a thread of the loader.
-        """
+        """Wait until a batch is decoded; return False after the last batch. Raise the error of a loading thread."""
         began = time.monotonic()
         with self._change:
             while True:
@@ -484,7 +480,7 @@ class Engine:
                     log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
     def close(self) -> bool:
-        """End the threads; return False if some still wait for storage. Calling it again does nothing."""
+        """End the threads. Return whether all have ended; some may still wait for storage. It may be called again."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
@@ -499,7 +495,7 @@ def _scratch(size: int) -> memoryview:
         return memoryview(mmap.mmap(-1, size))
     except OSError as error:  # most likely the memory limit of the process
         raise UserError(
-            f"loading: no {size / 1e6:.0f} MB for a sample ({error.strerror}); take fewer threads"
+            f"loading: no {size / 1e6:.0f} MB for a sample ({error.strerror}); use fewer threads"
         ) from error
 
 

@@ -19,7 +19,7 @@ class Device:
     """A device to which batches are brought, in the type of the weights.
 
     A thread of the loader calls `bring` as soon as a batch is complete. The user's thread calls `take` when it needs
-    the batch. `wait` is called before the memory from which the batch is copied is reused. On a CPU, `bring` does
+    the batch. Call `wait` before the memory that the batch is copied from is used again. On a CPU, `bring` does
     everything.
     """
 
@@ -44,6 +44,10 @@ class Device:
         """Return the batch for use on the current stream.
 
         Later kernels of that stream wait for the copy; the calling thread does not.
+
+        Args:
+            batch: The batch that `bring` returned.
+            ready: The event that `bring` returned.
         """
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -54,17 +58,16 @@ class Device:
         return batch
 
     def wait(self, ready: Any) -> None:
-        """Return once the copy is complete."""
+        """Return once the copy that ends with the event `ready` of `bring` is complete."""
         if ready is not None:
             ready.synchronize()
 
 
 def wait_for_copies() -> None:
-    """Return once the GPUs on which this process has memory have completed all its work.
+    """Return once all GPUs on which this process has memory have completed its work.
 
-    From pinned memory, `to("cuda", non_blocking=True)` returns before a byte is read, and users may copy on any stream
-    and to any GPU. GPUs without memory of this process are skipped, because a first call would open a CUDA context
-    there.
+    `to("cuda", non_blocking=True)` from pinned memory returns before a byte is read, and users may copy on any stream
+    and to any GPU. GPUs without memory of this process are skipped, because the call would open a CUDA context there.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -73,7 +76,7 @@ def wait_for_copies() -> None:
 
 
 def pages(size: int) -> np.ndarray:
-    """Allocate `size` bytes (at least one) that begin at a page.
+    """Allocate `size` bytes (at least one) that begin at a page, as uint8.
 
     Where there is a GPU the memory is pinned, so that copies to the GPU are asynchronous.
     """

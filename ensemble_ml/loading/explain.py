@@ -1,8 +1,8 @@
 """Predict what a plan of loading will do before anything is loaded: bytes from each tier, time, and what limits it.
 
-The prediction follows a pipeline with three stages: slow storage reads turn by turn, threads decode, and the model
-computes. Reading is never further ahead than the ring of buffers allows. All ranks share one storage, whose speed is
-measured or given.
+The prediction follows a pipeline with three stages: slow storage reads one `schedule.Turn` after the other, threads
+decode, and the model computes. Reading is never further ahead than the buffers allow. All ranks share one storage,
+whose speed is measured or given.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ class Speeds:
 
     Attributes:
         storage: Bytes per second of slow storage, for all ranks together.
-        latency: Seconds of a request to storage.
         decode: Seconds that one thread takes to decode a sample.
         step: Seconds that a training step computes.
     """
 
     storage: float
-    latency: float = 0.0
-    decode: float = 0.0
+    decode: float
     step: float = 0.0
 
 
@@ -72,33 +70,29 @@ def measure(units: Units, schedule: Schedule) -> Speeds:
         reading, decoding, done = reading + read - began, decoding + time.perf_counter() - read, done + 1
         if bytes_read > _SAMPLE:
             break
-    return Speeds(bytes_read / max(reading, 1e-9), 0.0, decoding / max(1, done))
+    return Speeds(bytes_read / max(reading, 1e-9), decoding / max(1, done))
 
 
 def predict(
     plan: UnitPlan, units: Units, speeds: Speeds, *, ahead: int, threads: int, validations: np.ndarray, lanes: int = 1
 ) -> Prediction:
-    """Predict the time of a run by following the pipeline of the slowest rank through all turns.
+    """Predict the time of a run by following the pipeline of the rank with most samples through all turns.
 
     Args:
         plan: Plan of the run.
         units: Its units.
         speeds: Measured or given speeds.
         ahead: Number of batches of look-ahead.
-        threads: Number of threads that fetch and decode.
-        validations: (N,) bool, whether each turn belongs to a validation. Such a turn is taken to cost a third of a
-            step.
-        lanes: Number of groups of ranks that read other rows from the same storage.
+        threads: Number of threads of a rank that fetch and decode.
+        validations: (N,) bool, whether each turn belongs to a validation. Such a turn is assumed to cost a third of a
+            training step.
+        lanes: Number of groups of ranks, each of which reads its own rows of every sample from the same storage.
     """
     trace = plan.trace
     turns = len(validations)
     # Only uses that no cache serves cost time on slow storage.
-    read = ~plan.hit
-    size = plan.sizes[trace.unit] * read
-    requests = np.array([units.reads(unit) for unit in range(len(plan.sizes))])[trace.unit] * read
+    size = plan.sizes[trace.unit] * ~plan.hit
     stored = np.bincount(trace.turn, size, turns) * lanes / speeds.storage
-    # Each thread of each rank can wait for one request at a time, so latencies overlap by that number.
-    stored = np.maximum(stored, np.bincount(trace.turn, requests, turns) * speeds.latency / (threads * plan.ranks))
     targets = trace.unit % units.each == units.each - 1  # each sample has exactly one unit of targets
     samples = np.bincount(trace.turn[targets], minlength=turns) * plan.columns / max(1, plan.ranks)
     decoded = np.ceil(samples) * speeds.decode / threads
@@ -114,7 +108,7 @@ def _pipeline(stored: np.ndarray, decoded: np.ndarray, computed: np.ndarray, ahe
     ended: list[float] = []
     read = ready = end = waited = 0.0
     for turn, (storing, decoding, computing) in enumerate(zip(stored, decoded, computed, strict=True)):
-        # A buffer of the ring becomes free when the turn that used it before has been computed.
+        # A buffer becomes free when the turn that used it before has been computed.
         free = ended[turn - ahead - 1] if turn > ahead else 0.0
         read = max(read, free) + storing
         ready = max(ready, read) + decoding
@@ -145,18 +139,18 @@ def explain(
         schedule: All batches of the run.
         ahead: Number of batches of look-ahead.
         step: Seconds that a training step computes; None predicts the time without compute.
-        lanes: Number of groups of ranks that read other rows.
+        lanes: Number of groups of ranks, each of which reads its own rows of every sample.
     """
     validations = np.array([turn.validation for turn in schedule], bool)
     found = measure(units, schedule)
     rate = found.storage if config.bandwidth is None else 1e6 * config.bandwidth
-    speeds = Speeds(rate, 0.0, found.decode, step or 0.0)
+    speeds = Speeds(rate, found.decode, step or 0.0)
     then = predict(plan, units, speeds, ahead=ahead, threads=config.threads, validations=validations, lanes=lanes)
     seconds = plan.traffic()["storage"] * lanes / rate
-    source = "measured now, maybe from the system's cache" if config.bandwidth is None else "given"
+    source = "measured now, perhaps from the system's cache" if config.bandwidth is None else "given"
     lines = [
         *_what(plan, ahead),
-        f"  slow storage at {rate / 1e6:.0f} MB/s ({source}): {seconds:.3g} s in all, if it never rests",
+        f"  slow storage at {rate / 1e6:.0f} MB/s ({source}): {seconds:.3g} s in all, if it reads without pauses",
         f"  decoding: {1e3 * found.decode:.3g} ms a sample on each of {config.threads} threads",
     ]
     if step is None:
@@ -171,13 +165,13 @@ def explain(
 
 
 def _what(plan: UnitPlan, ahead: int) -> list[str]:
-    """Describe what is read, by which rule, and from where."""
+    """Return lines on what is read, by which rule of caching, and from where."""
     traffic, trace = plan.traffic(), plan.trace
     distinct = np.unique(trace.unit)
     whole, used = max(1, int(plan.sizes[distinct].sum())), max(1, traffic["used"])
     rule = "a cache that never changes" if trace.regular else "Belady's rule with bypass"
     if not plan.exact:
-        rule = "what is used most (the run is too long for Belady's rule)"
+        rule = "the most used units are kept (the run is too long for Belady's rule)"
     room = f"memory {_mb(plan.room.ram)}, disk {_mb(plan.room.disk)}"
     lines = [
         f"Loading by plan: {len(np.unique(trace.turn))} batches over {plan.ranks} ranks, {len(trace.unit)} uses of"

@@ -70,8 +70,8 @@ class Items(Protocol):
     def fingerprint(self) -> str:
         """Return a short hash of the data, so that a cache on disk is not used for other data.
 
-        If the hash covers every byte, the items have the attribute `lasting = True`. A cache on disk may then serve
-        later runs.
+        If equal hashes mean equal content, the items have the attribute `lasting = True`. A cache on disk may then
+        serve later runs.
         """
 
 
@@ -107,7 +107,11 @@ class Opened(Items, Protocol):
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
-    """Refuse a dataset that does not have samples 0 to len - 1.
+    """Check that a dataset has samples 0 to len - 1.
+
+    Args:
+        dataset: The dataset.
+        name: Its name, for the message.
 
     Raises:
         UserError: It has no `len` or no samples by number, or it is empty.
@@ -138,10 +142,11 @@ class DatasetItems:
         name: Name that no other content has, for messages and fingerprints. With a name, a cache on disk serves
             later runs; without one, it serves only the run that made it.
         first: Sample that defines the shapes. It is kept until its first use, so it is read only once.
-        like: Shapes of the arrays where another process has determined them; no sample is read for this.
+        like: Shapes of the arrays if they are known from another process; then no sample is read for them.
 
     Raises:
-        UserError: The dataset is not map-style or is empty, or its first sample is not an array or has masked values.
+        UserError: The dataset is not map-style or is empty, or its first sample is not made of numeric arrays of types
+            that torch has, or has masked values.
     """
 
     def __init__(
@@ -161,7 +166,7 @@ class DatasetItems:
         """Return the arrays of a sample by name; `kept` copies them.
 
         Raises:
-            UserError: A part is not a numeric array of a type that torch knows, or has masked values.
+            UserError: A part is not a numeric array of a type that torch has, or has masked values.
         """
         value = self.dataset[sample]
         if isinstance(value, Mapping):
@@ -193,7 +198,8 @@ class DatasetItems:
         """Fill `out` with the bytes of a sample.
 
         Raises:
-            UserError: The arrays have other names, shapes or types than those of the first sample.
+            UserError: The arrays have other names, shapes or types than those of the first sample, or are no numeric
+                arrays, or have masked values.
         """
         start = 0
         # The first sample was read for its shapes and is not read a second time.
@@ -206,7 +212,7 @@ class DatasetItems:
         for key, shape in self.arrays.items():
             array = found.get(key)
             if array is None or (array.shape, array.dtype) != (shape.shape, shape.dtype):
-                has = "nothing" if array is None else f"{array.dtype} {array.shape}"
+                has = "missing" if array is None else f"{array.dtype} {array.shape}"
                 raise UserError(
                     f"{self.name(sample)}: {key} is {has}, but {shape.dtype} {shape.shape} in the first sample;"
                     " samples must be alike, so pad or crop them"
@@ -226,6 +232,6 @@ class DatasetItems:
         return f"{self._name}: sample {sample}"
 
     def fingerprint(self) -> str:
-        """Return a hash of name, length and shapes: nothing else is known of a dataset without reading it."""
-        said = repr((self._name, len(self.dataset), sorted((k, str(v)) for k, v in self.arrays.items())))
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        """Return a hash of name, length and shapes. Nothing else is known of a dataset without reading it."""
+        facts = repr((self._name, len(self.dataset), sorted((k, str(v)) for k, v in self.arrays.items())))
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -2,10 +2,10 @@
 
 Every draw uses a counter-based random generator (Philox: Salmon et al. 2011, doi:10.1145/2063384.2063405). Its counter
 holds the epoch and the sample, so the random words of any epoch and sample are computed directly, without drawing those
-before them. A resumed run and a reader that plans ahead therefore see the same future.
+before them. A resumed run and a loader that plans its reads therefore know all later draws.
 
 NumPy guarantees that the raw words of a bit generator never change, but it gives no such guarantee for
-`Generator.permutation`. This module therefore sorts raw words itself, so a seed means the same order for ever.
+`Generator.permutation`. This module therefore sorts raw words itself, so a seed always gives the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ensemble_ml.errors import UserError
 class Stream(IntEnum):
     """An independent random sequence under one seed.
 
-    The numbers are part of what a seed means: changing one would change every run.
+    The numbers must never change, because another number gives other draws from the same seed.
     """
 
     DATES = 1
@@ -86,20 +86,20 @@ def member_subset(
         epoch: Number of the epoch, from 0.
         sample: Number of the sample, from 0.
         n_members: Number of members of the full ensemble.
-        sizes: Allowed numbers of members. A number that is listed twice is drawn twice as often. Numbers larger than
-            the members at hand are ignored.
+        sizes: Allowed numbers of members. A number that is listed twice is drawn twice as often. Numbers above that of
+            the members of the sample are ignored.
         there: Ascending positions of the members that this sample has; None stands for all `n_members`.
 
     Returns:
         (size,) int64 positions of the chosen members, ascending.
 
     Raises:
-        UserError: No size in `sizes` fits the members at hand.
+        UserError: The sample has fewer members than every size in `sizes`.
     """
     most = n_members if there is None else len(there)
     allowed = [size for size in sizes if size <= most]
     if not allowed:
-        raise UserError(f"data.members={list(sizes)}: no size fits; at most {most} members can be drawn")
+        raise UserError(f"data.members={list(sizes)}: all are too large; at most {most} members can be drawn")
     drawn = words(seed, Stream.MEMBERS, epoch, sample, n_members + 1)
     size = allowed[int(drawn[0] % np.uint64(len(allowed)))]
     order = np.argsort(drawn[1:], kind="stable")
@@ -117,9 +117,9 @@ def withheld_member(seed: int, turn: int, date: int, there: np.ndarray) -> int:
 
     Args:
         seed: Seed of the run.
-        turn: 0 for fits and validation, which must not change from one to the next; 1 + the epoch for training.
+        turn: 0 for fits and validation, so that they always use the same member; 1 + the epoch for training.
         date: Index of the init time.
-        there: Positions of the members that the date has complete.
+        there: Positions of the members that are complete on the date, one or more.
 
     Returns:
         One of `there`.

@@ -1,8 +1,8 @@
 """Exchange packed samples between ranks: through shared memory on one node, over TCP between nodes.
 
-Each rank serves the samples that it holds. On the same node a rank opens the other's slab and reads samples in place;
-it asks over the socket only for those that are not there yet. If a peer dies, is late or sends damaged bytes, the
-sample is read from slow storage and counted as a fallback.
+Each rank serves the samples that it holds. On the same node a rank opens the slab (cache memory) of the other rank and
+reads samples in place; it asks over the socket only for those that are not there yet. If a peer dies, is late or sends
+damaged bytes, the sample is read from slow storage and counted as a fallback.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ensemble_ml.loading.wire import Gather, Server, Wire, fill
 log = logging.getLogger(__name__)
 
 _REQUEST = struct.Struct("!q?")  # sample, and whether its bytes are wanted or only its presence in the slab
-_REPLY = struct.Struct("!qI")  # bytes that follow (-1: cannot be had), and their crc32c
-_SECONDS = 30.0  # seconds without a byte after which a peer is late, and storage is read instead
+_REPLY = struct.Struct("!qI")  # bytes that follow (-1: the sample cannot be served), and their crc32c
+_SECONDS = 30.0  # seconds without a byte after which a peer counts as late, and storage is read instead
 
 
 def _planned(tiers: Tiers) -> str:
     """Return a hash of what all ranks must agree on: the plan, the data, and the arrays of a sample."""
     like = repr(sorted((name, str(one)) for name, one in tiers.items.arrays.items()))
-    said = f"{tiers.plan.hash} {tiers.items.fingerprint()} {like}"
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    facts = f"{tiers.plan.hash} {tiers.items.fingerprint()} {like}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 class Peers:
@@ -70,20 +70,23 @@ class Peers:
             connection.sendall(_REPLY.pack(0, 0))
 
     def _buffer(self, size: int) -> memoryview:
-        """Return memory of this thread of the server, at least `size` bytes."""
+        """Return `size` bytes of memory that belong to this thread of the server."""
         held: bytearray = getattr(self._buffers, "held", bytearray())
         if len(held) < size:
             held = self._buffers.held = bytearray(size)
         return memoryview(held)[:size]
 
     def finish(self) -> None:
-        """Wait until no rank needs anything more from another."""
+        """Wait until all ranks have got all their samples. All ranks call this."""
         self._gather(b"")
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """Return a sample from `owner`.
+        """Return a sample from `owner`; None if that rank is dead, is late or refuses, or if its answer is damaged.
 
-        None stands for an owner that is dead, late or refuses, and for an answer that is damaged.
+        Args:
+            owner: Rank that holds the sample.
+            sample: Number of the sample.
+            scratch: Memory for the packed sample. It is used if the owner is on another node.
         """
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
@@ -114,19 +117,22 @@ class Peers:
             return self._slabs[owner, tier]
 
     def _ask(self, owner: int, sample: int, out: memoryview | None) -> bool:
-        """Ask `owner` for a sample; return whether it was had.
+        """Ask `owner` for a sample. Return whether it could be served.
 
         With `out` its bytes are received and checked; without it the owner only puts the sample into its slab.
+
+        Raises:
+            OSError: The connection fails, or the answer has another length than the sample.
         """
         connection, (size, expected) = self._wire.ask(owner, _REQUEST.pack(sample, out is not None), _REPLY)
         if size < 0 or out is None:
             return size >= 0
         if size != len(out):
-            raise ConnectionError("it sent too little")
+            raise ConnectionError(f"it sent {size} bytes of {len(out)}")
         fill(connection, out)
         if checksum(out) == expected:
             return True
-        log.warning("loading: sample %d from rank %d is damaged and is read anew", sample, owner)
+        log.warning("loading: sample %d from rank %d is damaged and is read from storage again", sample, owner)
         return False
 
     def close(self) -> bool:

@@ -11,12 +11,13 @@ policy can therefore read fewer samples from slow storage than
     E    number of epochs
     K    number of samples that all ranks hold together
 
-Holding any K samples for the whole run, each on exactly one rank, reaches this bound, and nothing is ever evicted. Only
-the rank that holds a sample reads it from slow storage, and only once; other ranks that need it ask the holder. Where a
-sample can be read from any offset on, the space left at the end of a cache holds the head of one more sample. The bound
-is then reached to the byte, provided that enough samples remain to fill every such space.
+This bound is reached by holding any K samples for the whole run, each on exactly one rank. Nothing is ever evicted.
+Only the rank that holds a sample reads it from slow storage, and only once; other ranks that need it ask the holder.
+Where a sample can be read from any offset on, the space left at the end of a cache holds the head of one more sample.
+The bound is then reached to the byte, provided that enough samples remain to fill every such space.
 
-NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank on its own and holds duplicates.
+NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank separately, so several ranks may
+hold the same one.
 
 Axes: F samples, P ranks.
 """
@@ -42,7 +43,11 @@ STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that no rank 
 
 @dataclass(frozen=True)
 class Room:
-    """The cache capacity of each rank, in bytes of memory and of local disk."""
+    """The cache capacity of each rank, in bytes of memory and of local disk.
+
+    Raises:
+        UserError: A capacity is negative.
+    """
 
     ram: int
     disk: int = 0
@@ -58,9 +63,9 @@ class Placement:
     """The place of each sample in the caches: four arrays (F,).
 
     Attributes:
-        owner: The rank that holds the sample, NOBODY where none does.
-        tier: RAM, DISK, or STORAGE where no rank holds it.
-        offset: Byte at which the sample begins in its cache, -1 where no rank holds it.
+        owner: The rank that holds the sample; NOBODY where none does.
+        tier: RAM or DISK; STORAGE where no rank holds it.
+        offset: Byte at which the sample begins in its cache; -1 where no rank holds it.
         kept: Bytes of the sample that are held. This is less than its size where only the head is held.
     """
 
@@ -106,7 +111,7 @@ class Plan:
         heads: Whether a sample can be read from any offset on, so that a cache may hold its head alone.
 
     Raises:
-        UserError: The sizes do not fit the order, or there is nothing to read.
+        UserError: `sizes` has another length than the order, or there is no sample, epoch or rank.
     """
 
     order: Order
@@ -119,12 +124,12 @@ class Plan:
     heads: bool = False
 
     def __post_init__(self) -> None:
-        assert not self.heads or self.stored is None, "a head is as many bytes in a cache as on slow storage"
+        assert not self.heads or self.stored is None, "heads need the same bytes in a cache as on slow storage"
         if len(self.sizes) != self.order.n:
-            raise UserError(f"plan: {len(self.sizes)} sizes for {self.order.n} samples; one each is needed")
+            raise UserError(f"plan: {len(self.sizes)} sizes for {self.order.n} samples; give one for each sample")
         if self.ranks < 1 or self.epochs < 1 or self.order.n < 1:
             raise UserError(
-                f"plan: {self.order.n} samples, {self.epochs} epochs, {self.ranks} ranks; 1 or more of each"
+                f"plan: {self.order.n} samples, {self.epochs} epochs, {self.ranks} ranks; 1 or more of each is needed"
             )
 
     @property
@@ -133,8 +138,8 @@ class Plan:
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes, "<i8").tobytes())
         order = (self.order.seed, self.order.n, self.order.batch_size)
         digest.update(np.ascontiguousarray(self.on_storage, "<i8").tobytes())
-        said = (order, self.epochs, self.tiers, self.ranks, self.assign.value, self.heads)
-        digest.update(repr(said).encode())
+        settings = (order, self.epochs, self.tiers, self.ranks, self.assign.value, self.heads)
+        digest.update(repr(settings).encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -155,15 +160,14 @@ class Plan:
 
     @cached_property
     def copies(self) -> Copies:
-        """Return the samples of other ranks that each rank also keeps, in memory that its own leave free."""
+        """Return the samples of other ranks of which each rank keeps a copy, in memory that its own leave free."""
         where, sizes = self.placement, np.asarray(self.sizes, np.int64)
         own = np.where(where.tier == RAM, where.offset + where.kept, 0)
         used = np.zeros(self.ranks, np.int64)
         held = where.owner != NOBODY
         np.maximum.at(used, where.owner[held], own[held])
         epochs = self.epochs if self.ranks > 1 else 0
-        # Only whole samples are copied: the rest of a sample of which a head is held comes from slow storage at every
-        # use anyway.
+        # Samples of which only a head is held are not copied, because every use reads slow storage anyway.
         whole = np.where(where.kept == sizes, where.owner, NOBODY)
         return choose(self.users, epochs, whole, sizes, used, self.tiers.ram)
 
@@ -173,7 +177,7 @@ class Plan:
         Args:
             epoch: Number of the epoch, from 0.
             rank: Rank whose uses are listed.
-            start_step: Global step from which uses count; earlier ones are left out.
+            start_step: First global step; uses in earlier steps are left out.
         """
         samples, user = self.users(epoch)
         index = np.arange(len(samples))
@@ -233,16 +237,16 @@ class Traffic:
     """The bytes that a whole run moves over all ranks, by where they come from.
 
     Attributes:
-        storage: Bytes read from slow storage. They exceed `bound` only by the space at the ends of caches in which no
-            sample fits.
+        storage: Bytes read from slow storage. They exceed `bound` only if space at the ends of caches stays unused, or
+            if samples take other sizes in a cache than on slow storage.
         ram: Bytes taken from the rank's own memory.
         disk: Bytes taken from the rank's own local disk.
         peers: Bytes taken from other ranks.
         bound: The fewest bytes that any policy with the same capacity reads from slow storage.
-        held: Bytes of the samples that are held, as they lie on slow storage.
-        total: Bytes of all samples, as they lie on slow storage.
+        held: Bytes on slow storage of the samples, or heads, that are held.
+        total: Bytes on slow storage of all samples.
         epochs: Number of epochs.
-        steps: Global steps of an epoch.
+        steps: Number of global steps in an epoch.
     """
 
     storage: int
@@ -253,7 +257,7 @@ class Traffic:
     held: int
     total: int
     epochs: int
-    steps: int  # an epoch
+    steps: int
 
     @classmethod
     def of(cls, plan: Plan) -> Traffic:
@@ -263,7 +267,7 @@ class Traffic:
         total, held = int(stored.sum()), int(saved.sum())
         room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
         moved = dict.fromkeys(("ram", "disk", "peers"), 0)
-        there = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
+        copied_before = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
         for epoch in range(plan.epochs):
             samples, user = plan.users(epoch)
             owner, tier, size = where.owner[samples], where.tier[samples], where.kept[samples]
@@ -272,8 +276,8 @@ class Traffic:
                 moved[name] += int(size[chosen].sum())
             # The first use of a copy still comes from its owner; only later uses find it in memory.
             copied, copy = plan.copies.find(user, samples)
-            again = copied & there[copy]
-            there[copy[copied]] = True
+            again = copied & copied_before[copy]
+            copied_before[copy[copied]] = True
             moved["ram"] += int(size[again].sum())
             moved["peers"] += int(size[(owner != NOBODY) & (owner != user) & ~again].sum())
         repeats = plan.epochs - 1
@@ -293,28 +297,28 @@ class Traffic:
     ) -> tuple[float, str]:
         """Predict how long the run takes, and what limits it: storage, compute or decoding.
 
-        An epoch takes as long as the slowest of the three, because the look-ahead is short compared with an epoch.
-        Where storage is the slowest, the batch that it delivers last must still be decoded and computed, so one step is
-        added.
+        An epoch takes as long as the slowest of the three, because the look-ahead is short compared with an epoch. If
+        storage is the slowest, the last batch that it delivers must still be decoded and computed, so the time of one
+        step is added.
 
         Args:
             storage_rate: Speed of slow storage over all ranks, in bytes per second.
             compute: Seconds per epoch that the slowest rank computes.
-            decode: Seconds per epoch that it decodes, with all its threads.
-            again: Seconds per epoch that it decodes after the first epoch; None where this is the same as `decode`.
+            decode: Seconds per epoch that the slowest rank decodes, with all its threads.
+            again: The same after the first epoch; None if it does not differ.
 
         Returns:
             Seconds of the whole run, and the name of the limit that accounts for most of them.
         """
-        lasts = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
+        seconds = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
         later, behind = decode if again is None else again, 0.0
         for count, read, decoding in ((1, self.total, decode), (self.epochs - 1, self.total - self.held, later)):
             limits = {"storage": read / storage_rate, "compute": compute, "decoding": decoding}
             slowest = max(limits, key=lambda name: limits[name])
-            lasts[slowest] += count * limits[slowest]
+            seconds[slowest] += count * limits[slowest]
             if slowest == "storage" and count:
                 behind = (compute + decoding) / self.steps
-        return sum(lasts.values()) + behind, max(lasts, key=lambda name: lasts[name])
+        return sum(seconds.values()) + behind, max(seconds, key=lambda name: seconds[name])
 
 
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -346,8 +350,8 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
         (B,) rank that uses each sample.
     """
     ranks = len(room)
-    # Number the samples of each holder in batch order (`nth`). Those whose number is below the holder's capacity stay
-    # with it. This needs no loop over samples.
+    # Number the samples of each holder in batch order (`nth`), without a loop over samples. Those whose number is below
+    # the holder's capacity stay with it.
     keys = np.where(owner == NOBODY, ranks, owner)
     by_owner = np.argsort(keys, kind="stable")
     sorted_keys = keys[by_owner]
@@ -371,7 +375,7 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
         ranks: Number of ranks, P.
         sizes: (F,) bytes of each sample.
         tiers: Cache capacity of each rank.
-        heads: Whether the space that is left in each memory at the end holds the head of a sample that no rank holds.
+        heads: Whether the space that is left at the end of each memory holds the head of a sample that no rank holds.
     """
     samples, index = order.epoch(0), np.arange(order.n)
     first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
@@ -383,8 +387,7 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
         mine = samples[by_rank[bounds[rank] : bounds[rank + 1]]]
         caches.fill(mine, rank, RAM)
         caches.fill(caches.not_held(mine), rank, DISK)
-    # Only few caches can still take a sample. Searching all samples for each of a thousand ranks would take long, so
-    # the others are skipped.
+    # Full caches are skipped, because searching all samples for each of a thousand ranks would take long.
     for rank, which in caches.with_room():
         caches.fill(caches.not_held(samples), rank, which)
     if heads:
@@ -418,7 +421,7 @@ class _Caches:
         self._used = dict.fromkeys(self._free, 0)
 
     def not_held(self, samples: np.ndarray) -> np.ndarray:
-        """Return those of some samples that no rank holds, in their order."""
+        """Return those of `samples` that no rank holds, in the order given."""
         return samples[self.placement.owner[samples] == NOBODY]
 
     def with_room(self) -> list[tuple[int, int]]:
@@ -426,8 +429,8 @@ class _Caches:
         return [where for where, room in self._free.items() if room and room >= self._smallest]
 
     def fill(self, wanted: np.ndarray, rank: int, which: int) -> None:
-        """Place samples in a cache in the given order while they fit."""
-        for _ in range(2):  # the second pass takes smaller samples behind the first one that did not fit
+        """Place samples in a cache, in the order given, as long as they fit."""
+        for _ in range(2):  # the second pass takes smaller samples that follow the first one that did not fit
             ends = np.cumsum(self._sizes[wanted])
             fits = int(np.searchsorted(ends, self._free[rank, which], side="right"))
             if fits:
@@ -444,7 +447,7 @@ class _Caches:
     def fill_heads(self, samples: np.ndarray, first_user: np.ndarray) -> None:
         """Fill the ends of the memories with heads of samples that no rank holds, one for each rank.
 
-        A rank prefers a sample that it uses first itself, so its head is read by the rank that uses it.
+        A rank prefers a sample that it uses first itself. It then reads the head from storage for its own use.
 
         Args:
             samples: (F,) samples in the order of the first epoch.
@@ -463,7 +466,7 @@ class _Caches:
                 self._put(one, rank, RAM, self._used[rank, RAM], min(room, self._sizes[one]))
 
     def _put(self, samples: Any, rank: int, which: int, offset: Any, kept: Any) -> None:
-        """Note that a rank holds samples in a tier, where they begin there and how many bytes of each it holds."""
+        """Record that a rank holds samples in a tier, at `offset`, with `kept` bytes of each."""
         held = self.placement
         held.owner[samples], held.tier[samples] = rank, which
         held.offset[samples], held.kept[samples] = offset, kept

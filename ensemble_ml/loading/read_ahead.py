@@ -1,4 +1,4 @@
-"""Make items ahead of their use, in a thread."""
+"""Make items in a thread before they are used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield `items` in order while a thread makes up to `depth` of them ahead.
+    """Yield `items` in order, while a thread makes the next ones.
 
-    An error in the thread is raised here. Leaving the loop early ends the thread, for which this function waits.
+    An error in the thread is raised here. If the loop is left early, this function waits for the end of the thread.
 
     Args:
         items: Items to yield.
-        depth: Number of items ahead; 0 makes each item when it is requested.
+        depth: Number of items that may wait for their use; 0 makes each item when it is requested, without a thread.
     """
     if depth < 1:
         yield from items
@@ -35,8 +35,7 @@ def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
                 return
             yield item
     finally:
-        # The generator is also closed where the user leaves the loop. Without `stop` the thread would wait at a full
-        # queue for ever.
+        # This also runs if the user leaves the loop. Without `stop` the thread would wait at a full queue forever.
         stop.set()
         thread.join()
 
@@ -48,7 +47,7 @@ def _fill(items: Iterable[Any], ready: queue.Queue[tuple[bool, Any]], stop: thre
         """Put an item into the queue, waiting while it is full, unless `stop` is set."""
         while not stop.is_set():
             try:
-                # The wait is short so that a reader who has left does not hold up the thread's end.
+                # The wait is short, so that the thread ends soon after `stop` is set.
                 return ready.put((good, item), timeout=0.1)
             except queue.Full:
                 continue

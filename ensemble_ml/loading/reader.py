@@ -29,9 +29,10 @@ class Reader:
         spec: Fields that the model needs.
         window: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
         withhold: Seed by which a member of each date is withheld, to stand for the truth; None reads the truth of the
-            source. Nothing else in a run knows what its truth is, but for the draws of the training batches.
+            source. Only `Reader` and `Batches.draw` know what stands for the truth.
 
-    The attribute `zeros` lists the places (lead, surface variable) whose value is zero without being stored.
+    Attributes:
+        zeros: Indices (lead, surface variable) of fields that are zero by definition and need not be stored.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Reader:
         return other
 
     def within(self, window: tuple[Span, Span]) -> Reader:
-        """Return the same reader of a part of the grid."""
+        """Return the same reader for a part of the grid, as `window` of the class."""
         return Reader(self.source, self.spec, window=window, withhold=self.withhold)
 
     @property
@@ -64,16 +65,16 @@ class Reader:
 
     @property
     def spare(self) -> int:
-        """Return how many members of a date no training sample may show.
+        """Return the number of members of a date that a training sample must leave out, 0 or 1.
 
-        It is one where a member stands for the truth. It is also one where only the spread is learned: the target is
-        made of all members, so one must be held out. Otherwise it is zero.
+        It is 1 if a member stands for the truth. It is also 1 if only the spread is learned: the target is the spread
+        of all members, so a sample with all of them would teach nothing.
         """
         return 0 if self.spec.config.postprocess and self.withhold is None else 1
 
     @property
     def most(self) -> int:
-        """Return how many members of a date a sample may show at most, as fits and validation see the date."""
+        """Return the largest number of members that fits and validation may show of a date."""
         return self.members - (self.withhold is not None)
 
     def forecast(
@@ -90,7 +91,7 @@ class Reader:
             date: Index of the init time.
             members: Positions of the members.
             strict: Whether missing fields and values are errors.
-            leads: Some of the input leads, only where not `strict`; None takes all.
+            leads: Some of the input leads in hours, only if `strict` is off; None takes all.
 
         Returns:
             Fields (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X) float32. They are NaN at points of variables in
@@ -131,7 +132,7 @@ class Reader:
         return whole if withheld is None else whole[whole != withheld]
 
     def usable(self, dates: Iterable[int], least: int, what: str) -> np.ndarray:
-        """Return those of `dates` on which at least `least` members have all input fields; log the others.
+        """Return those of `dates` on which at least `least` members have all input fields. Log how many are left out.
 
         Args:
             dates: Indices of init times.
@@ -148,13 +149,15 @@ class Reader:
             first = int(lost[0])
             gap = self._first_gap(first)
             if not good.any():
-                raise UserError(f"{self.source.path}: {gap}; no {what} date has {least} whole members: leave it out")
-            text = "%s: %d of %d %s dates are left out, which lack %d whole members; first %s"
+                raise UserError(
+                    f"{self.source.path}: {gap}; no {what} date has {least} complete members; leave that variable out"
+                )
+            text = "%s: %d of %d %s dates are left out, with fewer than %d complete members; the first: %s"
             log.info(text, self.source.path, len(lost), len(dates), what, least, gap)
         return dates[good]
 
     def _inputs_present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which input fields are there: bool (M, T_in, V, Z) and (M, T_in, S)."""
+        """Return which input fields the source has: bool (M, T_in, V, Z) and (M, T_in, S)."""
         layout, spec = self.source.layout, self.spec
         leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
         levels = [layout.levels.index(level) for level in spec.levels]
@@ -176,7 +179,11 @@ class Reader:
     def target(self, part: Part, date: int) -> Fields:
         """Read the truth, or the ensemble's mean or spread, at the predicted leads.
 
-        The truth is the withheld member of the date where members stand for it.
+        If a member is withheld to stand for the truth, that member is returned as the truth.
+
+        Args:
+            part: Part of the source.
+            date: Index of the init time.
 
         Returns:
             Fields (T_out, V, Z, Y, X) and (T_out, S, Y, X) float32, NaN where absent.
@@ -194,7 +201,7 @@ class Reader:
     def selection(
         self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Selection:
-        """Return what is read of a part, in coordinate values.
+        """Return the coordinate values that are read of a part, without the columns, which are cut after reading.
 
         Args:
             part: Part of the source.
@@ -233,7 +240,7 @@ class Reader:
         return masked_mean_and_spread(values) if self.spec.masked else mean_and_spread(values)
 
     def reduced(self, members: Fields) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and spread over members (M, ...) on one axis of fields, (T, F, Y, X) each."""
+        """Return mean and spread over the members (M, ...), with all variables and levels on one axis: (T, F, Y, X)."""
         pairs = zip(self.reduce(members.pressure), self.reduce(members.surface), strict=True)
         mean, spread = (Fields(*pair).joined() for pair in pairs)
         return mean, spread
@@ -241,11 +248,11 @@ class Reader:
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
         """Raise a UserError if any member's field holds NaN or infinity that no mask allows."""
         both = (fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)
-        # A window of a partition may lie over land only, so a masked field may have no value there at all.
+        # A part of the grid may be all land, so a masked field may have no value there at all.
         part = self.window != ((0, len(self.spec.latitude)), (0, len(self.spec.longitude)))
         for (values, names), masked in zip(both, self._masked, strict=True):
-            # The sum of a field is finite exactly if all its values are (float64 sums of float32 cannot overflow). It
-            # needs no array of booleans.
+            # The sum of a field is finite exactly if all its values are, because float64 sums of float32 cannot
+            # overflow. This needs no array of booleans.
             good = np.isfinite(values.sum(axis=(-2, -1), dtype=np.float64))
             for place in np.argwhere(~good & masked.reshape(-1, *[1] * (values.ndim - 5))).tolist():
                 field = values[tuple(place)]
@@ -260,6 +267,9 @@ class Reader:
             names: Names of the variables along the third axis.
             date: Index of the init time.
             positions: (M,) positions of the members.
+
+        Raises:
+            UserError: A field is not good. The message names it.
         """
         if good.all():
             return
@@ -290,8 +300,8 @@ def day_of_year(time: np.datetime64) -> int:
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and sample standard deviation over the first axis, (...) float32.
 
-    The standard deviation has ddof = 1; it is zero for one member. Sums are kept in float64 and made in two passes,
-    because a field may be large compared with its spread: geopotential is 500 times its spread.
+    The standard deviation has ddof = 1; it is zero for one member. Sums are computed in float64 and in two passes,
+    because values may be large compared with their spread: geopotential is 500 times its spread.
 
     Args:
         values: Members (M, ...) without missing values.
@@ -323,7 +333,7 @@ def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:
         count += np.isfinite(member)
-    # The common case without gaps gets the same bits as in the plain function.
+    # Without gaps, which is the common case, the result is bit for bit that of `mean_and_spread`.
     if (count == len(values)).all():
         return mean_and_spread(values)
     mean = np.zeros(values.shape[1:])

@@ -1,9 +1,9 @@
 """Decide what a cache keeps when units are used at irregular times.
 
-Each sample of training shows a random subset of members, so the packed bytes of a member (a chunk here) are used at
-irregular intervals. All future uses are known in advance. Belady's rule (1966, doi:10.1147/sj.52.0078) then gives the
-fewest misses: evict the chunk whose next use lies farthest in the future. With bypass, a new chunk enters the cache
-only if its next use comes before that of the chunks that it would evict.
+Each training sample shows a random subset of members, so the packed bytes of a member (here called a chunk) are used at
+irregular intervals. All future uses are known in advance, so Belady's rule (1966, doi:10.1147/sj.52.0078) gives the
+fewest misses: evict the chunk whose next use is farthest in the future. With bypass, a new chunk enters the cache only
+if its next use comes before that of the chunks that it would evict.
 
 The rule is optimal for chunks of one size. It is close to optimal for packed members, whose sizes are nearly equal.
 """
@@ -23,8 +23,8 @@ class Decisions:
     """The decisions of a cache over a trace of A uses.
 
     Attributes:
-        hit: (A,) bool, whether the cache holds the chunk when the use begins.
-        keep: (A,) bool, whether the cache holds the chunk after the use.
+        hit: (A,) bool, whether the cache holds the chunk of the use when it begins.
+        keep: (A,) bool, whether the cache holds the chunk of the use after it.
         dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins.
     """
 
@@ -65,7 +65,7 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
     following = next_uses(chunks).tolist()
     hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
     resident: dict[int, int] = {}  # chunk -> its next use
-    farthest: list[tuple[int, int]] = []  # (-next use, chunk), with entries that are out of date
+    farthest: list[tuple[int, int]] = []  # heap of (-next use, chunk); some entries are out of date
     room, dropped = int(capacity), []
     size_of = np.asarray(sizes).tolist()
     for use, (chunk, soon) in enumerate(zip(chunks.tolist(), following, strict=True)):
@@ -75,8 +75,8 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
         elif soon == NEVER or size_of[chunk] > capacity:
             continue
         else:
-            # Bypass: the chunks whose next use is later than that of the new one must free enough space. If they do
-            # not, nothing is evicted and their heap entries are restored.
+            # Bypass: only chunks whose next use is later than that of the new one are evicted. If they do not free
+            # enough space, nothing is evicted and their heap entries are restored.
             victims, gained = _victims(resident, farthest, size_of, size_of[chunk] - room, soon)
             if gained < size_of[chunk] - room:
                 for victim in victims:
@@ -86,7 +86,7 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
                 del resident[victim]
                 dropped.append((use, victim))
             room += gained - size_of[chunk]
-        # After its last use a chunk frees its space at once, before the next use asks for it.
+        # After its last use a chunk leaves the cache at once, so the next use can have its space.
         if soon == NEVER:
             del resident[chunk]
             room += size_of[chunk]

@@ -180,9 +180,7 @@ def test_what_is_no_export_is_left_alone(trained, tmp_path, monkeypatch):
     (run / "checkpoints" / "weights").write_text("a week of work")
     for output in (str(run), "."):
         monkeypatch.chdir(run)
-        with pytest.raises(
-            UserError, match="holds checkpoints, which no export writes; overwrite=true leaves it alone"
-        ):
+        with pytest.raises(UserError, match="holds checkpoints, which no export writes, so it is not replaced"):
             export(ExportConfig(str(trained[0]), output, overwrite=True))
     assert (run / "checkpoints" / "weights").read_text() == "a week of work"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -224,5 +222,5 @@ def test_a_card_has_its_own_scores_alone(trained, tmp_path):
     assert "- One year." in card and "- b: members" not in card and "b was made" not in card
     made[0]["baseline"] = True
     (tmp_path / "scores.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="stood there as baselines"):
+    with pytest.raises(UserError, match="made only baselines there"):
         export(ExportConfig(str(checkpoint), str(tmp_path / "other"), scores=str(tmp_path / "scores.json")))

@@ -23,7 +23,7 @@ def test_existing_output_is_refused_before_anything_is_read(config, tmp_path):
     there.parent.mkdir()
     there.write_text("kept")
     with pytest.raises(
-        UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; resume=true makes the rest"
+        UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; resume=true keeps those"
     ):
         predict(config(), source)
     assert there.read_text() == "kept" and not source.reads
@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_with_what_is_left(config, tmp_path, caplog):
     source = make_source()
     with caplog.at_level("INFO"):
         assert predict(config(resume=True), source) == paths
-    assert "2 of 3 forecasts are there already" in caplog.text
+    assert "2 of 3 forecasts exist already" in caplog.text
     assert [path.stat().st_mtime_ns == stamps[path] for path in paths] == [True, False, True]
     for path in paths:
         found = opened(path)
@@ -76,14 +76,14 @@ def test_only_the_same_run_goes_on(config, source, tmp_path, monkeypatch):
         "checkpoint": [{"checkpoint": trained_again}],
     }
     for word, asked in [(word, asked) for word, many in others.items() for asked in many]:
-        with pytest.raises(UserError, match=rf"0131.*: was made with other {word}, and resume=true") as said:
+        with pytest.raises(UserError, match=rf"0131.*: was made with other {word}, so resume=true") as said:
             predict(config(resume=True, **asked), make_source())
         assert "\n" not in str(said.value)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="was made with other input, and"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="was made with other input, so"):
         patch.setattr(type(source), "fingerprint", lambda self: "fedcba9876543210")
         predict(config(resume=True), source)
     paths[0].write_text("no forecast at all")
-    with pytest.raises(UserError, match="was made with other checkpoint, input, settings, members_in, and"):
+    with pytest.raises(UserError, match="was made with other checkpoint, input, settings, members_in, so"):
         predict(config(resume=True), make_source())
     assert paths[0].read_text() == "no forecast at all"
 
@@ -102,7 +102,7 @@ def test_an_archive_that_grows_is_the_same_input_for_the_dates_it_had(config, tm
     assert len(predict(config, open_pair(folder))) == 4
     assert [path.stat().st_mtime_ns for path in paths] == stamps
     ensemble(folder / "a.grib", dates=[20010101, 20010102], decimal=1)
-    with pytest.raises(UserError, match=r"forecast_2001010100.nc: was made with other input, and resume=true"):
+    with pytest.raises(UserError, match=r"forecast_2001010100.nc: was made with other input, so resume=true"):
         predict(config, open_pair(folder))
 
 

@@ -108,7 +108,7 @@ def test_cloud_cover_in_per_cent_is_no_threshold(config):
     """It is a share, so no forecast could exceed 50; that it exceeds nothing at all is a question."""
     spec = SimpleNamespace(variables=(), surface=("tcc",), config=SimpleNamespace(postprocess=True))
     for value in (50.0, 1.0, -0.1):
-        with pytest.raises(UserError, match=rf"^thresholds.tcc={value:g}: .* goes from 0 to 1, in units of 1; nothing"):
+        with pytest.raises(UserError, match=rf"^thresholds.tcc={value:g}: .* goes from 0 to 1, in units of 1; give"):
             wanted_outputs(config(thresholds={"tcc": [0.5, value]}), spec)
     assert wanted_outputs(config(thresholds={"tcc": [0.5, 0.0]}), spec).thresholds == {"tcc": (0.0, 0.5)}
 
@@ -128,7 +128,7 @@ def test_cloud_cover_in_per_cent_is_no_threshold(config):
         ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
         ({"thresholds": {"t": []}}, "thresholds.t"),
         ({"thresholds": {"t": [float("nan")]}}, "thresholds.t"),
-        ({"thresholds": {"tp": [0.001, -0.5]}}, r"thresholds.tp=-0.5: .* goes from 0, in units of m; nothing is to be"),
+        ({"thresholds": {"tp": [0.001, -0.5]}}, r"thresholds.tp=-0.5: .* goes from 0, in units of m; give a threshold"),
         ({"points": [[95, 0]]}, "outside the grid"),
         ({"checkpoint": "nowhere"}, "checkpoint nowhere: no such folder"),
         ({"static": "f.nc"}, None),

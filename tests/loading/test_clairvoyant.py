@@ -378,7 +378,7 @@ def test_ranks_have_to_agree_on_data_and_step():
 
     for data, step, message in (
         ((Numbers(), Others()), (0, 0), "ranks have planned different runs"),
-        ((Numbers(), Numbers()), (3, 0), r"ranks stand at steps \[3, 0\]; load the same state on all of them"),
+        ((Numbers(), Numbers()), (3, 0), r"ranks are at steps \[3, 0\]; load the same state on all of them"),
     ):
         gathering, told = Gathering(2), []
 
@@ -398,5 +398,5 @@ def test_a_thread_without_memory_ends_the_loop(monkeypatch):
 
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0) as loader:
         monkeypatch.setattr("ensemble_ml.loading.clairvoyant.mmap", SimpleNamespace(mmap=none))
-        with pytest.raises(UserError, match=r"no 0 MB for a sample \(Cannot allocate memory\); take fewer threads"):
+        with pytest.raises(UserError, match=r"no 0 MB for a sample \(Cannot allocate memory\); use fewer threads"):
             list(loader)

@@ -60,7 +60,7 @@ def test_a_loader_that_has_ended_says_so():
     loader = ClairvoyantLoader(DATA, BATCH, 1, 3, ram=10 * BYTES)
     begun = loader.state_dict()
     assert len(list(loader)) == loader.steps
-    with pytest.raises(UserError, match="has handed out all; make another loader"):
+    with pytest.raises(UserError, match="has handed out all batches; make another loader"):
         loader.load_state_dict(begun)
     with ClairvoyantLoader(DATA, BATCH, 1, 3, ram=10 * BYTES) as closed:
         pass
@@ -145,7 +145,7 @@ def test_starts_and_stops_leave_nothing():
 def test_a_second_loop_is_refused_and_not_empty():
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
         assert sum(1 for _ in loader) == loader.steps and len(loader) == 0
-        with pytest.raises(UserError, match="its 3 epochs have been handed out"):
+        with pytest.raises(UserError, match="one loop gives the batches of all its 3 epochs"):
             next(iter(loader))
         ended = loader.state_dict()
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:

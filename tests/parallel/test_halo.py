@@ -159,7 +159,7 @@ def test_rows_that_are_too_few_to_mirror():
     across = Across(((0, 4),))
     x = torch.arange(12.0).reshape(1, 1, 3, 4)
     assert halo(x, rows, columns, across)[0, 0, :2, 1:-1].tolist() == x[0, 0, [2, 1]].roll(2, 1).tolist()
-    with pytest.raises(UserError, match="axis 2 has 2 points, and what lies beyond its ends is made of 3; take"):
+    with pytest.raises(UserError, match="axis 2 has 2 points, and the padding at its ends is made of 3; take"):
         halo(x[:, :, :2], rows, columns, across)
     with pytest.raises(UserError, match="axis 2 has 1 points"):
         halo(x[:, :, :1], rows, columns, across)
