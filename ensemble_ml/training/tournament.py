@@ -4,9 +4,10 @@ All trainers validate on the same init times, so a tournament compares the score
 computes which trainer takes whose weights. Then each rank of a winner sends weights, moments of the optimizer and the
 varied settings to its counterpart in the losing trainer. Winners keep their state.
 
-The trainer with the smaller (score not finite, score, number of the trainer) wins, so one that has diverged loses. The
-result depends only on the scores, the seed and the number of the tournament, and only losers change. So after a kill, a
-tournament can be held again, even if some trainers already have its result, and ends the same way bit for bit.
+The trainer with the smaller score wins, and one whose score is not finite loses. With equal scores, both keep their
+state. The result depends only on the scores, the seed and the number of the tournament, and only losers change. So
+after a kill, a tournament can be held again, even if some trainers already have its result, and ends the same way bit
+for bit.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def packed(run: Run) -> Tensor:
 
 
 def take_over(run: Run, data: Tensor) -> None:
-    """Take the state that another trainer packed. Own order of dates, init times and number of steps stay."""
+    """Take the state that another trainer packed, but keep the own order of dates, init times and number of steps."""
     state, tensors = run.state, load(data.numpy().tobytes())
     told = json.loads(tensors.pop(_TOLD).numpy().tobytes())
     state.take_over(tensors)
