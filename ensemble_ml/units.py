@@ -1,8 +1,7 @@
-"""Units of files, in the spellings of CF, UDUNITS and GRIB, and the conversion to the units of the registry.
+"""Converts the units of files, in the spellings of CF, UDUNITS and GRIB, to the units of the registry.
 
-Spellings that archives are known to use stand in tables. All others are read as UDUNITS reads them: products and
-quotients of powers of units, with prefixes and numbers. Their scale and their dimensions follow from those of the units
-in them.
+Spellings that archives are known to use are in tables. All others are parsed as by UDUNITS: products and quotients of
+powers of units, with prefixes and numbers. Their scale and dimensions follow from those of their units.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
     ("%", "1"): (1e-2, 0.0),
     ("percent", "1"): (1e-2, 0.0),
 }
-_RATES = {  # (rate, sum) -> factor that makes the sum over a second of a rate
+_RATES = {  # (units of the rate, units of the sum) -> factor: sum over one second = factor * rate
     **{(rate, "m"): 1e-3 for rate in ("kg m-2 s-1", "kg/m2/s", "mm s-1", "mm/s")},
     **{(rate, "m"): 1e-3 / 3600 for rate in ("kg m-2 h-1", "mm h-1", "mm hr-1", "mm/h", "mm/hr")},
     **{(rate, "m"): 1.0 for rate in ("m s-1", "m/s")},
@@ -62,7 +61,7 @@ class Quantity(NamedTuple):
     """A unit as a multiple of the SI's.
 
     Attributes:
-        factor: how many units of the SI one of it is.
+        factor: its size in units of the SI.
         dimensions: its powers of metre, kilogram, second and kelvin.
     """
 
@@ -70,7 +69,7 @@ class Quantity(NamedTuple):
     dimensions: tuple[int, int, int, int]
 
     def by(self, other: Quantity, power: int = 1) -> Quantity:
-        """Return the product with a power of another unit."""
+        """Return the product of this unit and a power of another one."""
         pairs = zip(self.dimensions, other.dimensions, strict=True)
         metre, kilogram, second, kelvin = (own + power * its for own, its in pairs)
         return Quantity(self.factor * other.factor**power, (metre, kilogram, second, kelvin))
@@ -87,12 +86,12 @@ def _times(factor: float, unit: Quantity) -> Quantity:
     return unit._replace(factor=factor * unit.factor)
 
 
-_BASE = {  # units that take prefixes: by their symbol
+_BASE = {  # units that take prefixes, by symbol
     "m": _METRE, "g": _times(1e-3, _KILOGRAM), "s": _SECOND, "K": Quantity(1.0, (0, 0, 0, 1)), "N": _NEWTON,
     "J": _JOULE, "W": _JOULE.by(_SECOND, -1), "Pa": _PASCAL, "bar": _times(1e5, _PASCAL),
     "Hz": Quantity(1.0, (0, 0, -1, 0)),
 }  # fmt: skip
-_NAMES = {  # the same by their names
+_NAMES = {  # their symbols, by name
     "metre": "m", "meter": "m", "gram": "g", "second": "s", "sec": "s", "kelvin": "K", "newton": "N", "joule": "J",
     "watt": "W", "pascal": "Pa", "hertz": "Hz",
 }  # fmt: skip
@@ -104,7 +103,7 @@ _PREFIX_NAMES = {
     "giga": 1e9, "mega": 1e6, "kilo": 1e3, "hecto": 1e2, "deca": 1e1, "deci": 1e-1, "centi": 1e-2, "milli": 1e-3,
     "micro": 1e-6,
 }  # fmt: skip
-_SUMS = {"m": _METRE, "J m-2": _JOULE.by(_METRE, -2)}  # what is summed over time: depths of water, and energy
+_SUMS = {"m": _METRE, "J m-2": _JOULE.by(_METRE, -2)}  # units of sums over time: depth of water, and energy
 _PLAIN_UNITS = {  # units without prefixes
     **dict.fromkeys(("min", "minute"), _times(60.0, _SECOND)),
     **dict.fromkeys(("h", "hr", "hour"), _times(3600.0, _SECOND)),
@@ -123,7 +122,7 @@ _TERM = re.compile(r"(?P<unit>[A-Za-z_\N{MICRO SIGN}]+)(?P<power>[+-]?\d+)?|(?P<
 
 @cache
 def _quantity(text: str) -> Quantity | None:
-    """Return scale and dimensions of units as `_plain` writes them, or None if a word of them is not known."""
+    """Return scale and dimensions of units that `_plain` returned; None if one of their words is not known."""
     found, sign = _ONE, 1
     for word in re.sub(r"\bper\b", "/", text).replace("/", " / ").split():
         if word == "/":
@@ -139,14 +138,14 @@ def _quantity(text: str) -> Quantity | None:
             if named is None:
                 return None
             unit, power = named, int(term["power"] or 1)
-        # As in UDUNITS, a stroke divides by the next unit alone: J/kg K is (J/kg) K.
+        # As in UDUNITS, a slash divides by the next unit alone: J/kg K is (J/kg) K.
         found, sign = found.by(unit, sign * power), 1
     return found
 
 
 def _named(word: str) -> Quantity | None:
     """Return the unit of a symbol or a name, with a prefix or without; None if there is none."""
-    single = word.removesuffix("s") if len(word) > 3 else word  # of names: Pas is no plural of Pa
+    single = word.removesuffix("s") if len(word) > 3 else word  # plural of a name; short words are symbols
     for name in (word, single):
         if name in _BASE or name in _PLAIN_UNITS:
             return _BASE.get(name) or _PLAIN_UNITS[name]
@@ -173,7 +172,7 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
         wanted: units of the registry.
 
     Raises:
-        UserError: `found` is no spelling of `wanted`, and no conversion is known.
+        UserError: `found` is not a spelling of `wanted`, and no conversion is known.
     """
     plain = _plain(found)
     if plain == wanted or plain in _SAME_UNITS.get(wanted, ()):
@@ -181,7 +180,7 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
     if (plain, wanted) in _CONVERSIONS:
         return _CONVERSIONS[plain, wanted]
     scale, target = _quantity(plain), _quantity(wanted)
-    # A number without dimensions may be a fraction of anything, so only the spellings in the tables are taken for one.
+    # A number without dimensions may be a fraction of anything, so only spellings in the tables are accepted for it.
     if scale is not None and target is not None and scale.dimensions == target.dimensions and any(target.dimensions):
         return scale.factor / target.factor, 0.0
     known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
@@ -189,11 +188,11 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
 
 
 def rate_conversion(found: str, wanted: str) -> float | None:
-    """Return the factor that makes of a rate its sum over a second; None if `found` are no units of a rate.
+    """Return the factor in sum over one second = factor * rate; None if `found` are not units of such a rate.
 
     Args:
         found: units of the rate, in any known spelling.
-        wanted: the registry's units of the sum.
+        wanted: units of the sum in the registry.
     """
     plain = _plain(found)
     if (plain, wanted) in _RATES:
@@ -214,8 +213,7 @@ def same_units(one: str, other: str, *, differences: bool = False) -> bool:
     Args:
         one: a spelling.
         other: another spelling.
-        differences: whether values are differences, for which the zero point does not matter and a kelvin equals a
-            degree Celsius.
+        differences: values are differences, so the zero point does not matter, and K and degC are the same.
     """
     if _plain(one) == _plain(other):
         return True

@@ -19,26 +19,28 @@ log = logging.getLogger(__name__)
 
 
 def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
-    """Build the exchange of a run.
+    """Build the exchange of a run. All ranks must call this.
 
-    Losses are parts of the loss of the whole batch, so gradients of ranks add up.
+    The loss of a rank is its part of the loss of the whole batch, so gradients are summed over ranks, not averaged.
 
     Args:
         config: settings of the run.
         session: the ranks of the job.
-        made: for a trial: the list to which new communicators are added, so that they can be closed; nothing is logged.
+        made: a list, to which new communicators are added for the caller to close; None for the run itself. With a
+            list, the exchange is one to time steps with, and nothing is logged.
 
     Raises:
-        UserError: settings do not fit the ranks, or nodes have different numbers of ranks where that matters.
+        UserError: settings do not fit the ranks, or with `optim.hierarchical` the nodes are not alike.
     """
-    # A trial counts no steps that its ranks have not all taken, and a vote of all costs each rank as much.
+    # Steps that are only timed need no quorum: a vote of all ranks costs each rank as much. Without a quorum, `bound`
+    # and `replay` must have their defaults.
     if made is not None:
         config = replace(config, optim=replace(config.optim, quorum="all", bound=10, replay=None))
     if config.optim.hierarchical:
         _refuse_uneven_nodes(session)
 
     def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
-        """Make a communicator among some ranks, and note it if this is a trial."""
+        """Make a communicator among some ranks, and add it to `made`."""
         own = process_group(ranks, topology)
         if own is not None and made is not None:
             made.append(own)
@@ -47,16 +49,16 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
     size, optim = session.world.local_size, config.optim
     exchange = make_exchange(optim, session.topology, local_size=size, connect=connect)
     if made is None and optim.votes and isinstance(exchange, GradientAverage):
-        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision%s"
-        clipped = ", and clip holds their total" if optim.clip and optim.clip_by is ClipBy.bucket else ""
-        log.info(told, optim.exchange.value, clipped)
+        text = "optim.exchange=%s: there is only one group of ranks, so gradients are averaged in full precision%s"
+        clipped = ", and clip bounds their total norm" if optim.clip and optim.clip_by is ClipBy.bucket else ""
+        log.info(text, optim.exchange.value, clipped)
     return exchange
 
 
 def _refuse_uneven_nodes(session: Session) -> None:
-    """Raise a UserError, on all ranks, if nodes have different numbers of ranks.
+    """Raise a UserError, on all ranks, if nodes have different numbers of ranks, or ranks that are not consecutive.
 
-    Each node would then form other groups, and ranks would wait for each other forever.
+    Ranks would then disagree about the groups, and wait for each other forever.
     """
     size, own = session.mesh.world.size, session.world.local_size
     # One sum over ranks shows on every rank whether all numbers are equal, so that all ranks raise the error together.
@@ -64,17 +66,16 @@ def _refuse_uneven_nodes(session: Session) -> None:
     session.mesh.world.all_reduce(sums)
     if int(sums[0]) ** 2 != size * int(sums[1]):  # equal only if all numbers are equal (Cauchy-Schwarz inequality)
         raise UserError(
-            f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
+            f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on the node of rank"
             f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
         )
-    # Equal numbers do not suffice: the ranks of a node must also be consecutive, because groups are made of consecutive
-    # ranks.
+    # The ranks of a node must also be consecutive, because groups are made of consecutive ranks.
     first = session.topology.rank // own * own
     apart = torch.tensor(float(not session.on_one_host([first])), device=session.device)
     session.mesh.world.all_reduce(apart)
     if apart:
         raise UserError(
-            f"optim.hierarchical=true: of {own} ranks in a row, counted as one node, some are on another; set"
+            f"optim.hierarchical=true: of {own} consecutive ranks, taken as one node, some are on another; set"
             " hierarchical=false, or let the launcher fill node by node and give the number of ranks on each"
             " (LOCAL_WORLD_SIZE)"
         )

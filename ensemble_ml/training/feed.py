@@ -29,7 +29,7 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
     Args:
         run: the run.
         folder: the run folder.
-        resumed: the run goes on from a checkpoint.
+        resumed: the run goes on from a checkpoint, so it does not begin with a validation.
 
     Raises:
         UserError: settings do not fit the store.
@@ -52,9 +52,9 @@ def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Sche
 
     Args:
         run: the run.
-        start_step: the first step.
+        start_step: the first step, from 0.
         steps: the step at which to stop.
-        fresh: the run is new, and so begins with a validation.
+        fresh: the run is new, so it begins with a validation.
     """
     config, parts = run.config, run.session.topology.data
     draws = _validation_draws(config, run.reader, run.validation_dates, parts)
@@ -62,7 +62,7 @@ def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Sche
 
 
 def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
-    """Return the samples of a validation, in batches that are dealt out to `parts` of the ranks."""
+    """Return the samples of a validation, grouped into batches that fit a rank where `parts` of them share a batch."""
     members = np.arange(min(config.data.validation_members, reader.most))
     return fixed_draws(reader, dates, members, validation_size(config, parts))
 
@@ -70,17 +70,17 @@ def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int],
 def validation_size(config: TrainConfig, parts: int) -> int:
     """Return the number of dates of a validation batch.
 
-    A rank then holds no more samples than of a training batch, for which memory was planned.
+    It is the number of samples of a training batch that a rank holds, because memory was planned for these.
 
     Args:
         config: settings of the run.
-        parts: number of parts that a batch is divided into.
+        parts: number of parts that a training batch is divided into.
     """
     return -(-config.batch_size // parts)
 
 
 def lane_of(session: Session) -> Lane:
-    """Return the ranks that read the same rows as this one, with a function that gathers bytes from all of them."""
+    """Describe the group of ranks that read the same rows of the grid as this one, with a function to gather bytes."""
     topology, place = session.topology, session.topology.place
     # A rank that shares its rows with nobody has nobody to fetch samples from.
     if topology.data * topology.lon == 1:
@@ -101,7 +101,7 @@ def lane_of(session: Session) -> Lane:
 
 
 def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and of the validation dates, after a check of the settings.
+    """Check the settings, and return the indices of the training and of the validation dates.
 
     Args:
         config: settings of the run.
@@ -125,7 +125,7 @@ def describe(
         config: settings of the run.
         whole: reads the whole grid.
         dates: the result of `checked_dates`.
-        topology: the ranks that are planned for, as seen by a rank of the first rows.
+        topology: the ranks that are planned for, as seen by a rank with the first rows of the grid.
         step: seconds that a training step computes, if known.
         on_host: ranks that share the memory of a host; all of them if 0.
 
@@ -133,9 +133,9 @@ def describe(
         UserError: settings do not fit the store.
     """
     if config.loading.name is LoaderName.torch:
-        return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
+        return "Loading by torch's DataLoader: nothing is planned, and each batch is read when it is needed"
     train, validation = dates
-    # Ranks are planned for that do not run here. So the window of rows comes from the topology, not from the session.
+    # The planned ranks do not run here, so the rows come from the topology, not from a session.
     reader = whole
     if topology.spatial > 1:
         shard = shard_of(whole.spec, topology)
@@ -153,7 +153,7 @@ def describe(
 
 
 def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
-    """Return the file for the picture of a rank's loading, or None."""
+    """Return the file for the picture of a rank's loading; None if `loading.timeline` is not set."""
     wanted = config.loading.timeline
     if wanted is None:
         return None
@@ -165,13 +165,13 @@ def beside(step: float, read: float, loading: LoadingConfig) -> float:
     """Return the seconds from one step to the next.
 
     Args:
-        step: seconds that one rank computes for a step.
-        read: seconds that one thread needs to read a batch.
+        step: seconds that a rank computes in a step.
+        read: seconds that one thread or process needs to read a batch.
         loading: settings of loading, with the number of readers.
 
     Returns:
-        The sum of both if the training thread reads itself; otherwise the longer one, with `read` shared among the
-        readers.
+        Without readers, the sum of both. Otherwise the longer of `step` and `read` / readers, because they read while
+        the rank computes.
     """
     readers = loading.threads if loading.name is LoaderName.clairvoyant else loading.workers
     return max(step, read / readers) if readers else read + step

@@ -1,17 +1,17 @@
-"""Predicts how long the fits before the first step take, from two measured times: of a date, and of a matrix product.
+"""Predicts how long the fits before the first step take, from measured times to read a date and to multiply matrices.
 
     T = [n t + (f + p) / r16 + g / r32 + h / r64] / ranks
 
-    n                samples that are read
-    t                seconds to read one
+    n                samples that are read (a date with M members)
+    t                seconds to read a sample
     f                operations of the linear correction's products of predictors
-    p                operations that train the point network
-    g                operations that correct whole fields
-    h                operations that solve for the linear correction
+    p                operations to train the point network
+    g                operations to correct whole fields
+    h                operations to solve for the linear correction
     r16, r32, r64    operations a second of matrix products here, in bfloat16 (where the CPU has it), float32, float64
     ranks            ranks that share all of it
 
-The counts follow from the settings (`work_of`), and the speeds are measured for some seconds (`predicted_seconds`).
+The counts follow from the settings (`work_of`). Measuring the speeds takes some seconds (`predicted_seconds`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ensemble_ml.training import climate_fit, linear_fit, linear_sums, point_fit
 from ensemble_ml.training.climate_data import Dates, most_dates, spaced
 from ensemble_ml.wording import duration
 
-_BACK_AND_FORTH = 3  # products in training: one forward, and two backward
+_BACK_AND_FORTH = 3  # matrix products a layer in training: one forward, two backward
 _TRIED = 2  # dates that are timed
-_TRIANGLE = 0.6  # fraction of a symmetric product that is computed
+_TRIANGLE = 0.6  # fraction of a symmetric product that `linear_sums` computes
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Work:
     """The amount of work of the fits.
 
     Attributes:
-        samples: samples that are read.
-        sums: operations of the predictors' products with themselves.
-        points: operations of the point network's training.
-        fields: operations that correct whole fields.
-        solved: operations that solve for the linear correction.
+        samples: n, samples that are read.
+        sums: f, operations of the products of predictors.
+        points: p, operations to train the point network.
+        fields: g, operations to correct whole fields.
+        solved: h, operations to solve for the linear correction.
     """
 
     samples: int
@@ -61,7 +61,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         reader: reads the store.
         train: indices of the training dates.
         validation: indices of the validation dates.
-        sizes: numbers of members that the training will show.
+        sizes: numbers of members that training samples have.
     """
     spec, cells = reader.spec, reader.spec.grid.shape[0] * reader.spec.grid.shape[1]
     fields = len(spec.leads_out) * spec.fields
@@ -85,8 +85,8 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         solutions = sum(len(groups) * len(linear_fit.penalties_of(groups)) for groups in levels)
         solved = solutions * ((TERMS * predictors) ** 3 / 3 + 4.0 * (TERMS * predictors) ** 2 * outputs)
         whole = 4.0 * cells * predictors * outputs
-    # The network reads its own points, and is then tried on validation dates. With a truth, its loss needs an error and
-    # a sigma as well.
+    # The point network reads its own points, and is then tried on validation dates. With a truth, its loss needs an
+    # error and a sigma as well.
     first, second = point_shapes(spec).values()
     if first[0]:
         weights = first[0] * first[1] + second[0] * second[1]
@@ -106,7 +106,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
 
 
 def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> float:
-    """Predict how long the fits take, if all ranks are as fast as this process. This measures for some seconds.
+    """Predict how many seconds the fits take if all ranks are as fast as this process. Measuring takes some seconds.
 
     Args:
         reader: reads the store.
@@ -128,7 +128,7 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
 
 
 def _operations_a_second(dtype: torch.dtype) -> float:
-    """Measure the speed of products of matrices about as large as those of the fits."""
+    """Measure the operations a second of a product of matrices about as large as those of the fits."""
     a, b = torch.rand(1024, 2048).to(dtype), torch.rand(2048, 1024).to(dtype)
     a @ b  # the first call also allocates memory and chooses a kernel
     taken = []
@@ -149,5 +149,5 @@ def describe_fits(reader: Reader, work: Work, ranks: int, members: int) -> str:
         members: number of members of a sample.
     """
     seconds = predicted_seconds(reader, work, ranks, members)
-    share = f", each with its part of the dates, over {ranks} ranks as fast as this process" if ranks > 1 else ""
+    share = f" on {ranks} ranks as fast as this process, each with its part of the dates" if ranks > 1 else ""
     return f"Fits before the first step: about {duration(seconds)}{share}; kept for other runs in OUTPUT/.fits"

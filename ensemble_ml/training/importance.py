@@ -1,14 +1,14 @@
-"""What a model loses with channels and hidden units, for compaction (`training.compact`).
+"""Measures the importance of channels and hidden units, by which compaction chooses what to cut (`training.compact`).
 
-A channel, or hidden unit, has the importance
+The importance of a channel or hidden unit c is (Molchanov et al. 2019, doi:10.1109/CVPR.2019.01152)
 
-    I_c = mean over batches of (sum over its weights of theta dL / dtheta)^2
+    I_c = mean over training batches of (sum over its weights theta of theta dL / dtheta)^2
 
-of the averaged weights on training batches (Molchanov et al. 2019, doi:10.1109/CVPR.2019.01152).
+    L   the loss, with the weights that predict
 
-The last layer of the point network is linear, so it is refitted by ridge regression to the outputs of the whole
-network. The second moments of the hidden units say beforehand what that leaves of the error, so the importance of the
-units that go is multiplied by this share.
+After a cut, the last layer of the point network, which is linear, is refitted by ridge regression to the outputs of the
+whole network. The second moments of the hidden units give the share of the error that a refit leaves. The importance of
+the hidden units that are cut is multiplied by this share.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from ensemble_ml.models.points import PointNetwork, apply_first
 from ensemble_ml.training.assemble import Run
 
 BATCHES = 16  # training batches that importance is measured on
-_STRIDE = 4  # every such point of these gives second moments of hidden units
-_RIDGE = 1e-5  # of the mean second moment of hidden units
+_STRIDE = 4  # second moments are summed over every fourth point of these batches
+_RIDGE = 1e-5  # ridge, relative to the mean second moment of hidden units
 
 
 @dataclass(frozen=True)
 class Importance:
-    """What a model loses with channels and hidden units.
+    """The importance of a model's channels and hidden units.
 
     Attributes:
-        terms: importance of each channel or unit, by group.
-        moments: (H + 1, H + 1) mean products of hidden units of the point network and the constant; None without one.
+        terms: importance of each channel or unit, by group (`models.compact`).
+        moments: (H + 1, H + 1) products of the H hidden units of the point network and the constant 1, summed over
+            points; None without a point network.
     """
 
     terms: dict[str, Tensor]
     moments: Tensor | None
 
     def kept(self, name: str, size: int) -> list[int]:
-        """Return the indices of the most important channels of a group, in their order."""
+        """Return the indices of the `size` most important channels or units of a group, ascending."""
         return sorted(self.terms[name].topk(size).indices.tolist())
 
     def lost(self, model: EnsembleModel, name: str, size: int) -> float:
-        """Return the importance of what goes with a cut of a group, less what a refit makes up for."""
+        """Return the importance that a cut of a group to `size` loses, after the refit of the point network."""
         terms = self.terms[name]
         gone = float(terms.sum() - terms.topk(size).values.sum())
         if self.moments is None or model.points is None or name != POINTS or size == len(terms):
@@ -60,13 +61,13 @@ def measure_importance(run: Run, model: EnsembleModel) -> Importance:
 
     Args:
         run: the run of the model.
-        model: the model.
+        model: the model of the run, with the weights that predict.
     """
     every = groups(model.spec, model.state_dict())
     sums = {name: torch.zeros(group.size, device=run.device) for name, group in every.items()}
     with _second_moments(model.points) as moments:
         tensors: dict[str, Tensor] = dict(model.named_parameters())
-        # The weights of the point network are buffers, which no step of training changes.
+        # The weights of the point network are buffers, because training does not change them.
         fitted = {} if model.points is None else {f"{POINTS}.{k}": v for k, v in model.points.named_buffers()}
         fitted = {key: fitted[key].requires_grad_() for key in (f"{POINTS}.first", f"{POINTS}.second") if key in fitted}
         tensors |= fitted
@@ -94,15 +95,15 @@ def _terms(group: Group, tensors: Mapping[str, Tensor], gradients: Mapping[str, 
 
 @contextmanager
 def _second_moments(network: PointNetwork | None) -> Iterator[list[Tensor]]:
-    """Sum up the products of hidden units, and of the constant, of all that a network computes within the context.
+    """Sum the products of hidden units and the constant over all passes of a network within the context.
 
     Yields:
-        A list, which holds the sum after the first pass.
+        A list, empty until the first pass; then its only item is the sum (H + 1, H + 1).
     """
     found: list[Tensor] = []
 
     def add(module: PointNetwork, inputs: tuple[Tensor]) -> None:
-        """Add the products at some points of a strip."""
+        """Add the products at every fourth point of one call of the network."""
         with torch.no_grad():
             points = inputs[0].flatten(2)[..., ::_STRIDE].float()
             hidden = apply_first(module.first.float(), points).movedim(1, 0).flatten(1).double()
@@ -118,17 +119,17 @@ def _second_moments(network: PointNetwork | None) -> Iterator[list[Tensor]]:
 
 
 def refitted(second: Tensor, moments: Tensor, kept: list[int]) -> tuple[Tensor, float]:
-    """Fit the last layer of a network of points to the outputs of the whole network, from some of its hidden units.
+    """Fit the last layer of a point network with fewer hidden units to the outputs of the whole network.
 
-    With G the second moments and S what is kept, W' = W G_S (G_SS + ridge)^-1.
+    With S the kept units and the constant, and I the unit matrix: W' = W G_S (G_SS + ridge I)^-1.
 
     Args:
         second: (O, H + 1) the last layer W.
-        moments: (H + 1, H + 1) the second moments G.
+        moments: (H + 1, H + 1) the second moments G, up to a factor.
         kept: indices of hidden units; the constant is always kept.
 
     Returns:
-        (O, kept + 1) the new layer, and the error that it leaves, as a share of what the cut alone leaves.
+        (O, kept + 1) the new layer W', and its squared error as a share of that without a refit.
     """
     chosen = torch.tensor([*kept, len(moments) - 1], device=moments.device)
     weights, inner = second.double(), moments[chosen][:, chosen]
@@ -136,7 +137,7 @@ def refitted(second: Tensor, moments: Tensor, kept: list[int]) -> tuple[Tensor, 
     fitted = torch.linalg.solve(inner + ridge, moments[chosen] @ weights.T).T
 
     def error(layer: Tensor) -> Tensor:
-        """Return the sum of squared differences to the outputs of the whole network."""
+        """Return the sum of squared differences from the outputs of the whole network."""
         difference = weights.index_add(1, chosen, -layer)
         return ((difference @ moments) * difference).sum()
 

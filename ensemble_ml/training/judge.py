@@ -1,4 +1,4 @@
-"""Scores of a run's validation dates, as its model would predict them now, and what is measured on these dates."""
+"""Scores of the present model of a run on its validation dates, and calibration factors measured on these dates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ensemble_ml.training.widths import widths_by_size
 
 
 class Judge:
-    """The scores of one run. All ranks of a model call the same methods together.
+    """The validation of one run. All ranks of a model must call the same methods together.
 
     Args:
         run: the run.
@@ -36,7 +36,7 @@ class Judge:
 
         Raises:
             NotFiniteForecast: a forecast is not finite.
-            UserError: memory does not suffice.
+            UserError: there is not enough memory.
         """
         with self.state.predicting() as model, told_of_memory(self.setup.config, self.session):
             size = self.setup.reader.full_size
@@ -55,37 +55,42 @@ class Judge:
         """Measure the calibration factors for other numbers of members. If none can be measured, the old ones stay.
 
         Args:
-            anew: also measure where it was done at this step, for the weights have changed since.
+            anew: measure again even if this was done at this step, because weights may have changed since.
+
+        Raises:
+            NotFiniteForecast: a forecast is not finite.
+            UserError: there is not enough memory.
         """
         if self._sized == self.state.step and not anew:
             return
         run = self.setup
-        given = self.setup.config.data, run.reader, run.validation_dates
-        found = widths_by_size(*given, self._batches_by_size, self._scores_by_size)
-        self.state.by_size, self._sized = found or self.state.by_size, self.state.step
+        widths = widths_by_size(
+            run.config.data, run.reader, run.validation_dates, self._batches_by_size, self._scores_by_size
+        )
+        self.state.by_size, self._sized = widths or self.state.by_size, self.state.step
 
     def _batches(self, loader: RunLoader | None) -> Iterator[Batch]:
-        """Yield the batches of the validation dates, from the loader if it is open."""
+        """Yield this rank's batches of the validation dates, from the loader if there is one."""
         run = self.setup
         if loader is not None:
             yield from map(self.moved, loader.validation(self.state.step))
         else:
-            members = np.arange(min(self.setup.config.data.validation_members, run.reader.most))
-            size = validation_size(self.setup.config, run.share[1])
+            members = np.arange(min(run.config.data.validation_members, run.reader.most))
+            size = validation_size(run.config, run.share[1])
             batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
             yield from map(self.moved, batches)
         self._help_others(len(run.validation_dates))
 
     def _batches_by_size(self, dates: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-        """Yield batches of some dates, for each of several numbers of members."""
+        """Yield this rank's batches of some dates for each of several numbers of members, as (members, batch)."""
         run = self.setup
-        size = validation_size(self.setup.config, run.share[1])
+        size = validation_size(run.config, run.share[1])
         yield from batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
         for _ in sizes:
             self._help_others(len(dates))
 
     def _help_others(self, dates: int) -> None:
-        """Gather sharded weights once more if other ranks have another batch of `dates` and this one has none."""
+        """Take part in gathering sharded weights while other ranks score one more batch of `dates` than this one."""
         which, parts = self.setup.share
         batches = -(-dates // validation_size(self.setup.config, parts))
         model = self.state.model

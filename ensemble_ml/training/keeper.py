@@ -1,11 +1,11 @@
-"""The asynchronous writer of checkpoints: tensors are copied at once, and a thread of each rank writes them to disk.
+"""Writes checkpoints asynchronously: tensors are copied at once, and a thread of each rank writes them to disk.
 
-Every rank writes its files into a folder that has a temporary name until it is whole. The files are synced to disk and
-hashed. Then rank 0 renames the folder and changes the links one by one.
+Every rank writes its files into a folder that has a temporary name until it is complete. The files are synced to disk
+and hashed. Then rank 0 renames the folder and changes the links one by one.
 
-If ranks have tensors of their own (momenta under votes), the renaming waits until all ranks have written. Each reports
-this as one more number in the sum over ranks that every step makes. So no step waits for a disk, and the thread that
-writes takes no part in collectives. Only before the next checkpoint and at the end do all ranks wait for the disk.
+If ranks have tensors of their own, such as momenta under votes, rank 0 renames only after all ranks have written. Each
+rank reports this as one more number in the sum over ranks that every step makes. So no step waits for a disk, and the
+writing threads take no part in collectives. All ranks wait for the disk only before the next checkpoint and at the end.
 
 Files are safetensors and JSON. Reading them runs no code; reading the pickled metadata of torch.distributed.checkpoint
 would.
@@ -59,13 +59,13 @@ class Snapshot:
 
     Attributes:
         step: the step.
-        state_dict: weights and buffers; tensors that nobody will change. Empty on ranks other than the first.
-        training: what a resumed run needs besides. Empty on ranks other than the first.
+        state_dict: weights and buffers, as tensors that nothing changes later. Empty on ranks other than the first.
+        training: other tensors that a resumed run needs. Empty on ranks other than the first.
         meta: contents of checkpoint.json, with `spec` (`ModelSpec.to_json`); format, step and hashes are added.
-        own: tensors of this rank alone; None, on all ranks, if they have none.
-        best: the link `best` shall lead here.
-        before: the tournament that follows the step is still to come. Such a checkpoint has a folder of its own, beside
-            which that of the state after the tournament can be written.
+        own: tensors of this rank alone; None on all ranks if no rank has any.
+        best: let the link `best` point to this checkpoint, too.
+        before: this is the state before the tournament at this step. Its folder has another name than that of the state
+            after the tournament.
     """
 
     step: int
@@ -83,11 +83,18 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint that needs one rank alone, and let `last` (and `best`) lead to it.
+    """Write a checkpoint without tensors of single ranks, and let `last` (and `best`) point to it.
 
     Args:
         folder: the folder of checkpoints.
         snapshot: contents of the checkpoint.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        OSError: the checkpoint cannot be written.
+        UserError: the folder already has a checkpoint of this step with other weights.
     """
     partial = _partial(folder, snapshot)
     shutil.rmtree(partial, ignore_errors=True)
@@ -96,7 +103,7 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
 
 @dataclass(eq=False)
 class _Pending:
-    """A checkpoint that is being written, and the job of the thread that writes it."""
+    """A checkpoint that is being written, and the task of the thread that writes it."""
 
     snapshot: Snapshot
     job: Future[dict[str, str]] | Future[Path] | None
@@ -109,8 +116,8 @@ class Keeper:
         folder: the folder of checkpoints.
         world: all ranks that train these weights.
         minutes: longest time between checkpoints, by the first rank's clock; 0 for no limit.
-        meet: returns when all ranks have called it, however long a disk takes. The default is a barrier, which gives up
-            after some time.
+        meet: returns when all ranks have called it, however long a disk takes. The default is a barrier, which has a
+            timeout.
     """
 
     def __init__(
@@ -139,7 +146,7 @@ class Keeper:
 
     @property
     def done(self) -> bool:
-        """Return True if this rank has written everything it was given."""
+        """Return True if this rank has written all of its files."""
         pending = self._pending
         return pending is None or pending.job is None or pending.job.done()
 
@@ -150,7 +157,8 @@ class Keeper:
             snapshot: contents of the checkpoint.
 
         Raises:
-            OSError: this checkpoint or the previous one cannot be written, for example because the disk is full.
+            OSError: the previous checkpoint or the new folder cannot be written, for example because the disk is full.
+            UserError: the previous checkpoint exists already, with other weights.
         """
         self.finish()
         partial = _partial(self.folder, snapshot)
@@ -158,7 +166,7 @@ class Keeper:
             shutil.rmtree(partial, ignore_errors=True)  # left by an earlier attempt at the same step
             partial.mkdir(parents=True)
         if snapshot.own is not None:
-            self._world.barrier()  # no rank may write before the first rank has removed the old folder and made the new
+            self._world.barrier()  # no rank may write before the first rank has made the new folder
             own = snapshot.own  # a rank that need not keep its tensors has none to copy
             snapshot = replace(snapshot, own=replace(own, tensors=copies(own.tensors) if own.keep else {}))
         self._pending = _Pending(snapshot, self._submit(partial, snapshot))
@@ -168,10 +176,11 @@ class Keeper:
         """Rename the folder once every rank has written. Call this after every step.
 
         Args:
-            all_done: every rank has written its files; all ranks must have agreed on it.
+            all_done: every rank has written its files; the value must be the same on all ranks.
 
         Raises:
             OSError: the checkpoint cannot be written.
+            UserError: it exists already, with other weights.
         """
         pending = self._pending
         if self._renaming is not None and self._renaming.done():
@@ -186,10 +195,11 @@ class Keeper:
         self._rename(pending)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole. All ranks must call this at once.
+        """Wait until the last checkpoint is complete. All ranks must call this together.
 
         Raises:
             OSError: the checkpoint cannot be written.
+            UserError: it exists already, with other weights.
         """
         pending = self._pending
         if pending is not None:
@@ -206,13 +216,12 @@ class Keeper:
         self._meet()
 
     def close(self) -> None:
-        """Let the thread finish what it was given, and end it; also for a run that ends with an error."""
+        """End the thread once it has written what it was given. Call this also if the run ends with an error."""
         self._threads.shutdown()
 
     def _submit(self, partial: Path, snapshot: Snapshot) -> Future[dict[str, str]] | Future[Path] | None:
-        """Give the writing of a checkpoint to the thread; None on ranks that have nothing to write."""
-        # Nothing is kept apart: the first rank writes, renames and changes the links in one go, and nobody has to
-        # agree.
+        """Let the thread write a checkpoint. Return its task, or None on ranks that have nothing to write."""
+        # If no rank has tensors of its own, the first rank writes and renames without waiting for the others.
         if snapshot.own is None:
             return self._threads.submit(save_checkpoint, self.folder, snapshot) if self._first else None
         return self._threads.submit(_write_part, partial, snapshot, self._first)
@@ -275,8 +284,8 @@ def _os_error(error: SafetensorError, file: Path) -> OSError:
 def _other(final: Path, files: Mapping[str, str]) -> bool:
     """Return True if a checkpoint holds other tensors than `files`.
 
-    Only the common files are compared. A run that is stopped at a step may write its checkpoint twice, and then perhaps
-    the tensors of single ranks for the first time.
+    Only the common files are compared: a run that is stopped may write the checkpoint of its last step a second time,
+    and only then with the tensors of single ranks.
     """
     there = json.loads((final / META).read_text())["files"]
     return any(there.get(name) != files[name] for name in (MODEL, TRAINING))
@@ -297,13 +306,13 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
     sync(partial)
     if final.exists() and not is_target(folder, final.name):
         shutil.rmtree(final)  # left by a run that died between the rename and the change of the link
-    # A step that is there already, and that a link leads to, is kept if it holds the same tensors.
+    # A checkpoint that a link points to is kept if it holds the same tensors.
     if not final.exists():
         os.rename(partial, final)
     elif _other(final, files):
         raise UserError(
-            f"checkpoint {final}: is there, with other weights: another process trains in this run; stop one of them,"
-            " and choose another run=NAME for it"
+            f"checkpoint {final}: exists already, with other weights: another process trains in this run; stop one of"
+            " them, and choose another run=NAME for it"
         )
     sync(folder)
     for link in ("last", "best") if snapshot.best else ("last",):

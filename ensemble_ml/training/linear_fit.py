@@ -1,9 +1,10 @@
 """Fits the linear correction of `models.linear` to the training dates: ridge regression in closed form.
 
-The weights W of the latitude basis functions are fitted in three steps: one W for all functions; what two functions
-that lie as far from the equator add to it; what each of them adds. Each step is fitted to what the one before leaves,
-and a point counts by the value of the basis functions there. So a function gets weights of its own only as far as its
-dates support them. The sums of all functions are those of the globe.
+The weights W of the latitude basis functions are fitted in three steps: one W for all functions; then what each pair of
+functions at the same distance from the equator adds to it; then what each function adds. Each step is fitted to the
+residuals of the step before, and a point has the value of the basis function there as a weight. So a function gets
+weights of its own only as far as its dates support them. Basis functions add up to one, so their sums over points add
+up to those over the globe.
 
 Targets, in typical spreads:
 
@@ -11,17 +12,17 @@ Targets, in typical spreads:
     spread    S - s1
 
     y     truth
-    m     mean of M members; a few ensemble sizes M < N are shown at once
+    m     mean of M members; up to three ensemble sizes M are fitted at once
     S     spread of all N members
     s1    the spread that is expected of all members (`models.features`)
 
-A point counts by its area over the square of how large the spread is on that date at that point, all fields together,
-because errors are as large as the spread. This is generalised least squares (Aitken 1935,
-doi:10.1017/S0370164600014346), and it is close to what the CRPS asks for as well.
+The weight of a point is its area over the square of the relative spread there on that date, one number for all fields
+(`linear_sums.relative_spread`), because errors grow with the spread. This is generalised least squares (Aitken 1935,
+doi:10.1017/S0370164600014346), and comes close to a fit by the CRPS.
 
-Predictors are standardised. Each output takes, from a list, the penalty with the smallest such error on the validation
-dates, or no correction at all. Without validation dates, a fifth of the training dates is held out for this. Where a
-target is partly missing, the missing part is taken to be like the rest.
+Predictors are standardised. Each output takes the penalty of a list, or no correction at all, by the smallest weighted
+squared error on the validation dates. Without validation dates, a fifth of the training dates is held out for this.
+Where a target is partly missing, the missing part is assumed to be like the rest.
 
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
 channel at one of nine offsets), N basis function, Y latitude, X longitude.
@@ -51,20 +52,20 @@ log = logging.getLogger(__name__)
 
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # for what single basis functions add
-VALIDATION_DATES = 40
+VALIDATION_DATES = 40  # most dates to choose penalties by
 FEWEST_DATES = 10  # with fewer dates there is no fit; a fifth of them may be held out
 _TINY = 1e-12
 
 
 def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
-    """Refuse a linear correction whose sums would take more than half of the memory.
+    """Refuse a linear correction if the sums of its fit would take more than half of the memory.
 
     Args:
         spec: variables, leads and grid.
         on_host: ranks on this host; each of them holds the sums.
 
     Raises:
-        UserError: memory is too small.
+        UserError: the sums need more.
     """
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
@@ -81,7 +82,8 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
     """Return the climatological mean: the mean over dates of the mean of all members, (T, F, Y, X).
 
-    A point that never has a value gets the mean of its field, because some members may have a value there.
+    A point without a value on all dates gets the area mean of its field, because single members may have a value there.
+    A field without any value is zero.
 
     Args:
         dates: reads dates.
@@ -102,16 +104,16 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
 def fit_linear(
     start: Start, dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], targets: Targets
 ) -> None:
-    """Fit the weights of the linear correction.
+    """Fit the weights of the linear correction. With too few dates they stay as they are, which is logged.
 
     Args:
         start: the model's start, whose linear correction is changed in place.
         dates: reads dates.
         train: indices of the training dates.
         validation: indices of the validation dates.
-        sizes: numbers of members that the training will show.
-        targets: from a date, its sample and M to the errors of mean and spread to explain, (T, F, Y, X) each, NaN where
-            absent.
+        sizes: numbers of members that training samples have.
+        targets: returns from a date, its sample and M the errors of mean and spread to predict, (T, F, Y, X) each in
+            physical units, NaN where absent.
     """
     # Validation dates without a target cannot choose a penalty. Then training dates are held out instead.
     asked = telling(dates, targets, validation)
@@ -120,7 +122,7 @@ def fit_linear(
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
     rows = Rows(start, dates, targets, train)
-    # Three ensemble sizes suffice for two terms in 1/M, and each size costs another pass over the dates.
+    # Three ensemble sizes suffice to fit two terms in 1/M, and each size costs another pass over the dates.
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     # With 1/M centred, the first term is the correction at a middle size, and the second is its change with M.
     centre = float(np.mean([1 / size for size in shown]))
@@ -140,18 +142,19 @@ def fit_linear(
     known = before > 0
     parts = zip(gain.chunk(KINDS), known.chunk(KINDS), strict=True)
     mean, spread = (100 * float(part[there].mean().nan_to_num()) for part, there in parts)
-    told = "linear correction: weighted RMSE on %s %.1f %% (mean), %.1f %% (spread) lower"
-    log.info(told, dates_called(asked), mean, spread)
+    text = "linear correction: weighted RMSE on %s %.1f %% (mean), %.1f %% (spread) lower"
+    log.info(text, dates_called(asked), mean, spread)
 
 
 def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Sequence[int] = range(KINDS)) -> np.ndarray:
-    """Return the dates to choose by: the validation dates, or none if they lack one of the targets altogether.
+    """Return the validation dates if penalties or fractions can be chosen by them, and otherwise no dates.
 
-    The spread is not asked for if the validation uses all members: then no date has a target for it.
+    They can if each target exists somewhere on them. The spread is not needed if the validation uses all members,
+    because no date has a target for it then.
 
     Args:
         dates: reads dates.
-        targets: as in `fit_linear`.
+        targets: returns the errors to predict, as in `fit_linear`.
         validation: indices of the validation dates.
         kinds: the targets that are needed: 0 for the mean, 1 for the spread.
     """
@@ -184,19 +187,19 @@ def penalties_of(groups: list[list[int]]) -> Sequence[float]:
 def _refine(
     found: Tensor, rows: Rows, sums: Sums, groups: list[list[int]], validation: np.ndarray, centre: float
 ) -> Tensor:
-    """Add to `found` (N, TERMS * K, O) what each group of basis functions takes of what is left.
+    """Fit each group of basis functions to what `found` (N, TERMS * K, O) leaves, and add the result to it.
 
-    All functions of a group have had the same weights so far.
+    All functions of a group have the same weights before and after.
 
     Returns:
-        Squared errors (group, 1 + penalty, O) on the validation dates.
+        Weighted squared errors (group, 1 + penalty, O) on the validation dates.
     """
     penalties = penalties_of(groups)
     candidates = []
     for group in groups:
-        added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # outputs without targets in these rows stay
+        added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # outputs without targets stay zero
         for gram, right, known in sums.of(group):
-            # What the coarser groups explain is taken off the sums. No date has to be read again.
+            # Subtracted from the sums, the weights so far leave the residuals' sums, without reading a date again.
             left = right[:, known] - gram @ found[group[0]][:, known].double()
             added[..., known] = _solutions(gram, left, penalties, rows.dates.team)
         candidates.append(added)
@@ -213,10 +216,9 @@ def _refine(
 def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Team) -> Tensor:
     """Return coefficients for no correction at all, then for each penalty, float32.
 
-    Predictors are brought to the same size first, so that one penalty suits all. Each rank solves for some of the
-    penalties.
+    Each rank solves for some of the penalties.
     """
-    # Brought to unit diagonal, so that a penalty is a fraction of each predictor's own variance.
+    # Predictors are scaled to variance one, so that a penalty is a fraction of each predictor's own variance.
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
@@ -237,8 +239,8 @@ def _taken(candidates: Tensor, best: Tensor) -> Tensor:
 def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
     """Return the best candidate of each output by its errors (1 + penalty, O).
 
-    An output that the dates to choose by lack gets the candidate that most outputs of its kind take. If all of its kind
-    are lacking, it gets a middle penalty.
+    An output without a target on the validation dates gets the candidate that most outputs of its kind (mean or spread)
+    take. If no output of its kind has a target, it gets the middle penalty.
     """
     found = []
     for part in errors.chunk(KINDS, 1):
@@ -252,7 +254,7 @@ def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
 def _errors(
     rows: Rows, date: int, candidates: Sequence[Tensor], groups: list[list[int]], found: Tensor, centre: float
 ) -> Tensor:
-    """Return squared errors (group, candidate, O) on a date, of what each group may add to `found`."""
+    """Return weighted squared errors (group, candidate, O) on a date, with each candidate added to `found`."""
     members = rows.dates.members
     near, wanted, there, _ = rows(date, members)
 

@@ -1,7 +1,7 @@
-"""The sums from which the linear correction is solved (`training.linear_fit`).
+"""Computes the sums from which the linear correction is solved (`training.linear_fit`).
 
-They are products of predictors with themselves and with the targets, summed over points of all training dates, as
-several ensemble sizes show them.
+They are products of predictors with themselves and with the targets, summed over points of all training dates, for each
+of up to three ensemble sizes.
 
 Axes: O output, P point, K predictor (a channel at one of nine offsets), N latitude basis function, T lead, F field,
 C channel, Y latitude, X longitude.
@@ -25,9 +25,9 @@ from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.start import Start
 from ensemble_ml.training.climate_data import Dates, Sample
 
-SIZES = 3  # most ensemble sizes
-_MOST_OPERATIONS = 2e13  # bound on the arithmetic of the sums: on large grids, they take a random part of the points
-_MANY_OPERATIONS = 1e11  # from so many on, the speed of bfloat16 is worth its rounding of predictors
+SIZES = 3  # most ensemble sizes that are fitted at once
+_MOST_OPERATIONS = 2e13  # bound on the operations of the sums: on large grids they take random points of each date
+_MANY_OPERATIONS = 1e11  # above this, predictors are rounded to bfloat16, which is faster
 _BLOCKS = 6  # a product with itself is symmetric, so its columns are computed for this many blocks of rows one by one
 _CHOICES = 4  # most choices of a date's members: the first members, then random ones
 _LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others
@@ -37,12 +37,12 @@ Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
 
 
 class Rows:
-    """A source of predictors and targets of single dates, in the mirror south of the equator (`models.linear`).
+    """A source of predictors and targets of single dates, mirrored south of the equator (`models.linear`).
 
     Args:
         start: the model's start, whose linear correction is fitted.
         dates: reads dates.
-        targets: returns the errors to explain (see `linear_fit.fit_linear`).
+        targets: returns the errors to predict (see `linear_fit.fit_linear`).
         train: indices of the training dates.
     """
 
@@ -50,7 +50,7 @@ class Rows:
         assert start.linear is not None
         self.start, self.linear, self.dates, self.targets = start, start.linear, dates, targets
         grid = dates.spec.grid
-        # Roots, because predictors and targets are both multiplied by them, and their products get the whole weight.
+        # Roots of the weights: predictors and targets are both multiplied by them, so their products get the weights.
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
         self.bands = self.linear.bands[..., 0]  # (N, Y)
@@ -61,9 +61,9 @@ class Rows:
     def __call__(
         self, date: int, members: int, chosen: np.ndarray | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return predictors and targets of a date as M members show it.
+        """Return predictors and targets of a date from M of its members.
 
-        Each is multiplied by the root of what its point counts for.
+        Both are multiplied by the root of the weight of their point.
 
         Args:
             date: index of the date.
@@ -71,7 +71,7 @@ class Rows:
             chosen: positions of the members; None for the first ones.
 
         Returns:
-            Predictors (K, P), targets (O, P), which targets exist (O, P), and the roots (P,).
+            Predictors (K, P) and targets (O, P) in typical spreads, which targets exist (O, P), and the roots (P,).
         """
         sample = self.dates.of(members).sample(int(date), chosen)
         at = self._at(int(date))
@@ -86,7 +86,7 @@ class Rows:
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> list[np.ndarray | None]:
-        """Return the choices of members of a date that the sums take.
+        """Return the choices of a date's members with which it enters the sums.
 
         Args:
             date: index of the date.
@@ -118,7 +118,7 @@ class Rows:
         return found
 
     def _at(self, date: int) -> Tensor:
-        """Return which points of a date are taken, row by row, so that those of a basis function are neighbours."""
+        """Return which points of a date the sums take, row by row, so that those of a basis function are contiguous."""
         if self.points == len(self.weights):
             return torch.arange(self.points)
         # The points are drawn by the date's own seed, so that all ensemble sizes see the same points of a date.
@@ -127,21 +127,21 @@ class Rows:
 
 
 def relative_spread(heads: Heads, sample: Sample, members: int) -> Tensor:
-    """Return how large the prior spread is relative to s_clim: the geometric mean over leads and fields, (Y, X).
+    """Return the ratio of the prior spread to s_clim, as a geometric mean over leads and fields, (Y, X).
 
     Args:
         heads: hold s_clim and k.
         sample: a date; a field without a value counts as if it had the climatological spread.
         members: M.
     """
-    # The prior spread is used, because with one member there is no other, and with two it hardly says anything.
+    # The prior spread is used, because one member has no spread of its own, and that of two members is mostly noise.
     s0 = heads.base_spread(*sample.batch(members)[1:3])[0]
     ratio = (s0 / heads.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
     return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
 
 
 def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]:
-    """Return how much of each date the sums take.
+    """Return how many choices of members and how many points of each date the sums take.
 
     Args:
         cells: Y X, points of the grid.
@@ -149,10 +149,10 @@ def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]
         dates: number of training dates.
 
     Returns:
-        How many choices of a date's members, how many points of each, and the operations that all this takes.
+        Choices of a date's members, points of each choice, and operations of the sums over all dates.
     """
-    budget = _MOST_OPERATIONS / (2 * predictors**2 * SIZES * dates)  # points of a date; each is under two functions
-    choices = int(min(_CHOICES, max(1, budget // cells)))  # new points are worth more than new choices of members
+    budget = _MOST_OPERATIONS / (2 * predictors**2 * SIZES * dates)  # points a date; two functions overlap at each
+    choices = int(min(_CHOICES, max(1, budget // cells)))  # more points help more than more choices
     points = int(min(cells, max(1, budget / choices)))
     return choices, points, _MOST_OPERATIONS / budget * points * choices
 
@@ -167,7 +167,7 @@ def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
     columns, wide = padded.shape[2] - 2, padded.shape[2]
     corner = at // columns * wide + at % columns
     offsets = torch.tensor([row * wide + column for row in range(3) for column in range(3)])
-    near = padded.flatten(1).index_select(1, (offsets[:, None] + corner).flatten())  # takes a sixth of indexing's time
+    near = padded.flatten(1).index_select(1, (offsets[:, None] + corner).flatten())  # six times as fast as indexing
     return near.view(len(offsets) * len(padded), -1)
 
 
@@ -175,13 +175,13 @@ def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
 class Sums:
     """The sums for each ensemble size and latitude basis function.
 
-    A target that exists at some points counts as if it existed at all; one that exists nowhere gives zeros.
+    If a target exists at some points only, its sums are scaled up to all points. If it exists nowhere, they are zero.
 
     Attributes:
         terms: (size, TERMS): 1, and 1/M - centre.
         gram: (size, N, K, K) products of predictors with themselves.
         right: (size, N, K, O) products of predictors with targets.
-        weight: (size, N) what the points count for.
+        weight: (size, N) sums of the weights of the points.
     """
 
     terms: Tensor
@@ -190,18 +190,17 @@ class Sums:
     weight: Tensor
 
     def of(self, group: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the sums of a group of basis functions, for outputs whose targets exist in the same ensemble sizes.
+        """Yield the sums of a group of basis functions, once for all outputs that have targets at the same sizes.
 
         Args:
             group: the functions.
 
         Yields:
-            Products of predictors times each of the terms with themselves (TERMS K, TERMS K), and with the targets
-            (TERMS K, O); and which outputs these are, (O,).
+            For predictors times each of the terms: their products with themselves (TERMS K, TERMS K) and with the
+            targets (TERMS K, O); and which of all outputs have targets at these sizes, (O,).
         """
         weight, cross = self.weight[:, group], self.right[:, group]
-        # A basis function without any target counts neither in the sums nor in the weights. What is left is scaled up
-        # to all of the group.
+        # If some basis functions of the group have no target, the sums of the others are scaled up to the whole group.
         share = (weight[..., None] * cross.any(2)).sum(1) / weight.sum(1)[:, None]  # (size, O)
         cross = cross.sum(1) / share.clamp(min=_TINY)[:, None]
         for sizes in (share > 0).unique(dim=1).T:
@@ -220,12 +219,12 @@ class Sums:
 
 
 def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> Sums:
-    """Compute the sums over dates.
+    """Compute the sums over the training dates of all ranks.
 
     Args:
         rows: predictors and targets.
         train: indices of the training dates.
-        sizes: ensemble sizes; each date is seen by all of them.
+        sizes: ensemble sizes M; each date enters the sums once for each of them.
         centre: mean of 1/M over these.
     """
     outputs, channels = rows.linear.weight.shape[2:4]
@@ -237,16 +236,15 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
         torch.zeros(len(sizes), count, predictors, outputs, dtype=torch.float64),
         torch.zeros(len(sizes), count, dtype=torch.float64),
     )
-    # Where a variable has no value, its predictors are zero and its target is absent. A product of a predictor with a
-    # target is scaled up from the points at which both exist to all points of the predictor. A product of two
-    # predictors runs over the points of both. That is not exact if a target is absent while a masked predictor and
-    # another one are correlated.
+    # Where a variable has no value, its predictors are zero and its target is absent. Products of a predictor with a
+    # target are scaled up from the points at which both exist to all points of the predictor. Products of two
+    # predictors need no scaling. This is not exact if a target is absent where a masked predictor is correlated with
+    # another one.
     masked = bool(rows.dates.spec.masked)
     apart = predictors if masked else 1
     absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
     seen = torch.zeros(len(sizes), count, apart, dtype=torch.float64)
-    # All random choices are drawn before the dates are divided among ranks, so that they do not depend on the number of
-    # ranks.
+    # Choices are drawn before the dates are divided among ranks, so they do not depend on the number of ranks.
     asked = [(int(date), place, rows.drawn(int(date), size, draw)) for date, (place, size) in product(train, shown)]
     for date, place, drawn in rows.dates.progress.over("linear correction: sums", rows.dates.team.mine(asked)):
         for chosen in drawn:
@@ -259,7 +257,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
                 sums.right[place, band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
                 sums.weight[place, band] += counts.sum()
-                if masked:  # then every date has to be counted, also one whose targets are complete
+                if masked:  # then `seen` needs every date, even one with complete targets
                     some = (near[:, points] != 0).double() * counts
                     seen[place, band] += some.sum(1)
                     absent[place, band] += some @ (~there[:, points]).double().T
@@ -276,10 +274,9 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
 
 @contextmanager
 def _rounded(wanted: bool) -> Iterator[None]:
-    """Let products of float32 take their factors as bfloat16 and add up in float32, if `wanted`.
+    """If `wanted`, let float32 products round their factors to bfloat16 and sum in float32.
 
-    The product of rounded predictors with themselves is still a product of some predictors with themselves. So the
-    matrix stays positive definite.
+    The sums stay positive semidefinite, because both factors are the same rounded predictors.
     """
     before = torch.get_float32_matmul_precision()
     if wanted:
@@ -291,7 +288,7 @@ def _rounded(wanted: bool) -> Iterator[None]:
 
 
 def _add_product(total: Tensor, values: Tensor) -> None:
-    """Add values (K, P) times their transpose to the lower triangle of `total` (K, K), and to some of the upper one."""
+    """Add values (K, P) times their transpose to `total` (K, K): the lower triangle, and parts of the upper one."""
     ends = [len(values) * block // _BLOCKS for block in range(_BLOCKS + 1)]
     for first, last in pairwise(ends):
         total[first:last, :last] += values[first:last] @ values[:last].T

@@ -1,23 +1,23 @@
-"""The loss: CRPS of the predicted distribution and squared error of the predicted spread, each relative to a baseline.
+"""Computes the loss: CRPS of the distribution and squared error of the spread, each relative to a baseline.
 
     loss = sum w CRPS / error / sum w  +  spread_weight * sum w (spread - S)^2 / spread_error / sum w
 
     w              exact area of the grid cell; zero where the target is missing
     CRPS           score of the predicted distribution against the truth
-    error          CRPS of the untrained, statistical forecast on validation dates, by lead and field
+    error          CRPS of the untrained, statistical forecast on held-out dates, by lead and field
     spread         predicted spread of the full ensemble
     S              spread of the full ensemble
-    spread_error   squared error of the untrained spread on training dates, also by the number of members
+    spread_error   squared error of the untrained spread on training dates, by number of members, lead and field
 
 With a teacher there is a third term: the squared distance of location, scale and spread to the teacher's, relative to
-error^2 and spread_error, and times `distill`. A teacher says something where the target is missing, too.
+error^2 and spread_error, times `distill`. It also counts where the target is missing.
 
-Every field starts near one, and a percent of one field counts as much as a percent of another, as in the geometric
-means that scores are reported in.
+The loss of each field starts near one. So a gain of one percent counts the same in every field, as in the scores, which
+are geometric means over fields.
 
-Sums and weights are added up before they are divided, and weights over all ranks. A rank's loss is its part of the sum,
-and the sum over ranks is the loss of the whole batch. So short batches, missing fields and shards of any size are
-exact.
+Values are summed over the points of a rank, and weights over those of all ranks, before they are divided. So a rank's
+loss is its part, and the sum over ranks is exactly the loss of the whole batch, also for short batches, missing fields
+and shards of any size.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
@@ -45,13 +45,13 @@ class Loss:
 
     Attributes:
         spec: variables and their distributions.
-        error: (T, F) typical CRPS.
+        error: (T, F) typical CRPS, in physical units.
         spread_error: (N + 1, T, F) typical squared error of the spread; row M is for M members.
         area: (Y, X) areas of the cells, with mean one over the whole grid.
         spread_weight: weight of the spread's part.
         ranks: the ranks that share the batch.
-        teacher: a model of the same fields whose forecasts are learned, too.
-        distill: weight of the distance to these.
+        teacher: a model of the same fields, from whose forecasts this one learns, too.
+        distill: weight of the distance to these forecasts.
     """
 
     spec: ModelSpec
@@ -71,11 +71,11 @@ class Loss:
             batch: inputs and targets.
 
         Returns:
-            `loss`, and its parts `crps` and `spread`, each if the model has that head, and `distill` if there is a
-            teacher. A part whose targets are all NaN is zero.
+            `loss` and its parts, scalars: `crps` and `spread`, each if the model has that head and the batch its
+            target, and `distill` if there is a teacher. A part whose targets are all NaN is zero.
         """
         sums: dict[str, tuple[Tensor, Tensor] | None] = {"crps": self._crps(prediction, batch.truth)}
-        # The error of the spread depends on the number of members, so each sample is divided by that of its own number.
+        # The error of the spread depends on the number of members, so each sample has the scale of its own number.
         spread_error = self.spread_error[batch.inputs.count.long()]
         sums["spread"] = self._square(prediction.spread, batch.target_spread, spread_error)
         if self.teacher is not None:
@@ -117,15 +117,15 @@ class Loss:
         score = crps(self.spec.families, location, scale, torch.where(known, truth, location.detach()))
         return self._sums(score / self.error[..., None, None], known)
 
-    def _square(self, spread: Tensor | None, target: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the weighted sum of relative squared errors of the spread, and the sum of weights.
+    def _square(self, predicted: Tensor | None, target: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the weighted sum of squared errors relative to `error`, and the sum of weights.
 
-        There is none without a prediction or a target.
+        Return None without a prediction or a target.
         """
-        if spread is None or target is None:
+        if predicted is None or target is None:
             return None
         known = torch.isfinite(target)
-        square = (spread - torch.where(known, target, spread.detach())) ** 2
+        square = (predicted - torch.where(known, target, predicted.detach())) ** 2
         return self._sums(square / error[..., None, None], known)
 
     def _sums(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +140,8 @@ def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor)
 
     Args:
         families: distribution of each field on axis 2.
-        location: (B, T, F, ...) location, physical units.
-        scale: (B, T, F, ...) scale.
+        location: (B, T, F, ...) location, in the units of `y`.
+        scale: (B, T, F, ...) scale, in the units of `y`.
         y: (B, T, F, ...) observations.
     """
     # One call for each distribution. With a single one, no copy is needed.

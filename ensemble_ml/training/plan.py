@@ -1,7 +1,8 @@
 """Predicts the cost of every partition of a training run over ranks, and chooses the best.
 
-plan(config)                      `ensemble-ml plan`: prints the result, and writes OUTPUT/RUN/plan.json
-shared_out(config, spec, session) `parallel=auto`: makes the same choice on all ranks before training
+plan(config)                       `ensemble-ml plan`: prints the result, and writes OUTPUT/RUN/plan.json
+shared_out(config, spec, session)  `parallel=auto`: makes the same choice on all ranks before training
+settled(config, spec, session)     `parallel.shard=auto`, `model.recompute=auto`: chooses these for a given partition
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=TrainConfig)
 
-_ROOM = 0.95  # fraction of a rank's memory that a plan may use
+_BUDGET = 0.95  # fraction of a rank's memory that a plan may use
 
 
 @dataclass
@@ -56,9 +57,9 @@ class Planner:
         config: settings of the run.
         spec: the model's spec.
         settings: settings of the plan.
-        session: the ranks that were started, which measure; a single one starts processes on its machine.
-        ranks: the ranks that are planned for.
-        known: dry runs of steps that were made before; new ones are added.
+        session: the ranks that were started, and which measure. A single one starts more processes on its machine.
+        ranks: number of ranks that are planned for.
+        known: dry runs of steps that were made before. New ones are added.
     """
 
     config: TrainConfig
@@ -76,12 +77,12 @@ class Planner:
         gpus = torch.cuda.device_count()
         self.busy = min(self.local, gpus or cores()) if started.size == 1 else started.size
         device = self.session.device
-        if device.type == "cuda":  # a GPU holds only the batches that wait; the loader's other memory is the host's
+        if device.type == "cuda":  # a GPU holds only batches read ahead; the loader's other memory is the host's
             self.config = replace(self.config, loading=replace(self.config.loading, ram=None))
         # All ranks plan with the first one's memory, because they have to make the same choice.
         own = rank_memory(self.local, device)
-        room = self.session.once(lambda: (in_use(device, own), int(_ROOM * own)))
-        self.base, self.memory = room[0], int(1e9 * self.settings.memory_gb) or room[1]
+        self.base, budget = self.session.once(lambda: (in_use(device, own), int(_BUDGET * own)))
+        self.memory = int(1e9 * self.settings.memory_gb) or budget
         # Messages are counted at the speed that is probably the fastest. Memory is counted in float32, because a run
         # with precision=auto tries that as well.
         wanted = self.config.model.precision
@@ -90,16 +91,16 @@ class Planner:
             self.speed = self.session.once(lambda: candidate_speeds(device, wanted)[0])
 
     def computed(self, traced: Tracing) -> Piece:
-        """Return the local work of a step on a machine that the settings describe by its speeds.
+        """Compute the local work of a step from the speeds in `plan.gflops` and `plan.bandwidth`.
 
-        A convolution or product takes the time of its arithmetic, and everything else that of its bytes. This is the
-        roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785) without overlap of the two.
+        Convolutions and products take operations / speed, everything else bytes / bandwidth. This is the roofline model
+        (Williams et al. 2009, doi:10.1145/1498765.1498785) without overlap of the two.
 
         Args:
             traced: a dry run of the step.
 
         Returns:
-            The work, two thirds of it in the backward pass.
+            The work in seconds, two thirds of it in the backward pass.
         """
         seconds = traced.flops / 1e9 / self.settings.gflops
         if self.settings.bandwidth:
@@ -115,36 +116,30 @@ class Planner:
         return [pieces[i] if i in pieces else reckoned(known, one.flops) for i, one in enumerate(own)]
 
     def shard(self, topology: Topology) -> tuple[int, int]:
-        """Return (Y, X) of a rank's part of the grid.
+        """Return the shape (Y, X) of a rank's shard of the grid.
 
         Args:
             topology: the ranks, seen from this one.
 
-        Returns:
-            Rows and columns.
+        Raises:
+            UserError: the grid cannot be partitioned in this way.
         """
         return shard_of(self.spec, topology).shape
 
     def fits(self, ranks: int) -> bool:
-        """Return True if grid, batch, model and optimizer can be divided among so many ranks, whatever the memory.
+        """Return True if grid, batch, model and optimizer allow a partition over `ranks`. Memory is not looked at.
 
         Args:
             ranks: number of ranks.
-
-        Returns:
-            True or False.
         """
         return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 
     def open(self, ranks: int, batch: int) -> list[Candidate]:
-        """Return the partitions over some ranks that fit grid and batch.
+        """Return the partitions over `ranks` that fit grid and batch.
 
         Args:
             ranks: number of ranks.
-            batch: size of the batch.
-
-        Returns:
-            Partitions.
+            batch: samples in a step of the whole job.
         """
         if ranks % self.config.parallel.shard:
             return []
@@ -157,11 +152,10 @@ class Planner:
     def candidates(self) -> list[Candidate]:
         """Return all partitions, with a cost for those that fit and a reason for the others.
 
-        Returns:
-            Partitions.
+        All ranks must call this, because they measure together.
 
         Raises:
-            UserError: none fits the grid, the batch or the memory.
+            UserError: the settings cannot be planned for, or no partition fits the grid, the batch or the memory.
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
         if (trainers := self.config.parallel.trainer) > 1:
@@ -211,7 +205,7 @@ class Planner:
         """
         largest = candidate.busiest(self.shard)
         found = self._followed(largest, candidate.samples)
-        # The busiest rank lies at a pole here and has one neighbour less. A rank between two others may send more.
+        # If the busiest rank lies at a pole, it has one neighbour less. A rank between two others may then send more.
         if candidate.lat > 2 and largest.place.lat in (0, candidate.lat - 1):
             other = self._followed(largest.at(candidate.lon), candidate.samples)
             found = replace(found, traffic=max(found.traffic, other.traffic, key=attrgetter("sent")))
@@ -219,20 +213,20 @@ class Planner:
 
     def _followed(self, rank: Topology, samples: int) -> Tracing:
         """Make a dry run of one rank, once for all partitions in which such a rank occurs."""
-        # The number of ranks that train on other dates matters only as far as there is an exchange at all.
+        # The number of data ranks matters only in whether gradients are exchanged at all.
         alike = (rank.lat, rank.lon, rank.place.lat, rank.place.lon, samples, rank.data > 1)
         if alike not in self.known:
             given, gloo = (self.config, self.spec, rank, samples), self.session.device.type == "cpu"
             found = trace(*given, self.widest, gloo=gloo)
             if self.speed.precision is not self.widest.precision:
                 found = replace(found, traffic=trace(*given, self.speed, gloo=gloo).traffic)
-            if self.session.device.type == "cuda":  # a checkpoint is copied to the memory of the host
+            if self.session.device.type == "cuda":  # a checkpoint is copied to the host's memory
                 found = replace(found, snapshot=0)
             self.known[alike] = found
         return self.known[alike]
 
     def _within_memory(self, c: Candidate, traced: dict[tuple[int, int, int], Tracing]) -> Candidate:
-        """Return a partition with its memory, and with a reason if that is too much."""
+        """Return a partition with the memory that it needs, and a reason why it is not feasible if that is too much."""
         if c.why:
             return c
         needed = traced[c.degrees].memory + self.base
@@ -243,22 +237,23 @@ class Planner:
     def _too_little(self, traced: dict[tuple[int, int, int], Tracing]) -> str:
         """Return the message for too little memory, with a number of ranks that would do."""
         degrees, least = min(traced.items(), key=lambda item: item[1].memory)
-        room = f"{self.memory / 1e9:.3g}"
-        place = f"plan.memory_gb={room}" if self.settings.memory_gb else f"{room} GB a rank, {self.local} on a machine"
-        told = f"{place}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each at the least" + (
+        limit = f"{self.memory / 1e9:.3g}"
+        given = bool(self.settings.memory_gb)
+        place = f"plan.memory_gb={limit}" if given else f"{limit} GB a rank, {self.local} on a machine"
+        text = f"{place}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each at the least" + (
             " (plan.ranks_per_node sets how many share one)" if self.local > self.busy else ""
         )
-        given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
+        ram = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
         # Weights and optimizer take the same memory on any number of ranks. If they alone are too much, more ranks do
         # not help.
-        fixed = least.resident + least.state + least.snapshot + self.base + (given or 0)
+        fixed = least.resident + least.state + least.snapshot + self.base + (ram or 0)
         if fixed >= self.memory:
-            more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
+            more, less = (", and loading.ram", " or loading.ram") if ram else ("", "")
             fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"
-            return f"{told}, {fixed_for}; use {self._would_do(degrees)}a smaller model{less}"
+            return f"{text}, {fixed_for}; use {self._would_do(degrees)}a smaller model{less}"
         cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
-        a_cell = (least.memory + self.base - fixed) / cells  # halos add to it, so it is an estimate
-        # A dry run takes time. So partitions that an estimate by cells finds too large are skipped.
+        a_cell = (least.memory + self.base - fixed) / cells  # an estimate, because halos add to it
+        # A dry run takes time, so partitions with too many cells by this estimate are skipped.
         for ranks in range(self.ranks + 1, 64 * self.ranks + 1):
             for c in self.open(ranks, self.config.batch_size):
                 own = c.shape[0] * c.shape[1] * c.samples
@@ -266,23 +261,23 @@ class Planner:
                     continue
                 followed = self.followed(c)
                 if not isinstance(followed, str) and followed.memory + self.base <= self.memory:
-                    return f"{told}; {ranks} ranks would do ({c}), or {self._would_do(degrees)}a smaller batch_size"
-        return f"{told}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
+                    return f"{text}; {ranks} ranks would do ({c}), or {self._would_do(degrees)}a smaller batch_size"
+        return f"{text}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
 
     def needed(self, candidate: Candidate) -> int:
-        """Return the bytes that a rank of a partition needs at the peak of a step.
+        """Return the bytes that a rank of a partition needs at the peak of a step, interpreter and libraries included.
 
         Args:
             candidate: the partition.
 
-        Returns:
-            Bytes, with those of interpreter and libraries.
+        Raises:
+            UserError: model or optimizer do not allow this partition.
         """
         return self.traced(candidate).memory + self.base
 
     def _would_do(self, degrees: tuple[int, int, int]) -> str:
-        """Return settings of shards and recomputation with which a partition would fit, as words of a message."""
-        if self.base >= self.memory:  # no way would do, and each dry run takes seconds
+        """Return settings of shards and recomputation with which a partition would fit, as part of a message, or ''."""
+        if self.base >= self.memory:  # nothing would help, and each dry run takes seconds
             return ""
         for recompute, shards in ways(self.config, self.spec, self.ranks, every=True):
             other = replace(self, **with_way(self.config, self.spec, recompute, shards), known={})
@@ -293,7 +288,7 @@ class Planner:
         return ""
 
     def _measured(self, fitting: Sequence[Candidate]) -> Found:
-        """Measure local work and links, unless the settings give them."""
+        """Measure local work and links where the settings do not give them."""
         settings = self.settings
         shapes = tuple(Shape(c.busiest(self.shard), c.samples) for c in fitting)
         given: Links = {(): Link(settings.alpha or 0.0, settings.beta or 0.0)}
@@ -302,8 +297,7 @@ class Planner:
         everywhere = dict.fromkeys(range(len(fitting)), given)
         if settings.gflops and not ask:
             return Found({}, everywhere)
-        # If the user started a single process, the planner starts as many as will share the machine, because they slow
-        # each other down.
+        # A single process starts as many as will share the machine, because they slow each other down.
         if self.session.world.size > 1 or self.busy == 1:
             found = probe(job, self.session)
         else:
@@ -316,14 +310,14 @@ class Planner:
         return self.settings.alpha is None and self.ranks > 1
 
     def refuse_no_link(self) -> None:
-        """Refuse a plan for which a link would have to be timed where there is none.
+        """Refuse a plan that needs the time of a message where no link can be timed.
 
         Raises:
-            UserError: a single process would have to time a link.
+            UserError: a single process measures for several ranks, or `plan.simulate` has only one rank to measure on.
         """
         if self.settings.simulate and self.settings.alpha is None and not self._asks:
             raise UserError(
-                "plan.simulate=true: one rank has no link to time, and links that cost nothing would be assumed;"
+                "plan.simulate=true: one rank has no link to time, and messages would be predicted to take no time;"
                 " give seconds a message and seconds a byte (plan.alpha=2e-5 plan.beta=1e-9), or plan.ranks=2 or more"
             )
         if self._asks and self.session.world.size == 1 and self.busy == 1:
@@ -347,8 +341,6 @@ class Planner:
             links: the links between its ranks.
             traced: costs of the dry run.
 
-        Returns:
-            The partition with its cost.
         """
         buckets, overlap = exchange_traffic(
             self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
@@ -360,19 +352,16 @@ class Planner:
 
 
 def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = False) -> list[tuple[bool, int]]:
-    """Return whether blocks are recomputed and how many ranks share the weights, the fastest first.
+    """Return the pairs (`model.recompute`, `parallel.shard`) that may save memory, the fastest pair first.
 
     Args:
         config: settings of the run.
         spec: the model's spec.
         ranks: number of ranks.
-        every: return all ways that are possible, and not only those that the settings allow.
-
-    Returns:
-        Pairs of the settings `model.recompute` and `parallel.shard`.
+        every: return all possible pairs, and not only those that the settings allow.
     """
     recompute, shard = spec.config.recompute, config.parallel.shard
-    if spec.config.bank:  # its kernels are made once a pass, on each rank
+    if spec.config.bank:  # a bank allows neither: its kernels are made once a pass, on each rank
         return [(False, 1)]
     again = [False, True] if every or recompute == "auto" else [recompute]
     free = shard == "auto" or (every and config.optim.exchange is ExchangeName.allreduce)
@@ -381,16 +370,13 @@ def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = Fals
 
 
 def with_way(config: C, spec: ModelSpec, recompute: bool, shards: int) -> dict[str, Any]:
-    """Return settings and spec with one of the `ways`, as `config` and `spec`.
+    """Return settings and spec with one of the `ways`, in a dictionary with the keys `config` and `spec`.
 
     Args:
         config: settings of the run.
         spec: the model's spec.
-        recompute: compute residual blocks again.
+        recompute: compute residual blocks again in the backward pass.
         shards: ranks that share the weights.
-
-    Returns:
-        A dictionary of both.
     """
     parallel, model = replace(config.parallel, shard=shards), replace(config.model, recompute=recompute)
     changed = replace(spec, config=replace(spec.config, recompute=recompute))
@@ -398,12 +384,12 @@ def with_way(config: C, spec: ModelSpec, recompute: bool, shards: int) -> dict[s
 
 
 def way_text(recompute: bool, shards: int) -> str:
-    """Return the words of one of the `ways`."""
+    """Return one of the `ways` as settings of the command line."""
     return f"parallel.shard={shards} model.recompute={str(recompute).lower()}"
 
 
 def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[TrainConfig, ModelSpec]:
-    """Settle `parallel.shard=auto` and `model.recompute=auto` for the ranks of a run, by the first way that fits.
+    """Replace `parallel.shard=auto` and `model.recompute=auto` by the first of the `ways` that fits into memory.
 
     Args:
         config: settings of the run.
@@ -411,32 +397,32 @@ def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[Tra
         session: the ranks of the job, with the mesh of the run.
 
     Returns:
-        Settings and spec with numbers.
+        Settings and spec without `auto`.
 
     Raises:
-        UserError: none fits; the message says how much the last needs.
+        UserError: none fits; the message says how much the last one needs.
     """
     spec = replace(spec, config=replace(spec.config, recompute=config.model.recompute))
     topology = session.topology
     samples, ranks = -(-config.batch_size // topology.data), topology.data * topology.spatial
     candidate = Candidate(topology.data, topology.lat, topology.lon, samples=samples)
     for recompute, shards in ways(config, spec, ranks):
-        given = with_way(config, spec, recompute, shards)
-        planner = Planner(**given, settings=PlanSettings(), session=session, ranks=ranks)
+        changed = with_way(config, spec, recompute, shards)
+        planner = Planner(**changed, settings=PlanSettings(), session=session, ranks=ranks)
         # The first rank makes the dry run for all, because they have to make the same choice.
         needed, weights = session.once(lambda: (planner.needed(candidate), planner.traced(candidate).weights))  # noqa: B023
         way, rank = way_text(recompute, shards), f"{needed / 1e9:.3g} GB a rank of {ranks}"
         if needed <= planner.memory:
-            log.info("plan: %s: %s: %s, of %.3g GB", way, number_text(weights), rank, planner.memory / 1e9)
-            return given["config"], given["spec"]
+            log.info("plan: %s: %s weights: %s, of %.3g GB", way, number_text(weights), rank, planner.memory / 1e9)
+            return changed["config"], changed["spec"]
     raise UserError(
-        f"{way}: {number_text(weights)}: {rank}, where each has {planner.memory / 1e9:.3g} GB; start more ranks, use a"
-        " smaller model, or a smaller batch_size"
+        f"{way}: {number_text(weights)} weights: {rank}, where each has {planner.memory / 1e9:.3g} GB; start more"
+        " ranks, use a smaller model, or a smaller batch_size"
     )
 
 
 def number_text(weights: int) -> str:
-    """Return a number of weights in words."""
+    """Return a number of weights in short, such as `1.3 M`."""
     size, unit = next((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1, "")) if weights >= s or s == 1)
     return f"{weights / size:.3g} {unit}".strip()
 
@@ -444,7 +430,7 @@ def number_text(weights: int) -> str:
 def _between(message: Message, topology: Topology) -> Message:
     """Convert a message of a dry run with fewer data ranks to one among those of `topology`."""
     ranks = topology.data * topology.spatial
-    # Only sums over all ranks of the model grow with the number of data ranks. Halos do not.
+    # Only sums over all ranks of the model change with the number of data ranks. Halos do not.
     if message.axes != MODEL_AXES or message.ranks == ranks:
         return message
     size = message.sent * message.ranks // (2 * (message.ranks - 1))  # bytes of the tensor that is summed over ranks
@@ -462,10 +448,11 @@ def plan(config: PlanConfig) -> Path:
         The path of plan.json.
 
     Raises:
-        UserError: there is no store, no partition fits the ranks, or memory is too small.
+        UserError: there is no store, settings do not fit it, no link can be timed, or no partition fits the ranks
+            or their memory.
     """
     check_writable(config.output)
-    # The degrees in the settings are those of the planned run, and not of the ranks that measure here.
+    # The degrees in the settings are those of the planned run, not of the ranks that measure here.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
@@ -485,7 +472,7 @@ def plan(config: PlanConfig) -> Path:
             try:
                 found = planner.candidates()
                 break
-            except UserError:  # all ranks see the same
+            except UserError:  # raised on all ranks
                 if (recompute, shards) == possible[-1]:
                     raise
         config, best = replace(config, parallel=planner.config.parallel, model=planner.config.model), pick(found)
@@ -501,12 +488,12 @@ def plan(config: PlanConfig) -> Path:
         )
         assert best.cost is not None
         if dates is not None:
-            told = _with_memory(config, best, session)
-            print(describe(told, reader, dates, best.topology, best.cost.seconds, config.plan.ranks_per_node))
+            loading = _with_memory(config, best, session)
+            print(describe(loading, reader, dates, best.topology, best.cost.seconds, config.plan.ranks_per_node))
             sizes = sorted({*config.data.members, config.data.validation_members})
             print(describe_fits(reader, work_of(reader, *dates, sizes), ranks, config.data.validation_members))
         else:
-            print("What loading reads, and when, is printed where data.train names the init times.")
+            print("data.train names no init times, so neither loading nor fits are predicted.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
         if config.plan.simulate:
             content["scaling"] = _scaling(planner, found, folder)
@@ -514,10 +501,10 @@ def plan(config: PlanConfig) -> Path:
 
 
 def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanConfig:
-    """Return settings with the memory for loading of a rank that has `plan.memory_gb`.
+    """Return settings in which the loading of a rank with `plan.memory_gb` has half of what a step leaves.
 
-    It is half of what a step leaves, as a run would take if it found that much free. A GPU's memory says nothing of its
-    host's, so these settings stay.
+    A run would take as much if it found that much free. On a GPU the settings stay, because `plan.memory_gb` is then
+    the GPU's memory, and not the host's.
     """
     if not config.plan.memory_gb or config.loading.ram is not None or session.device.type != "cpu":
         return config
@@ -538,7 +525,7 @@ def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> No
 
 
 def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list[dict[str, Any]]:
-    """Print, plot and return the predicted scaling."""
+    """Predict the scaling, print and plot it, write report.html, and return it as JSON values."""
     fitting = [c for c in found if not c.why]
     links = {axes: link for some in planner.measured.links.values() for axes, link in some.items()}
     points = scaling.simulated(planner, fitting, planner.measured.pieces, links)
@@ -555,9 +542,9 @@ def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list
 def shared_out(
     config: TrainConfig, spec: ModelSpec, session: Session, before: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """Choose the partition if parallel.lat or parallel.lon are "auto", and set up its mesh; the same on every rank.
+    """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
-    A run that is resumed on as many ranks keeps its mesh. Otherwise it would not continue bit for bit.
+    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit.
 
     Args:
         config: settings of the run.

@@ -1,14 +1,14 @@
 """Fits the point network of `models.points` to single points of training dates.
 
-Neighbouring points of one field are alike, but points of many dates are not. So a step of the fit takes `_BATCH` points
-drawn from all dates, each date reduced to a few random choices of its members. A step on whole fields sees four dates.
-What the network learns there is told by `training.point_targets`.
+Neighbouring points of one field are alike, points of many dates are not. So a step of the fit takes `_BATCH` points of
+all dates, where a step on whole fields would see only a few dates. Each date is read with a few random choices of its
+members. `training.point_targets` describes what the network learns.
 
 Over several ranks, each rank holds the points of its own dates. A step draws its points from those of all ranks, each
-rank takes the ones that it holds, and the gradients are added up.
+rank takes those that it holds, and the gradients are summed.
 
 Axes: T lead, F field (variables and levels, then surface variables), K input, U output, N row of the pool (a point of a
-date as some members show it), P point, Y latitude, X longitude.
+date, with some of its members), P point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ensemble_ml.training.team import Team
 log = logging.getLogger(__name__)
 
 _ROWS = 1_000_000  # most points in a pool
-_LEAST_STEPS = 500
-_BATCH = 2048
+_LEAST_STEPS = 500  # fewest steps of the schedule: small pools get more passes
+_BATCH = 2048  # most rows of a step
 _CHOICES, _EACH = 4, 500  # most choices of a date's members; fewest points of each
 _RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.3, 0.3, 0.1
-_PASSES = 4
-_LEAST_ROWS = 20_000  # fewest rows of a pool where the dates have so many: a fit to fewer does not hold elsewhere
-# Fraction of the memory that the job may use, not of what is free now: otherwise two runs could differ.
+_PASSES = 4  # fewest passes over the pool
+_LEAST_ROWS = 20_000  # fewest rows of a pool, unless the dates have fewer: fits to few points do not generalise
+# Fraction of the memory that the job may use, not of what is free now, so that runs do not differ.
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30
-_MOST_OPERATIONS = 3e13  # bound on the arithmetic of `_PASSES` passes over the pool; small pools get more passes
-# Least number by which place, season and number of members are divided. Values beyond those of the training dates then
-# stay within a few units.
+_MOST_OPERATIONS = 3e13  # bound on the operations of `_PASSES` passes over the pool
+# Least standard deviation by which place, season and number of members are divided. So values outside the range of the
+# training dates stay within a few units.
 _LEAST_SPREAD = 0.3
 LOOKED_AT = 50_000  # rows of a pool from which means are computed
 _TINY = 1e-12
@@ -51,11 +51,11 @@ _TINY = 1e-12
 
 @dataclass(eq=False)
 class Known:
-    """What a loss is made of at the rows of a pool.
+    """The targets of one loss at the rows of a pool.
 
     Attributes:
-        arrays: arrays (N, T F); zero where absent.
-        weight: (N, T F) what each field counts for; zero where one of the arrays is absent.
+        arrays: the arrays (N, T F) that the loss needs; zero where absent.
+        weight: (N, T F) the weight of each field: the area of the cell, or zero where one of the arrays is absent.
     """
 
     arrays: list[Tensor]
@@ -76,7 +76,7 @@ class Pool:
 
     Attributes:
         inputs: (N, K) inputs x, bfloat16.
-        known: what each loss is made of.
+        known: the targets of each loss.
         first: number of this rank's first row among all rows.
         rows: number of rows of all ranks.
     """
@@ -87,16 +87,16 @@ class Pool:
     rows: int
 
     def spaced(self, most: int) -> slice:
-        """Return this rank's part of about `most` rows that are evenly spaced over all ranks' rows, as a slice.
+        """Return a slice of this rank's rows, as its part of evenly spaced rows of all ranks.
 
         Args:
-            most: how many rows.
+            most: about how many rows all ranks take.
         """
         step = max(1, self.rows // most)
         return slice(-self.first % step, None, step)
 
     def held(self, rows: Tensor) -> Tensor:
-        """Return which of some rows this rank holds, as positions among its own.
+        """Return the positions among this rank's rows of those of `rows` that it holds.
 
         Args:
             rows: numbers of rows of the whole pool.
@@ -105,28 +105,28 @@ class Pool:
         return own[(own >= 0) & (own < len(self.inputs))]
 
 
-# From a date, its sample, M and points to x (K, P), and for each loss the arrays (T F, P) that it is made of, NaN where
-# absent.
+# From a date, its sample, M and points to the inputs x (K, P), and for each loss the arrays (T F, P) that it needs, NaN
+# where absent.
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[list[Tensor]]]]
-Losses = Callable[[Tensor, list[Known]], list[Tensor]]  # outputs (P, U) and what is known there -> losses (P, T F)
+Losses = Callable[[Tensor, list[Known]], list[Tensor]]  # from outputs (P, U) and targets to losses (P, T F)
 
 
 def gather(
     network: PointNetwork, dates: Dates, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: Sequence[int]
 ) -> Pool | None:
-    """Collect random points of all dates, each as a few random choices of the date's members show it.
+    """Collect random points of all dates, for each of a few random choices of the date's members.
 
     Args:
         network: the network that will be fitted.
         dates: reads dates.
         train: indices of the training dates.
-        sizes: numbers of members that the training will show.
-        take: gives inputs and arrays at some points of a date.
-        arrays: how many arrays each loss is made of.
+        sizes: numbers of members that training samples have.
+        take: returns inputs and arrays at some points of a date.
+        arrays: how many arrays each loss needs.
 
     Returns:
-        This rank's part of the pool; None if memory holds too few points, if the time for this fit ends before they are
-        read, or if no date has a target. Each reason is logged.
+        This rank's part of the pool; None, which is logged, if memory holds too few points, if the time for this fit
+        ends before they are read, or if no date has a target.
     """
     inputs, area = network.first.shape[1] - 1, torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
     fields, cells = dates.shape[0] * dates.shape[1], len(area)
@@ -143,7 +143,7 @@ def gather(
     with dates.progress.stage(f"{NETWORK}: points", len(mine)) as tick:
         for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw), -mine.start):
             picked = draw.choice(cells, each, replace=False)
-            # All ranks draw the same numbers, so that the pool does not depend on how many there are.
+            # All ranks draw all numbers, so that the pool does not depend on the number of ranks.
             if not 0 <= row < len(mine):
                 continue
             if late := dates.progress.is_late():
@@ -163,23 +163,23 @@ def gather(
         dates.progress.note_cut("none of its steps")
         return None
     if not dates.team.anywhere(any(bool(of.weight.any()) for of in made.known)):
-        log.info("%s: what it is fitted to is known on no training date, so nothing is added", NETWORK)
+        log.info("%s: no training date has a target to fit it to, so nothing is added", NETWORK)
         return None
     return made
 
 
 def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: Sequence[int], dates: int) -> tuple[int, int]:
-    """Return the size of a pool that memory and the time of a fit allow.
+    """Return the size of a pool that the bounds on memory and operations allow.
 
     Args:
         cells: Y X, points of the grid.
         first: shape (H, K + 1) of the network's first weights.
         fields: T F.
-        arrays: number of arrays (N, T F) that each loss is made of.
+        arrays: number of arrays (N, T F) that each loss needs.
         dates: number of training dates.
 
     Returns:
-        How many choices of a date's members the pool has, and how many points of each.
+        Number of choices of a date's members, and number of points of each.
     """
     # Bytes of a row: inputs in bfloat16, arrays and the weight of each loss in float32.
     a_row = 2 * (first[1] - 1) + 4 * (sum(arrays) + len(arrays)) * fields
@@ -205,14 +205,14 @@ def choices_of(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield each date `turns` times, with positions of some of its members.
 
-    Choices of as many members as the validation uses alternate with choices of as many as the training draws: within a
-    date if there are several turns, otherwise from date to date.
+    The number of members alternates between that of the validation and one drawn from `sizes`: within a date if there
+    are several turns, otherwise from date to date.
 
     Args:
         dates: reads dates.
         train: indices of the training dates.
-        sizes: numbers of members that the training will show.
-        turns: choices of each date.
+        sizes: numbers of members that training samples have.
+        turns: number of choices of each date.
         draw: the generator of random numbers.
 
     Yields:
@@ -222,8 +222,8 @@ def choices_of(
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
     for number, date in enumerate(train):
         for turn in range(turns):
-            looked_at = (turn if turns > 1 else number) % 2 == 0
-            size = dates.members if looked_at else int(draw.choice(shown))
+            of_validation = (turn if turns > 1 else number) % 2 == 0
+            size = dates.members if of_validation else int(draw.choice(shown))
             yield int(date), dates.drawn(int(date), size, draw)
 
 
@@ -237,7 +237,7 @@ def _batches(rows: int, batch: int, passes: int) -> Iterator[Tensor]:
 class _Dropout(nn.Module):
     """A dropout layer that draws one byte for each unit.
 
-    On a CPU, torch's own, which draws floats, takes as long as both layers of the network.
+    Torch's own layer draws floats, which takes a CPU as long as both layers of the network.
     """
 
     def __init__(self, share: float, seed: tuple[int, int]):
@@ -266,7 +266,7 @@ def _add_gradients(layers: nn.Module, team: Team) -> None:
 def _standardisation(pool: Pool, dates: Dates) -> tuple[Tensor, Tensor]:
     """Return mean and spread (K,) of the inputs of a pool; an input that never varies has an infinite spread."""
     common = plane_count(dates.spec)  # the last inputs: place, season and number of members
-    # All ranks standardise by the same rows, or their weights would differ.
+    # All ranks standardise by the same rows, so that their weights stay equal.
     some = dates.team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
     middle, spread = some.mean(0), some.std(0)
     varies = spread > _TINY
@@ -277,21 +277,20 @@ def _standardisation(pool: Pool, dates: Dates) -> tuple[Tensor, Tensor]:
 def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates: Dates) -> bool:
     """Fit the weights of the network to a pool.
 
-    The weights are fitted to standardised inputs and to outputs in `unit`s. At the end both standardisations are folded
-    into the weights.
+    Inputs are standardised and outputs divided by `unit` for the fit. At the end both scalings go into the weights.
 
-    If the time for this fit is too short for all steps, the schedule of learning rates is gone through in fewer steps.
-    The rate still falls to zero at the end, so the result is the best that the time allowed.
+    If there is no time for all steps, each step advances the schedule of the learning rate by more, so that the rate
+    still falls to zero at the end.
 
     Args:
         network: the network, changed in place.
         pool: this rank's part of the pool.
-        losses: returns losses from outputs (P, U) and what is known at these points.
+        losses: returns losses from outputs (P, U) and the targets at these points.
         unit: (U,) unit of each output.
         dates: the dates of the pool; their seed is that of the weights.
 
     Returns:
-        False if there was no time for any step, and the network is unchanged.
+        False if there was no time for any step; the network is then unchanged.
     """
     team = dates.team
     middle, spread = _standardisation(pool, dates)
@@ -302,7 +301,7 @@ def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates
     try:
         torch.default_generator.manual_seed(dates.seed)  # that of the CPU; a GPU's generator is left alone
         first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
-        # The network starts at zero, so the start is the linear correction.
+        # The output starts at zero, so the fit starts from the linear correction alone.
         nn.init.zeros_(second.weight)
         nn.init.zeros_(second.bias)
         dropout = _Dropout(_DROPOUT, (dates.seed, pool.first))  # each rank draws for its own points
@@ -313,12 +312,12 @@ def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
         totals = torch.stack([of.weight.sum() for of in pool.known])
         team.add_up(totals)
-        # Missing targets make the mean weight smaller. Divided by it, a loss is the same whatever is missing.
+        # Missing targets make the mean weight smaller. Dividing by it keeps the size of a loss the same.
         shares = (totals / (pool.rows * pool.known[0].weight.shape[1])).clamp(min=_TINY)
         pace, done, taken = Pace(total, dates.progress.deadline), 0, 0
         with dates.progress.stage(NETWORK, total) as tick:
             for drawn in _batches(pool.rows, batch, passes):
-                # The pace follows from the clock, so the first rank decides for all.
+                # The pace depends on the clock, so the first rank decides for all.
                 if (stride := team.first_says(pace.stride(done))) == 0:
                     break
                 chosen = pool.held(drawn)

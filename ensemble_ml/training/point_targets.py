@@ -1,24 +1,23 @@
-"""What the point network of `models.points` learns: the spread of all members, and which errors to expect.
+"""Fits the point network of `models.points` to what the linear correction leaves of the spread and of the mean's error.
 
-    d''    = argmin (d'' - e_S)^2
-    v, w   = argmin CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
+    d''    minimises (d'' - e_S)^2
+    v, w   minimise the CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
 
     e_S      error of the spread that the linear correction leaves, in typical spreads
     e        error of the mean that is left after bias and linear correction, in typical spreads
     sigma0   s0 exp(B), the sigma without the network, in typical spreads
 
-The minima are those over single points of training dates, each field divided by what its loss is without the network,
-and the losses of the spread times `_WEIGHT_OF_SPREAD`.
-Mean and width are fitted at once. So an error counts relative to how large errors are where it stands, and less of the
-mean is fitted to chance than by squared errors.
+The losses are means over single points of training dates. Each field's loss is divided by its loss without the network,
+and the loss of the spread is multiplied by `_WEIGHT_OF_SPREAD`. Because v and w are fitted together, an error counts
+relative to the size of errors at its point, and v is fitted less to chance than by squared errors.
 
-A variable that has bounds is scored by its own distribution, with the mean y - e + v sigma0, kept a little off the
-bounds (at zero as in `models.dry`). Most of what can be known of rain is whether there is any, and a normal
-distribution does not ask that.
+A variable with bounds is scored by its own distribution, with the mean y - e + v sigma0 (y the truth), kept a little
+inside the bounds (near zero as in `models.dry`). Of rain, mostly its occurrence can be predicted, which a normal
+distribution does not represent.
 
-For each field, d'' is then scaled by the fraction, from none to all, that leaves the smallest squared error on the
-validation dates. So a field about which the network learned nothing keeps its linear correction. `truth_fit` takes
-fractions of v and w by the CRPS of the validation dates. Axes: as in `point_fit`.
+Then d'' of each field is multiplied by the fraction from 0 to 1 that gives the smallest squared error on the validation
+dates. So a field about which the network learned nothing keeps its linear correction. `truth_fit` chooses fractions of
+v and w by the CRPS on the validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
-VALIDATION_DATES = 40
-_WEIGHT_OF_SPREAD = 0.3  # beside the CRPS: with 1, the CRPS gains a twentieth less (ARCHITECTURE, "Tried")
-_UNTRIED = 0.5  # fraction for fields if the dates to choose by have none of them
-_LEAST_MEAN = 0.01  # scales from a bound: the location of a mean nearer to it moves too fast to be fitted
+VALIDATION_DATES = 40  # most dates to choose fractions by
+_WEIGHT_OF_SPREAD = 0.3  # with 1, the CRPS gains a twentieth less (ARCHITECTURE, "Tried")
+_UNTRIED = 0.5  # fraction if no field has targets on the validation dates
+_LEAST_MEAN = 0.01  # least distance of a mean from a bound, in scales: nearer, its location changes too fast
 # Typical spreads. Without this floor, the few wet points of a field that is dry nearly everywhere would outweigh all
 # other fields.
 _LEAST_COST = 0.02
 _TINY = 1e-12
 
 
-# From a date and M to the expected spread of all members, (T, F, Y, X).
+# Returns from a sample and M the expected spread of all members, (T, F, Y, X) in physical units.
 Expected = Callable[[Sample, int], Tensor]
 
 
@@ -69,13 +68,13 @@ def fit_points(
     """Fit the weights of the point network, and choose which fraction of d'' each field takes.
 
     Args:
-        start: the model's start, of which all but the point network is fitted already; that one is changed in place.
+        start: the model's start, fitted already except for its point network, which is changed in place.
         dates: reads dates.
         train: indices of the training dates.
         validation: indices of the validation dates.
-        sizes: numbers of members that the training will show.
-        targets: returns the errors to explain (see `linear_fit.fit_linear`).
-        s1: the spread of which sigma is made; None if the model does not predict the truth.
+        sizes: numbers of members that training samples have.
+        targets: returns the errors to predict (see `linear_fit.fit_linear`).
+        s1: returns the expected spread, which sigma follows; None if the model does not predict the truth.
 
     Returns:
         False if the network got no weights, for lack of time, dates, memory or targets.
@@ -110,8 +109,8 @@ def fit_points(
         return False
     shares, gain = _shares(points, spaced(validation, VALIDATION_DATES))
     network.second[: len(unit)] *= shares[:, None]
-    told = "point network: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
-    log.info(told, pool.rows, dates_called(asked), 100 * float(gain.mean().nan_to_num()))
+    text = "point network: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
+    log.info(text, pool.rows, dates_called(asked), 100 * float(gain.mean().nan_to_num()))
     return True
 
 
@@ -119,17 +118,17 @@ class Points:
     """A source of inputs and targets of the network at single points of a date.
 
     Args:
-        start: the model's start, of which all but the point network is fitted already.
+        start: the model's start, fitted already except for its point network.
         dates: reads dates.
-        targets: returns what the corrections are to explain (see `linear_fit.fit_linear`).
-        s1: the spread of which sigma is made; None if the model does not predict the truth.
+        targets: returns the errors to predict (see `linear_fit.fit_linear`).
+        s1: returns the expected spread, which sigma follows; None if the model does not predict the truth.
 
     Attributes:
-        arrays: number of arrays that each loss is made of: that of the spread, then that of the truth.
+        arrays: number of arrays that each loss needs: that of the spread, then that of the truth.
         score: the loss of the truth, or None.
     """
 
-    # The last date and its truth. The fit asks for several choices of a date's members in a row.
+    # The last date and its truth, because the fit takes several choices of a date's members in a row.
     _date, _latest = -1, torch.empty(0)
 
     def __init__(self, start: Start, dates: Dates, targets: Targets, s1: Expected | None):
@@ -144,7 +143,7 @@ class Points:
             self.arrays.append(3 if self.score.bounded else 2)
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Return the errors to explain, at all points, (O, Y X) in typical spreads, NaN where absent.
+        """Return the errors to predict, at all points, (O, Y X) in typical spreads, NaN where absent.
 
         Args:
             date: index of the date.
@@ -155,7 +154,7 @@ class Points:
         return errors.flatten(3).flatten(0, 2)
 
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return inputs and what the losses are made of, at some points.
+        """Return the inputs, and the arrays that the losses need, at some points.
 
         Args:
             date: index of the date.
@@ -164,8 +163,8 @@ class Points:
             at: (P,) indices into Y X.
 
         Returns:
-            x without the constant (K, P). For the loss of the spread e_S, for that of the truth e and sigma0, (T F, P)
-            each, in typical spreads, and the truth in physical units if a variable has bounds.
+            x without the constant (K, P), and the arrays (T F, P) of each loss. These are e_S for the spread; e and
+            sigma0 for the truth, in typical spreads, and the truth in physical units if a variable has bounds.
         """
         heads, rows = self.start.heads, at // self.columns
         mean, spread, count, day = sample.batch(members)
@@ -177,7 +176,7 @@ class Points:
         inputs = inputs_of(cells, climatology.T[..., None, None], common.T[..., None, None], frame)[..., 0, 0].T
         done = self.linear.at_points(near, rows, members)
         left = self.wanted(date, sample, members).index_select(1, at) - done
-        # The network sees southern points in the mirror, so its targets must be mirrored as well.
+        # The network sees southern points mirrored, so its targets are mirrored as well.
         error, more = self.linear.in_mirror(left, rows).chunk(KINDS)
         known = [[more]]
         if self.score is not None:
@@ -224,7 +223,7 @@ class _Score:
 
         Args:
             found: (P, 2 T F) v and w, before they are bounded.
-            given: error, sigma0 and, if any field has bounds, the truth; as `Points.take` gives them.
+            given: (P, T F) error, sigma0 and, if any field has bounds, the truth; in the units of `Points.take`.
         """
         error, sigma0 = given[0], given[1].clamp(min=_TINY)
         v, w = bounded(found).chunk(2, 1)
@@ -233,12 +232,11 @@ class _Score:
         costs = [distributions.crps(Family.NORMAL, *normal)]
         for law, at in self.bounded.items():
             truth, unit = given[2][:, at], self.unit[at]
-            # The error is y - mean without the network, so y - e is that mean. Distributions with bounds need physical
-            # units.
+            # y - e is the mean without the network. Distributions with bounds need physical units.
             mean, wide = truth + (shift - error)[:, at] * unit, sigma[:, at] * unit
             if law in AT_ZERO:
                 mean, wide = wetter(mean, wide, *(values[at] for values in self.dry))
-            # `location_of_mean` itself raises such a mean to `LEAST_MEAN`, but then there would be no gradient.
+            # `location_of_mean` also raises such a mean to `LEAST_MEAN`, but without a gradient.
             near = distributions.LEAST_MEAN if law is Family.TRUNCATED_NORMAL else _LEAST_MEAN
             mean = _within(mean, law, near * wide)
             location = distributions.location_of_mean(law, mean, wide)
@@ -255,9 +253,9 @@ class _Score:
 
 
 def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:
-    """Return the mean, kept at least `least` away from the bounds.
+    """Return the mean, moved to at least `least` inside the bounds.
 
-    The gradient is as if it were not kept away. Otherwise a point that is forecast dry could never become wet.
+    The gradient is that of the mean before. Otherwise a point that is forecast dry could never become wet.
     """
     lower, upper = law.bounds
     return mean + (lower + least - mean).clamp(min=0).detach() - (mean - upper + least).clamp(min=0).detach()
@@ -272,10 +270,9 @@ def _root_mean_square(known: Known, team: Team) -> Tensor:
 
 
 def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return which fraction of d'' of each field to take, (T F,), and by how much this lowers the errors.
+    """Return the fraction of d'' that each field takes, (T F,), and by which fraction this lowers the RMSE of each.
 
-    A field that the dates lack gets the mean fraction of the others. The second result is the relative decrease of the
-    root mean square error of the fields that the dates have.
+    A field without a target on the dates gets the mean fraction of the others, and the second result leaves it out.
     """
     start, team = points.start, points.dates.team
     both, own, whole = torch.zeros(3, start.heads.typical.numel(), dtype=torch.float64)
@@ -291,8 +288,8 @@ def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
         own = own + (weight * found**2).sum(1, dtype=torch.float64)
         whole = whole + (weight * errors**2).sum(1, dtype=torch.float64)
     team.add_up(both, own, whole)
-    # The fraction a that minimises the sum of (error - a output)^2 has a closed form. Outside of [0, 1] it would be
-    # trusted to turn the output around or to enlarge it.
+    # The fraction a that minimises the sum of (error - a output)^2 has a closed form. It is kept within [0, 1], so that
+    # an output is neither reversed nor enlarged.
     shares, known = (both / own.clamp(min=_TINY)).clamp(0, 1), whole > 0
     usual = shares[known].mean() if known.any() else torch.tensor(_UNTRIED, dtype=shares.dtype)
     shares = torch.where(known, shares, usual)

@@ -1,7 +1,6 @@
-"""Measures the local work of a step at the shapes that partitions give, on all ranks of a node at once.
+"""Measures the local work of a training step at the shard shapes of partitions, on all ranks of a node at once.
 
-Times are kept on disk, under a hash of what they depend on: machine, code, model, shape, samples, threads and the
-number of busy ranks.
+Times are kept on disk, under a hash of machine, code, model, optimizer, shape, samples, threads and busy ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from ensemble_ml.training.rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
-_VISITS = 3  # times that every shape is measured, in turn: on a shared machine the speed changes within minutes
+_VISITS = 3  # rounds in which every shape is measured once: the speed of a shared machine changes within minutes
 _CODE = hash_of_code("training", "models", "distributed", "optim")
-_LEAST, _MOST = 2, 4  # fewest and most steps that count each time
+_LEAST, _MOST = 2, 4  # fewest and most timed steps of a shape in a round
 _PROCESS = (
     "import sys, pathlib; from ensemble_ml.training.probing import main;"
     " main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
@@ -58,7 +57,7 @@ _PROCESS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape to measure: a rank of a topology, and its samples in a step."""
+    """A shape to measure: a topology, seen from one rank, and the samples of this rank in a step."""
 
     topology: Topology
     samples: int
@@ -68,7 +67,14 @@ class Shape:
 class Job:
     """A list of measurements for the processes of one node.
 
-    They measure a step at each shape, unless `gflops` gives their speed, and the links between them if `links` is set.
+    Attributes:
+        config: settings of the run.
+        spec: the model's spec.
+        shapes: the shapes at which a step is timed.
+        seconds: time for all shapes. At least one is always measured.
+        folder: the folder in which times are kept; None for none.
+        gflops: speed from the settings; if it is not zero, no step is timed.
+        links: measure the links between the ranks, too.
     """
 
     config: TrainConfig
@@ -85,8 +91,8 @@ class Found:
     """The measurements of a job, by the position of the shape.
 
     Attributes:
-        pieces: local work of the shapes that time allowed.
-        links: the links of all shapes; empty if they were not asked for.
+        pieces: local work of the shapes for which there was time.
+        links: the links of all shapes; empty if `Job.links` is not set.
     """
 
     pieces: dict[int, Piece]
@@ -94,7 +100,7 @@ class Found:
 
 
 def probe(job: Job, session: Session) -> Found:
-    """Make the measurements of a job on the ranks of a session.
+    """Make the measurements of a job on the ranks of a session. All of them must call this.
 
     Args:
         job: the job.
@@ -110,8 +116,7 @@ def probe(job: Job, session: Session) -> Found:
     steps: dict[int, list[list[float]]] = {number: [] for number, piece in enumerate(known) if piece is None}
     for _ in range(_VISITS):
         for number, found in steps.items():
-            # All ranks must make the same measurements, so the first one's clock decides. At least one shape is always
-            # measured.
+            # All ranks must make the same measurements, so the first rank's clock decides.
             late = session.once(lambda: [time.perf_counter() > deadline])[0]
             if not late or not (any(known) or any(steps.values())):
                 found += _timed(job, _own(shapes[number], session), session, job.seconds / len(steps) / _VISITS)
@@ -126,7 +131,7 @@ def probe(job: Job, session: Session) -> Found:
 def _links(job: Job, session: Session) -> dict[int, Links]:
     """Measure the links of each shape's mesh.
 
-    If other ranks were started than are planned for, the links are those between all of these.
+    If the number of started ranks is not the planned one, these are the links between all started ranks.
     """
     meshes: dict[Members, Communicator] = {}
     known: Known = {}
@@ -143,9 +148,9 @@ def _links(job: Job, session: Session) -> dict[int, Links]:
 
 
 def _own(shape: Shape, session: Session) -> Shape:
-    """Return the shape of this rank in the job.
+    """Return the shape that this rank measures.
 
-    If other ranks were started than are planned for, it is the shape of the busiest rank.
+    If the number of started ranks is not the planned one, it is the shape of the busiest rank.
     """
     if shape.topology.size != session.topology.size:
         return shape
@@ -153,7 +158,7 @@ def _own(shape: Shape, session: Session) -> Shape:
 
 
 def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[list[float]]:
-    """Return the times of a few steps as `stepper` gives them, those of the slowest rank."""
+    """Return the seconds of a few steps, as `stepper` returns them; each is that of the slowest rank."""
     traffic = Traffic()
     speed = speeds(session.device, job.config.model.precision)[0]
     rehearsal = Rehearsal(
@@ -161,13 +166,13 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
     )
     if job.config.model.precision is Precision.auto:
         _fastest(rehearsal, session)
-    optim = replace(job.config.optim, hierarchical=False)  # it is not known here which ranks would share a node
+    optim = replace(job.config.optim, hierarchical=False)  # nothing here knows which ranks would share a node
     exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
     step = stepper(optim, rehearsal, exchange)
     found: list[list[float]] = []
     count = _LEAST + 1
     while len(found) < count:
-        # All ranks start together, so that they compete for the machine as in a training step.
+        # All ranks start together, so that they share the machine as in training.
         session.mesh.world.barrier()
         slowest = torch.tensor(step(), dtype=torch.float64)
         session.mesh.world.all_reduce(slowest, op="max")
@@ -194,7 +199,7 @@ def _keep(piece: Piece, path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(piece)))
     except OSError as error:  # for example a home folder that jobs may not write to
-        log.warning("plan: what was measured cannot be kept in %s (%s); it is measured again each time", path, error)
+        log.warning("plan: times cannot be kept in %s (%s), so they are measured again each time", path, error)
 
 
 def _fastest(rehearsal: Rehearsal, session: Session) -> None:
@@ -213,8 +218,7 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
 
     Returns:
         A function that takes a step and returns seconds: of the whole step, of the backward pass, and from the start of
-            the
-        backward pass until each bucket of gradients was ready.
+        the backward pass until each bucket of gradients was ready.
     """
     device = rehearsal.device
     optimizer, _ = build(config, rehearsal.model.param_groups(), 1, exchange)
@@ -222,8 +226,8 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
     arrivals = None
     if isinstance(exchange, BucketExchange):
         exchange.ready()
-        # Buckets are sent while the backward pass still runs. When each is ready decides how much of its exchange is
-        # hidden.
+        # Buckets are sent during the backward pass. The time at which each is ready decides how much of its exchange
+        # overlaps with computation.
         arrivals = Arrivals(exchange.params, exchange.buckets, lambda _: stamps.append(_now(device)))
 
     def step() -> list[float]:
@@ -249,13 +253,13 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
 
 
 def _now(device: torch.device) -> float:
-    """Return the time at which a device has done all its work."""
+    """Wait until a device has done all its work, and return the time."""
     settle(device)
     return time.perf_counter()
 
 
 def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
-    """Return the file for a time, named by a hash of all that it depends on; None if there is no folder."""
+    """Return the file for the times of a shape, named by a hash of what they depend on; None if there is no folder."""
     if job.folder is None:
         return None
     facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
@@ -285,13 +289,10 @@ def _load(path: Path | None) -> Piece | None:
 
 
 def cache_folder(wanted: str | None) -> Path | None:
-    """Return the folder in which measured times are kept; None if the user has no place for them.
+    """Return the folder in which measured times are kept; None if the user has no cache folder.
 
     Args:
-        wanted: the folder in the settings, or None.
-
-    Returns:
-        The folder, or None.
+        wanted: the folder in the settings; None for the user's cache folder.
     """
     return Path(wanted) if wanted is not None else user_cache("plan")
 
@@ -304,9 +305,6 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
         processes: how many processes.
         threads: threads of each.
 
-    Returns:
-        The measurements.
-
     Raises:
         UserError: one of the processes failed.
     """
@@ -315,11 +313,10 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
         given.write_bytes(pickle.dumps(job))
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(processes)}
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # else they would look for the store of our own launcher
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # or they would use the store of our own launcher
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
-        # Errors go into files. A process whose pipe is full would stop, while the others wait for it and we wait for
-        # them.
+        # Errors go into files: a process with a full pipe would stop, and all others would wait for it.
         errors = [Path(folder) / f"{rank}.err" for rank in range(processes)]
         started = [_start(command, *given_to) for given_to in zip(environments, errors, strict=True)]
         try:

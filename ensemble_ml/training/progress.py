@@ -1,10 +1,10 @@
-"""The progress of the fits before the first step: it is shown, and it is bounded by `max_minutes`.
+"""Shows the progress of the fits before the first step, and keeps them within `max_minutes`.
 
     Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
-    Pace        the speed at which the point network goes through its schedule in the time that it has
+    Pace        by how much each step of the point network advances its schedule, so that it ends in time
 
-Only the point network takes long and can stop at any time. All other fits are sums over dates, which end by themselves.
-So a bound on the fits is a deadline for the network, early enough to leave time for what comes after it.
+Only the fit of the point network can stop at any time. All other fits are sums over dates. So the limit of the fits is
+a deadline for the network, early enough to leave time for the fits after it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 NETWORK = "point network"  # its name in messages
 SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and steps take the rest
-_UNTIL = 0.88  # when the network has to end, as a fraction of the time for all fits: sums over dates follow it
-_WARM = 10  # steps of a network after which its pace is known
+_UNTIL = 0.88  # deadline of the network, as a fraction of the time for all fits: sums over dates follow it
+_WARM = 10  # steps of the network after which its speed is known
 
 
 class Progress:
-    """The stages of the fits: which of them runs, how far it is, and whether the network was cut short.
+    """The stages of the fits: which one runs, how much of it is done, and whether the network was cut short.
 
     Args:
-        seconds: how long the fits may take from now on; None for any time.
+        seconds: how long the fits may take from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None):
-        self.cut = False  # whether the network ended before its time
+        self.cut = False  # whether the network got fewer steps than its schedule has
         self.took: dict[str, float] = {}  # seconds of each stage so far
         self._began, self._seconds = time.monotonic(), seconds
         self._stages: list[str] = []
@@ -127,7 +127,7 @@ class Progress:
 
     @property
     def deadline(self) -> float | None:
-        """Return when the network has to end, by `time.monotonic`; None if it may take any time."""
+        """Return the deadline of the network, by `time.monotonic`; None for no deadline."""
         return None if self._seconds is None else self._began + _UNTIL * self._seconds
 
     def is_late(self) -> bool:
@@ -145,11 +145,11 @@ class Progress:
 
 
 class Pace:
-    """A pace for a fit: how many steps of its schedule each step advances, so that the schedule ends by a deadline.
+    """The pace of a fit: by how many steps each step advances the schedule, so that it ends by a deadline.
 
     Args:
         total: steps of the schedule.
-        until: the deadline by `time.monotonic`; None for no deadline, and then each step advances by one.
+        until: the deadline by `time.monotonic`; None for no deadline: each step then advances by one.
     """
 
     def __init__(self, total: int, until: float | None):
@@ -171,11 +171,11 @@ class Pace:
             now = time.monotonic()
             if now >= self._until:
                 return 0
-            # A few steps alone do not show the pace.
+            # The first few steps do not show the speed.
             if self.steps >= _WARM:
                 seconds = (now - self._began) / self.steps
-                # If the rest of the schedule fits into the time, the stride is one. So a run that has enough time gives
-                # the same numbers as a run without a deadline.
+                # If the rest of the schedule fits into the time, the stride is one. So a run with enough time gives the
+                # same numbers as one without a deadline.
                 stride = min(left, max(1, math.ceil(left * seconds / (self._until - now))))
         self.steps += stride > 0
         return stride

@@ -1,13 +1,13 @@
 """Records the forward and backward pass of a step on a GPU as a CUDA graph, and replays it.
 
-A pass is some 1300 kernels. On grids up to some 128 x 256 points, a GPU finishes each kernel before the host has
+A pass is about 1300 kernels. On grids up to about 128 x 256 points, a GPU finishes each kernel before the host has
 started the next. In a graph they follow each other without the host. The result is equal bit for bit, because the same
-kernels run on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost. So a
-recording is kept only if it is faster.
+kernels run on the same numbers. On large grids nothing is gained, and a recording takes the memory of a second pass. So
+it is kept only if it is faster.
 
 The first shape of batches that comes several times in a row is recorded. Batches of other shapes, such as the last one
-of an epoch, are computed by ordinary calls. Over several ranks nothing is recorded, because gradients and halos are
-sent within the pass.
+of an epoch, are computed by ordinary calls. Over several ranks nothing is recorded, because the pass itself sends
+gradients and halos.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ensemble_ml.models.speed import Record, settle
 
 log = logging.getLogger(__name__)
 
-Pass = Callable[[Batch], dict[str, Tensor]]  # leaves gradients in a model that had none, and returns losses
+Pass = Callable[[Batch], dict[str, Tensor]]  # returns losses, and leaves gradients in a model that had none
 _FIRST = 2  # ordinary calls before a recording: one prepares kernels, the next is timed
 _GAIN = 0.9  # a recording that takes more than this fraction of the time of an ordinary call is dropped
 
@@ -47,12 +47,12 @@ class _Recording:
 class Recorded:
     """A pass that is called for the first batches, then recorded and replayed.
 
-    If memory runs out in an ordinary call, the recording is given up, and the call is made once more.
+    If memory runs out in an ordinary call, the recording is dropped, and the call is made once more.
 
     Args:
         model: the model that gets the gradients. Its parameters and buffers must stay where they are in memory.
-        run: the pass. It may change nothing but gradients, and nothing in it may wait for the GPU.
-        record: records a call without arguments, which it may make; returns a function that replays it, and its result.
+        run: the pass. It may change only gradients, and nothing in it may wait for the GPU.
+        record: records a function without arguments, as `cuda_graph` does.
     """
 
     model: nn.Module
@@ -66,13 +66,16 @@ class Recorded:
         self._dropped = False
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Compute a pass, by a call or by the recording.
+        """Compute a pass, by an ordinary call or by the recording.
+
+        Args:
+            batch: the batch, on the device of the model.
 
         Returns:
             The loss and its parts; gradients are left in the model.
         """
         shapes = _shapes(batch)
-        # Until there is a recording, another shape starts the count anew.
+        # Until there is a recording, another shape starts the count again.
         if self._recording is None and shapes != self._shapes:
             self._shapes, self._called = shapes, 0
         if self._dropped or shapes != self._shapes:
@@ -91,13 +94,13 @@ class Recorded:
         return next(self.model.parameters()).device
 
     def _called_without(self, batch: Batch) -> dict[str, Tensor]:
-        """Call the pass; if memory is short, drop the recording and call it once more."""
+        """Call the pass; if memory runs out, drop the recording and call the pass once more."""
         try:
             return self.run(batch)
         except torch.OutOfMemoryError:
             if self._recording is None:
                 raise
-        self._drop("a pass that is called needs its memory")
+        self._drop("an ordinary pass needs their memory")
         return self.run(batch)
 
     def _begin(self, batch: Batch) -> None:
@@ -120,7 +123,7 @@ class Recorded:
         self.model.zero_grad(set_to_none=True)
         if seconds > _GAIN * self._seconds:
             del recording, play, losses
-            self._drop(f"{1e3 * seconds:.1f} ms, and {1e3 * self._seconds:.1f} ms as it is called")
+            self._drop(f"{1e3 * seconds:.1f} ms, and {1e3 * self._seconds:.1f} ms without")
             return
         self._recording = recording
         text = "captured a pass on a batch of %d as a CUDA graph: %.1f ms, in place of %.1f ms"
@@ -139,7 +142,7 @@ class Recorded:
         for own, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
             own.copy_(given)
         recording.play()
-        # The graph writes the gradients into its own memory, which the optimizer then reads.
+        # The graph writes gradients into its own memory, from which the optimizer then reads them.
         for p, gradient in zip(self.model.parameters(), recording.gradients, strict=True):
             p.grad = gradient
         return {name: value.clone() for name, value in recording.losses.items()}  # the next replay overwrites them
@@ -148,7 +151,7 @@ class Recorded:
 def may_record(model: nn.Module, session: Session) -> bool:
     """Return True if it is worth trying to record passes of a model.
 
-    That is so for one rank on a GPU and our own network. A pass of the others may change more than gradients, such as
+    It is for our own network on one rank with a GPU. A pass of other models may change more than gradients, such as the
     running statistics of batch norms.
     """
     return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
@@ -158,10 +161,10 @@ def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
     """Record a call as a CUDA graph.
 
     Returns:
-        A function that replays it, and its result, which holds values after the first replay.
+        A function that replays it, and its result, whose tensors have values only after the first replay.
 
     Raises:
-        RuntimeError: something in the call cannot be recorded, or memory is short.
+        RuntimeError: something in the call cannot be recorded, or memory runs out.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
@@ -174,8 +177,8 @@ def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Return the result of a call and the seconds that it took, with all work of the GPU done."""
-    # A GPU works on its own. Without waiting before and after, the clock would measure only the calls.
+    """Return the result of a call, and the seconds until the GPU had done all its work."""
+    # Without waiting for the GPU before and after, only the launch of its work would be measured.
     settle(device)
     began = time.perf_counter()
     found = call()

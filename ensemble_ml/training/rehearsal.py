@@ -1,8 +1,8 @@
-"""A dry run of a training step of one rank of any partition, on invented data and without the other ranks.
+"""Makes a dry run of a training step of one rank of any partition, on invented data and without the other ranks.
 
 Model, partition, halo exchange, loss and backward pass are those of training. Fake communicators stand for the other
-ranks (`distributed.echo`). On fake tensors, a dry run counts what a step sends, how much memory it takes and how much
-arithmetic, without doing it. On real tensors, the step can be timed.
+ranks (`distributed.echo`). On fake tensors, a dry run counts the messages, memory and operations of a step without
+computing it. On real tensors, the step can be timed.
 
 Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -27,12 +27,12 @@ from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec,
 from ensemble_ml.models.ledger import Ledger
 from ensemble_ml.training.losses import Loss
 
-_MEMBERS = 5
+_MEMBERS = 5  # members of the invented ensemble
 
 
 @dataclass
 class Rehearsal:
-    """The model, batch and loss of one rank.
+    """The model, batch and loss of one rank in a dry run.
 
     Args:
         config: settings of the run.
@@ -42,7 +42,7 @@ class Rehearsal:
         speed: precision and order of axes.
         device: the device of the model.
         traffic: counts the messages of the fake communicators.
-        gloo: ranks exchange sharded weights by gloo on processors, and not by NCCL on GPUs.
+        gloo: sharded weights are exchanged by gloo on CPUs; False for NCCL on GPUs.
     """
 
     config: TrainConfig
@@ -66,11 +66,7 @@ class Rehearsal:
         self.loss = self._loss()
 
     def step(self) -> dict[str, Tensor]:
-        """Run forward and backward, and leave the gradients in the model.
-
-        Returns:
-            The loss and its parts.
-        """
+        """Run the forward and backward pass, leave the gradients in the model, and return the loss and its parts."""
         with self.traffic.during(Phase.forward):
             losses = self.loss(self.model(self.batch.inputs), self.batch)
         with self.traffic.during(Phase.backward):
@@ -78,22 +74,22 @@ class Rehearsal:
         return losses
 
     def _shared(self) -> EchoShards | None:
-        """Let the U-Net take and free memory as if other ranks held most of its weights."""
+        """Add hooks with which the U-Net takes and frees memory as if `parallel.shard` ranks shared its weights."""
         if self.config.parallel.shard == 1:
             return None
         for module in self.model.unet.modules():
             for name, p in module._parameters.items():
                 if p is not None:
-                    # Gathered in bfloat16 if autocast would cast them, and laid contiguous, which FSDP2 asks for.
+                    # FSDP2 gathers in bfloat16 what autocast would cast, and needs contiguous tensors.
                     kind = torch.bfloat16 if self.speed.low else p.dtype
                     laid = p.detach().to(kind, memory_format=torch.contiguous_format)
                     module._parameters[name] = nn.Parameter(laid)
         return EchoShards(self.model.unet, self.config.parallel.shard, self.traffic, self.gloo)
 
     def _loss(self) -> Loss:
-        """Build the loss, with typical errors of the spread of one."""
+        """Build the loss, with scales of one for the spread."""
         error = self.model.get_buffer("error")
-        # The values of the errors do not change what a step costs.
+        # The values of the scales do not change what a step costs.
         ones = torch.ones(_MEMBERS + 1, *error.shape, device=self.device)
         area = torch.from_numpy(self.spec.grid.area_weights()).float()
         area = self.shard.cut(area).to(self.device)
@@ -107,19 +103,18 @@ class Tracing:
     Attributes:
         shape: (Y, X) of its shard.
         flops: floating point operations.
-        moved: bytes that everything but convolutions and products reads and writes (`models.ledger`).
+        moved: bytes that are read and written by everything but convolutions and products (`models.ledger`).
         traffic: messages.
-        activations: most bytes that forward and backward hold at once beyond weights, buffers and batch, with
-            gradients.
+        activations: peak bytes of forward and backward pass, gradients included, without weights, buffers and batch.
         resident: bytes of weights and buffers.
         state: bytes of the optimizer, the running average and the exchange.
-        loading: bytes that the loader is given, or those of the current batch and the ones read ahead.
+        loading: bytes of the loader.
         snapshot: bytes of host memory that the first rank needs for a checkpoint that is written while it trains.
         parameters: shapes of the parameters that are exchanged.
         parts: for each parameter, the part that this rank keeps up to date (`shard.own_part`).
-        late: for each parameter, in the optimizer's order: the backward pass reaches it last.
-        whole: bytes of all weights and buffers, which a rank builds before it shares them out.
-        weights: how many weights the model has.
+        late: for each parameter in the optimizer's order, whether the backward pass reaches it last.
+        whole: bytes of all weights and buffers, which every rank builds before they are sharded.
+        weights: number of weights of the model.
     """
 
     shape: tuple[int, int]
@@ -146,7 +141,7 @@ class Tracing:
 def trace(
     config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed, *, gloo: bool = True
 ) -> Tracing:
-    """Follow a step of one rank on fake tensors.
+    """Count the costs of a step of one rank on fake tensors.
 
     Args:
         config: settings of the run.
@@ -154,10 +149,10 @@ def trace(
         topology: the ranks, seen from this one.
         samples: samples of this rank in a step.
         speed: precision and order of axes.
-        gloo: ranks exchange sharded weights by gloo on processors, and not by NCCL on GPUs.
+        gloo: sharded weights are exchanged by gloo on CPUs; False for NCCL on GPUs.
 
-    Returns:
-        What the step costs.
+    Raises:
+        UserError: the grid cannot be partitioned in this way.
     """
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -189,7 +184,7 @@ def trace(
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
     # Some state is a rank's own, and a checkpoint holds it beside the common state: momenta under votes, and the errors
-    # of PowerSGD, which it keeps in the place of the sums of gradients.
+    # of PowerSGD, which take the place of the buffer of gradients.
     apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
     snapshot = values + whole + buffers + (kept + apart) * values + kept * own
     return Tracing(
@@ -201,24 +196,21 @@ def trace(
 
 
 def _loading(config: TrainConfig, batch: int) -> int:
-    """Return the bytes that the loader takes.
+    """Return the bytes that the loader takes, at least those of two batches.
 
-    They are what it is given, or else those of the current batch and the batches read ahead.
+    The clairvoyant loader takes `loading.ram`, or else the current batch and the batches read ahead.
     """
     ours = config.loading.name is LoaderName.clairvoyant
     return max(2 * batch, (config.loading.ram_bytes or (1 + config.loading.ahead) * batch) if ours else 0)
 
 
 def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:
-    """Invent a batch with plausible values.
+    """Make a batch of random numbers from 1 to 2.
 
     Args:
         spec: the model's spec.
         cells: (Y, X) of the shard.
         samples: number of samples.
-
-    Returns:
-        A batch of the right shapes.
     """
     ins, outs, config = len(spec.leads_in), len(spec.leads_out), spec.config
 

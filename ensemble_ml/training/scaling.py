@@ -1,15 +1,15 @@
 """Predicts strong and weak scaling to many devices, as a table and a plot.
 
-Strong scaling keeps the batch of the run while devices are added. In weak scaling the batch grows with the devices:
-each spatial group keeps the number of samples that it has on the fewest devices that hold one.
+In strong scaling the batch of the run stays the same while devices are added. In weak scaling the batch grows in
+proportion to the devices, from the batch of the run on the fewest devices that can train it.
 
-A run with `parallel.shard` shares its weights among as many ranks at any number of devices, and devices that are no
-multiple of it are left out. More devices are more such groups, each with all weights, which add up their gradients.
-What is gathered and summed of weights counts in full, as if nothing were computed meanwhile.
+With `parallel.shard`, that many ranks share the weights at any number of devices, and numbers of devices that are not a
+multiple of it are left out. More devices form more such groups, which sum their gradients. The time to gather and sum
+sharded weights counts in full, as if it did not overlap with computation.
 
-The local part of a step was measured at the shapes that the planner measured. At other shapes it is estimated from the
-arithmetic that the model takes there (`costs.reckoned`), and messages are estimated from the links. So the prediction
-knows nothing of congestion, slow ranks, and slower links between distant nodes.
+The local part of a step is measured at the shapes of the planner, and estimated at other shapes from their number of
+operations (`costs.reckoned`). Messages are estimated from the links. So congestion, slow ranks, and slower links
+between distant nodes are not predicted.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Point:
     """The best partition for a number of devices.
 
     Attributes:
-        kind: strong or weak.
+        kind: "strong" or "weak".
         devices: number of devices.
-        batch: initialisation times in a step.
+        batch: samples in a step of the whole job.
         best: the partition, with its cost.
     """
 
@@ -50,7 +50,7 @@ class Point:
 
     @property
     def rate(self) -> float:
-        """Return initialisation times a second."""
+        """Return samples a second."""
         return self.batch / self.cost.seconds
 
 
@@ -62,10 +62,10 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
     Args:
         planner: the planner of the run.
         found: the partitions that were measured.
-        pieces: measured pieces, by their position in `found`.
-        links: the links between ranks.
+        pieces: measured local work, by the position of the partition in `found`.
+        links: the links between ranks, by mesh axes.
     """
-    # Local work at a new shape is estimated from its arithmetic, relative to the shapes that were measured.
+    # Local work at a new shape is estimated from its operations, relative to the shapes that were measured.
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []
     least = 0
@@ -74,7 +74,7 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
         if best is not None:
             points.append(Point("strong", devices, planner.config.batch_size, best))
             least = least or devices
-        # Weak scaling starts at the fewest devices that hold the run's batch.
+        # Weak scaling starts at the fewest devices that can train on the run's batch.
         if least:
             batch = max(1, planner.config.batch_size * devices // least)
             best = _best(planner, devices, batch, known, links)
@@ -104,7 +104,7 @@ def _best(
 
 
 def table(points: Sequence[Point], shards: int = 1) -> str:
-    """Return the points as lines of text. Efficiency is relative to the fewest devices of the same kind.
+    """Return the points as a table of text. Efficiency is relative to the fewest devices of the same kind.
 
     Args:
         points: the points.
@@ -141,14 +141,11 @@ def table(points: Sequence[Point], shards: int = 1) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> Path:
-    """Plot initialisation times a second over devices, for both kinds, beside the ideal.
+    """Plot samples a second against devices for both kinds, with ideal scaling, and return `path`.
 
     Args:
         points: the points.
         path: the file to write.
-
-    Returns:
-        `path`.
     """
     # Imported here, because only a plot needs it. `Figure` works without a display.
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
-"""Maps of means over a few dates, freed from sampling noise, one spatial scale at a time.
+"""Reduces the sampling noise in maps of means over a few dates, one spatial scale at a time.
 
-The mean of n maps z_t holds a signal, and noise: 1/n of the variance between dates. Each map is split into scales,
-which are differences of Gaussian means of 1, 2, 4, ... cells, and the mean of all cells. For each scale,
+The mean of n maps holds a signal and noise, whose variance is 1/n of that between dates. Each map is split into scales:
+differences of Gaussian means of 1, 2, 4, ... cells, and the mean of all cells. For each scale,
 
     noise   = (A - B) / (n_eff - 1)
     weight  = max(0, 1 - noise / B)
@@ -10,11 +10,11 @@ which are differences of Gaussian means of 1, 2, 4, ... cells, and the mean of a
     A       mean square of the scale in single dates
     B       its square in the mean map
     noise   the part of B that is noise
-    n_eff   effective number of dates: dates that resemble their neighbours count less
+    n_eff   effective number of dates, fewer than n if neighbouring dates are alike
     r       correlation between neighbouring dates
 
-This is the Wiener filter with both spectra estimated from the maps themselves (empirical Bayes). With a single scale it
-is the positive-part estimator of James and Stein 1961.
+This is the Wiener filter, with the spectra of signal and noise estimated from the maps themselves (empirical Bayes).
+With a single scale it is the positive-part estimator of James and Stein (1961).
 
 Axes: K scale, T lead, F field (variable and level), Y latitude, X longitude.
 """
@@ -31,8 +31,8 @@ from torch import Tensor
 from ensemble_ml.grid import Grid
 from ensemble_ml.training.team import Team
 
-_MOST_CORRELATED = 0.9
-_PRIOR = 5.0  # how many independent numbers the mean over fields counts for
+_MOST_CORRELATED = 0.9  # largest r
+_PRIOR = 5.0  # weight of the mean over fields, in independent numbers
 _TINY = 1e-30
 _NOTHING = 1e-20  # too small to change a float32 sum; products with smaller weights are denormal and ten times slower
 _ENOUGH_FOR_BIAS = 8  # dates: with fewer, Kendall's correction of r would divide by almost zero
@@ -54,7 +54,7 @@ class Scales:
         self._filters = [(_gaussian(rows, w, False), _gaussian(columns, w, grid.wraps).T) for w in widths]
         self.area = torch.from_numpy(grid.area_weights() / (rows * columns)).float()
         self.count = len(widths) + 2
-        # Independent numbers in each part of a map, roughly; one in the area mean.
+        # Approximate number of independent values in each part of a map; one in the area mean.
         self.freedom = torch.tensor([max(1.0, rows * columns / (4 * np.pi * w**2)) for w in widths] + [1.0, 1.0])
 
     def split(self, z: Tensor) -> Iterator[Tensor]:
@@ -69,7 +69,7 @@ class Scales:
             K parts (..., Y, X); the last one is the area mean.
         """
         wider = z
-        # Each filter smooths the map itself. A part is the difference between one filter and the next.
+        # Each filter is applied to the map itself. A part is the difference between one filter and the next.
         for lat, lon in self._filters:
             finer, wider = wider, lat @ z @ lon
             yield finer - wider
@@ -114,9 +114,14 @@ class Scales:
 
 
 def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
-    """Return the matrix (size, size) of Gaussian means; at an open edge the remaining weights are scaled up."""
+    """Return the matrix (size, size) of Gaussian means, whose rows add up to one.
+
+    Args:
+        size: number of cells along the axis.
+        width: standard deviation in cells.
+        wraps: the axis goes around the globe.
+    """
     distance = np.abs(np.arange(size)[:, None] - np.arange(size))
-    # Around the globe, the shorter way counts.
     if wraps:
         distance = np.minimum(distance, size - distance)
     weights = np.exp(-0.5 * (distance / width) ** 2)
@@ -125,7 +130,7 @@ def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
 
 
 class MapMean:
-    """The mean of maps (T, F, Y, X) that come one date at a time; any date may lack some fields.
+    """A mean of maps (T, F, Y, X), which are added one date at a time. Any date may lack some fields.
 
     Args:
         scales: the scales of the grid.
@@ -164,7 +169,7 @@ class MapMean:
         self._was_valid = valid
 
     def stand_before(self, z: Tensor, valid: Tensor) -> None:
-        """Set the map that the next date follows, although another rank adds it.
+        """Set the map before this rank's first date. Another rank adds it to the mean; here it counts only for r.
 
         Args:
             z: (T, F, Y, X) float32.
@@ -190,7 +195,7 @@ class MapMean:
         """Estimate how much of each scale is signal.
 
         Returns:
-            The scales of the mean map, with their weights.
+            The parts of the mean map, with the weight of each scale.
         """
         parts = list(self.scales.split(self.mean))
         n = self.count.clamp(min=1)
@@ -199,7 +204,8 @@ class MapMean:
         lagged = torch.where(self._pairs > 0, self._lagged / self._pairs.clamp(min=1) - averaged, 0.0)
         averaged, between, lagged = (self._pooled(v) for v in (averaged, between, lagged))
         r = lagged / between.clamp(min=_TINY)
-        # A mean that is taken from the same dates makes r too small by about (1 + 4 r) / n (Kendall 1954).
+        # Because the mean is from the same dates, r is too small by about (1 + 4 r) / n (Kendall 1954,
+        # doi:10.1093/biomet/41.3-4.403).
         r = torch.where(n > _ENOUGH_FOR_BIAS, (n * r + 1) / (n - 4).clamp(min=1), r) * (self._pairs > 0)
         r = r.clamp(0, _MOST_CORRELATED)
         dates = (n * (1 - r) / (1 + r)).clamp(min=1)
@@ -208,9 +214,9 @@ class MapMean:
         return Estimate(self.scales, parts, weight.clamp(0, 1).float(), dates.float())
 
     def _pooled(self, values: Tensor) -> Tensor:
-        """Pull statistics (K, T, F) to their mean over all fields of a lead, the more the fewer numbers they come from.
+        """Shrink statistics (K, T, F) towards their mean over all fields of a lead.
 
-        Parts of wide scales have few independent numbers.
+        Those of wide scales are shrunk most, because they come from few independent values.
         """
         freedom = self.scales.freedom[:, None, None].double()
         return (freedom * values + _PRIOR * values.mean(-1, keepdim=True)) / (freedom + _PRIOR)
@@ -218,12 +224,12 @@ class MapMean:
 
 @dataclass(eq=False)
 class Estimate:
-    """An estimate of a mean map, free from noise.
+    """An estimate of a mean map with less noise.
 
     Attributes:
         scales: the scales of the grid.
         parts: K parts (T, F, Y, X) of the mean map.
-        weight: (K, T, F) how much of each part is signal.
+        weight: (K, T, F) weight of each part, from 0 (all noise) to 1.
         dates: (K, T, F) effective number of dates.
     """
 
@@ -233,11 +239,11 @@ class Estimate:
     dates: Tensor
 
     def map(self) -> Tensor:
-        """Return the mean map, freed from noise, (T, F, Y, X)."""
+        """Return the weighted sum of the parts, (T, F, Y, X)."""
         return self._weighed(self.parts)
 
     def without(self, z: Tensor) -> Tensor:
-        """Return the mean map as it would be without one date, so that this date is like one never seen, (T, F, Y, X).
+        """Return `map` as it would be without one of its dates, (T, F, Y, X). The weights stay as they are.
 
         Args:
             z: (T, F, Y, X) map of that date.

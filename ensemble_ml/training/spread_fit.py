@@ -1,6 +1,6 @@
 """Fits the spread: s_clim, the terms of s1, and the typical error of s1.
 
-The formulas stand in `training.climate_fit` and in `models.features`.
+The formulas are in `training.climate_fit` and `models.features`.
 
 Axes: T lead, F field (variables and levels, then surface variables), N members of the full ensemble, Y latitude,
 X longitude.
@@ -26,10 +26,11 @@ from ensemble_ml.training.smoothing import Scales
 log = logging.getLogger(__name__)
 
 _FEW = 60  # dates times (N - 1): with fewer degrees of freedom, s_clim is smoothed
+# Values of k that are tried.
 SHRINK = torch.tensor([0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64])
-_SHRINK_DEFAULT = 2.0
+_SHRINK_DEFAULT = 2.0  # k where none can be chosen
 _LEAST_SPREAD = 0.02  # least s_clim of a cell, relative to the root mean square of its field
-_NEVER = 1e-6  # a spread below this fraction of a field's standard deviation counts as none
+_NEVER = 1e-6  # below this fraction of a field's standard deviation, a spread counts as zero
 _TINY = 1e-30
 
 
@@ -92,7 +93,7 @@ class Spread:
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return what is added to mean and s1 linearly; zeros without a correction: two tensors (T, F, Y, X).
+        """Return the linear corrections of mean and s1, (T, F, Y, X) each in physical units; zeros if there is none.
 
         Args:
             sample: a date.
@@ -105,7 +106,7 @@ class Spread:
         return shift, more
 
     def said(self, sample: Sample) -> Tensor:
-        """Return d'', v and w of the point network; zeros without one, (3, T, F, Y, X).
+        """Return d'' (in typical spreads), v and w of the point network, (3, T, F, Y, X); zeros if there is none.
 
         Args:
             sample: a date.
@@ -158,19 +159,19 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
         which = "the climatological spread" if bool(few.all()) else f"that of {int(few.sum())} of {few.numel()} fields"
         log.info("climate: %d dates are few, so %s is smoothed by one cell", int(count.min()), which)
         variance = torch.where(few[..., None, None], scales.smooth(variance), variance)
-    # Where it never rained in any member, rain is still possible. A floor keeps sigma, and errors in units of it,
-    # finite.
+    # Where it never rained in any member, rain is still possible. A floor keeps sigma above zero there.
     typical = scales.mean(variance).float()
-    # Members may never differ at all, for example if all were given the same sea surface. Errors need a unit even then.
+    # Members may never differ at all, for example in the same prescribed sea surface. Errors need a unit even then.
     given = torch.from_numpy(np.where(std > 0, std, 1.0)).float() ** 2
     typical = torch.where(typical > _NEVER**2 * given, typical, given)
     return torch.maximum(variance, _LEAST_SPREAD**2 * typical[..., None, None]).sqrt()
 
 
 def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales) -> Spread:
-    """Fit the terms of s1; k of s0 is set to the same value for now.
+    """Fit the terms of s1, and set k of s0 to that of s1 for now.
 
-    g and l are ratios of means over the training dates; k is the best of a list on the validation dates.
+    g and l are ratios of means over the training dates. k is the one of `SHRINK` with the least squared error on the
+    validation dates.
 
     Args:
         dates: reads dates.
@@ -191,7 +192,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
         full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
         first = spread.s1(found.spread)  # s / c4(M), because k is almost zero so far
         few += torch.where(valid, scales.mean(first, there), 0.0)
-        # A date may lack points. So the climatological spread is averaged over the points that it has.
+        # A date may lack points, so the climatological spread is averaged over the same points.
         apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
     dates.team.add_up(full, few, apart, count)
     spread.level = _ratio(full, count * everywhere + apart)
@@ -208,9 +209,9 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
-    """Return k of s1 (T, F): the best of a list on the validation dates.
+    """Return k of s1 (T, F), the one of `SHRINK` with the least squared error on the validation dates.
 
-    Without validation dates, or with a single member, it is a default.
+    It is `_SHRINK_DEFAULT` without validation dates or with a single member.
     """
     # With one member there is no sample spread to weigh against the climatological one.
     if not len(validation) or dates.members < 2:
@@ -241,7 +242,7 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
         chosen: indices of the dates.
         spread: the spread of the untrained model.
         scales: means on the grid.
-        sizes: numbers of members that the training will show. Rows of other numbers repeat that of `dates.members`.
+        sizes: numbers of members that training samples have. Rows of other numbers repeat that of `dates.members`.
 
     Returns:
         (N + 1, T, F) float32; row M is for M members.
@@ -264,7 +265,7 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
         total += torch.nan_to_num(error)
         count += torch.isfinite(error)
     dates.team.add_up(total, count)
-    # With all members given, s1 is almost exact. A floor of a thousandth of the variance keeps the loss from blowing
-    # up.
+    # With almost all members, s1 is almost exact, and with all of them there is no target. So there is a floor of a
+    # thousandth of the variance, because the loss is divided by this error.
     least = 1e-3 * scales.mean(spread.climatology**2)
     return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()

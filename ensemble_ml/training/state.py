@@ -1,4 +1,4 @@
-"""The state of a run between two steps, and its way into a checkpoint and back.
+"""Holds the state of a run between two steps, and converts it to a checkpoint and back.
 
 The next step depends on the weights, the moments of the optimizer and the number of steps done. Dates and members
 follow from the seed and the step (`loading.order`), and the learning rate from the step. The climate and the scale of
@@ -38,8 +38,8 @@ class Average:
 
     Args:
         model: the model whose weights are averaged.
-        decay: the share of the average that stays in each step. It is smaller in the first steps, because the first
-            weights would otherwise count for too long.
+        decay: the factor of the old average in each step. It is smaller in the first steps, because the first weights
+            would otherwise count for too long.
     """
 
     def __init__(self, model: AnyModel, decay: float):
@@ -60,7 +60,7 @@ class Average:
 
     @contextmanager
     def in_place(self, model: AnyModel) -> Iterator[None]:
-        """Swap the averaged weights into `model` for the duration of a `with` block."""
+        """Give `model` the averaged weights within the context."""
         self._exchange(model)
         try:
             yield
@@ -68,7 +68,7 @@ class Average:
             self._exchange(model)
 
     def _exchange(self, model: AnyModel) -> None:
-        """Swap the weights of the model with the averaged ones, without a copy where they are whole."""
+        """Swap the weights of the model with the averaged ones, without a copy where they are not sharded."""
         for name, p in learned(model):
             if shards_of(p) is None:
                 p.data, self.weights[name] = self.weights[name], p.data
@@ -81,7 +81,7 @@ class Average:
 
 @dataclass(eq=False)
 class State:
-    """A run between two steps.
+    """The state of a run between two steps.
 
     Attributes:
         model: the model.
@@ -90,14 +90,14 @@ class State:
         steps: number of steps of the whole run.
         spread_error: (N + 1, T, F), the scale of the spread loss for each number of members.
         average: the averaged weights, or None.
-        exchange: what the ranks exchange in a step.
+        exchange: the exchange of gradients between ranks.
         step: number of steps done.
         best: {step, score} of the best validation, or None.
         scores: scores of the latest validation.
         widths: calibration factors (T, F) of the latest validation.
         validated: the step of the latest validation.
-        by_size: additional factors for other numbers of members (`widths.widths_for`).
-        varied: the trainer whose varied settings this one has (`tournament.vary`).
+        by_size: ratios of the factors for other numbers of members to `widths` (`widths.widths_for`).
+        varied: number of the trainer whose values of `tournament.vary` this one has.
         rounds: the tournaments so far, as `tournament.compete` returns them.
     """
 
@@ -105,7 +105,7 @@ class State:
     optimizer: Optimizer
     schedule: Schedule
     steps: int
-    spread_error: Tensor  # (N + 1, T, F), scale of the spread loss
+    spread_error: Tensor
     average: Average | None = None
     exchange: Exchange = field(default_factory=Exchange)
     step: int = 0
@@ -123,13 +123,13 @@ class State:
         return int(self.best["step"]) if self.best else 0
 
     def stalled(self, patience: int, every: int) -> bool:
-        """Return whether the latest validations were no better than one before them.
+        """Return whether the last `patience` validations were no better than the best one before them.
 
         The result depends only on the step and on what checkpoints hold, so a resumed run ends at the same step as an
         uninterrupted one.
 
         Args:
-            patience: number of validations; 0 never stalls.
+            patience: number of validations; 0 for never.
             every: steps between validations.
         """
         if not patience or self.best is None or self.step % every:
@@ -162,14 +162,14 @@ class State:
             self.exchange.complete(p, held)
 
     def tensors(self, *, keep: bool = True) -> tuple[dict[str, Tensor], dict[str, Tensor], OwnState | None]:
-        """Return copies on the CPU of what a checkpoint holds. All ranks call this.
+        """Return copies on the CPU of the tensors of a checkpoint. All ranks must call this.
 
         Args:
             keep: whether this rank writes the common tensors; otherwise it only helps to gather sharded weights.
 
         Returns:
-            The state_dict that predicts, with whole weights; the other tensors that a resumed run needs, but for those
-            that are sharded; and this rank's parts of these, or None if no weight is sharded.
+            The state_dict that predicts, with whole weights; the other tensors that a resumed run needs, except sharded
+            ones; and this rank's parts of the sharded ones, or None if no weight is sharded.
         """
         training: dict[str, Tensor] = {_SPREAD_ERROR: self.spread_error}
         parts: dict[str, Tensor] = {}
@@ -190,7 +190,7 @@ class State:
         return state_dict, training, OwnState(which, of, parts, copy == 0) if sharded else None
 
     def _stepped(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters with their names, in the order by which checkpoints number them."""
+        """Return the parameters with their names, in the order in which checkpoints number them."""
         names = {id(p): name for name, p in learned(self.model)}
         return [(names[id(p)], p) for group in self.model.param_groups() for p in group["params"]]
 
@@ -204,11 +204,11 @@ class State:
 
     @property
     def shards(self) -> tuple[int, int, int, int]:
-        """Return which part of how many this rank holds of the weights (see `place_among_shards`)."""
+        """Return this rank's part of the weights, and of how many (see `place_among_shards`)."""
         return max((place_among_shards(p) for p in self.model.parameters()), key=lambda place: place[1])
 
     def changing(self) -> dict[str, Tensor]:
-        """Return all tensors that steps change, as this rank holds them: weights, moments, average, and own momenta."""
+        """Return copies on the CPU of all tensors that steps change: weights, moments, average and own momenta."""
         found = {f"{_RAW}{name}": p for name, p in learned(self.model)} | self._moments()
         if self.average is not None:
             found |= {f"{_AVERAGE}{name}": values for name, values in self.average.weights.items()}
@@ -224,7 +224,7 @@ class State:
         moments = {key: value for key, value in tensors.items() if key.startswith(_OPTIMIZER)}
         for key, value in moments.items():
             p = stepped[int(key.split(".")[1])]
-            if value.shape == p.shape:  # with the order of axes in memory of its weight
+            if value.shape == p.shape:  # a moment gets the memory layout of its weight
                 moments[key] = torch.empty_like(p, dtype=value.dtype).copy_(value)
         self._restore_optimizer(moments)
         for name, values in self.average.weights.items() if self.average is not None else ():
@@ -233,7 +233,7 @@ class State:
         self.exchange.load_local_state(own)
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return the state of the optimizer, with the number of the parameter in the names."""
+        """Return the state of the optimizer, by names with the number of the parameter."""
         found: dict[str, Tensor] = {}
         for index, (_, p) in enumerate(self._stepped()):
             held = self.optimizer.state.get(p, {})
@@ -245,6 +245,9 @@ class State:
 
         Args:
             checkpoint: the checkpoint, with the tensors for training.
+
+        Raises:
+            UserError: a file with the tensors of one rank is absent or damaged.
         """
         shards = checkpoint.meta.get("shards", 1)
         kept = self._restored(checkpoint, shards if shards > 1 else 0)
@@ -264,7 +267,7 @@ class State:
         self.varied, self.rounds = checkpoint.meta.get("varied", 0), checkpoint.meta.get("tournaments", [])
 
     def _restored(self, checkpoint: Checkpoint, ranks: int) -> dict[str, Tensor]:
-        """Return this rank's part of the tensors of a checkpoint, whatever number of ranks shared them.
+        """Return this rank's part of the tensors of a checkpoint that any number of ranks wrote.
 
         Args:
             checkpoint: the checkpoint, with the tensors for training.
@@ -278,13 +281,13 @@ class State:
         for part in (checkpoint.training, *map(checkpoint.of_rank, range(ranks))):
             for key, value in part.items():
                 p = stepped[int(key.split(".")[1])][1] if key.startswith(_OPTIMIZER) else by_name.get(key)
-                # Numbers, such as how many steps AdamW has done, have no rows.
+                # Scalars, such as AdamW's number of steps, have no rows.
                 if p is None or not value.ndim or value.ndim != p.ndim:
                     kept[key] = value
                     continue
                 own, start, begin = local(p), first_row(p), begins.get(key, 0)
                 begins[key] = begin + len(value)
-                # A moment takes the order of axes in memory of its weight, as in the run that wrote it.
+                # A moment gets the memory layout of its weight, as in the run that wrote it.
                 into = kept.setdefault(key, torch.empty_like(own, dtype=value.dtype))
                 low, high = max(start, begin), min(start + len(own), begin + len(value))
                 if low < high:

@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: forward, backward, exchange with the other ranks, update."""
+"""Takes one optimizer step on one rank: forward, backward, exchange with the other ranks, update."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
-_MOST_SKIPPED = 10  # steps in a row that nonfinite=skip may leave out: after more, the run ends with an error
-_BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step beside the loss and its parts
+_MOST_SKIPPED = 10  # most steps in a row that nonfinite=skip leaves out before the run ends with an error
+_BESIDE = ("samples", "stop", "written", "due", "late")  # numbers of a step other than the loss and its parts
 OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 
 
 class NotFinite(UserError):
     """An error for a step whose loss or gradient is not finite.
 
-    It is raised on every rank, and the state is still the one before the step.
+    It is raised on every rank, and the state is still that before the step.
 
     Args:
         where: the step, the reason and the dates, in words.
@@ -49,9 +49,9 @@ class Stepper:
     Attributes:
         waited: seconds that the last step waited for other ranks.
         skipped: how many steps in a row were left out.
-        noted: what the exchange reports of the last step, such as the layers whose momenta it averaged.
-        missed: the steps that the other ranks took without this one before the last: by their number, what a call
-            returns of a step, and whether it was left out.
+        noted: the report of the exchange on the last step, such as the layers whose momenta it averaged.
+        missed: the steps that other ranks took without this one in the last call: by number of the step, its numbers
+            as a call returns them, and whether it was left out.
 
     Args:
         run: the run.
@@ -64,24 +64,23 @@ class Stepper:
         self.missed: dict[int, tuple[dict[str, float], bool]] = {}
 
     def __call__(self, batch: Batch, says: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """Take one step, and before it those that the other ranks have taken while this one computed its gradient.
+        """Take one step, and before it the steps that other ranks took while this one computed its gradient.
 
         Args:
             batch: this rank's part of the batch.
             says: returns numbers of this rank that are summed over ranks, such as flags. It is called after the
-                backward pass, so that it includes what happened during the pass.
+                backward pass, so that they are up to date.
 
         Returns:
             The loss and its parts, the number of samples of the whole batch, and the sums of the numbers from `says`.
 
         Raises:
-            NotFinite: loss or gradient is not finite, and the run must end.
-            UserError: the step needs more memory than there is.
+            NotFinite: loss or gradient is not finite, and the step may not be left out.
+            UserError: there is not enough memory.
         """
         state, self.session.step = self.state, self.state.step + 1
         state.optimizer.zero_grad(set_to_none=True)
-        # In the last batch of an epoch, some ranks may have no sample. The exchange must know, so that their votes do
-        # not count.
+        # In the last batch of an epoch, some ranks may have no sample. The exchange must not count their votes.
         state.exchange.with_samples = self.setup.ranks_with_samples(state.step)
         state.exchange.begin(state.step)
         mesh, before = self.session.mesh, self.session.mesh.seconds_waited
@@ -104,7 +103,7 @@ class Stepper:
             self.missed[state.step], before = (values, self.skipped > 0), mesh.seconds_waited
 
     def _take(self, values: dict[str, float], outcome: Outcome, batch: Batch, running: Running) -> None:
-        """Step the weights, or leave the step out where loss or gradient are not finite."""
+        """Update the weights, or leave the step out if loss or gradient is not finite."""
         state = self.state
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
@@ -130,7 +129,7 @@ class Stepper:
 
         The pass leaves gradients in the model and returns the loss and its parts.
         """
-        model, loss = self.state.model, self.setup.loss  # a closure over `self` would keep it alive in a cycle
+        model, loss = self.state.model, self.setup.loss  # a closure over `self` would make a reference cycle
 
         def run(batch: Batch) -> dict[str, Tensor]:
             """Run the model forward and backward on a batch."""
@@ -172,14 +171,14 @@ class Stepper:
     def _weighed(
         self, losses: Mapping[str, Tensor], batch: Batch, says: Callable[[], Mapping[str, float]]
     ) -> dict[str, float]:
-        """Return this rank's numbers for an exchange that sums them: losses times samples, samples, and flags."""
+        """Return this rank's numbers for an exchange to sum: losses times samples, samples, and those from `says`."""
         samples = float(len(batch))
         return {name: float(value) * samples for name, value in losses.items()} | {"samples": samples, **says()}
 
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
-        """Log that a step is not finite and is left out, or end the run. The decision is the same on every rank.
+        """Log that a step is left out, or raise an error. The decision is the same on every rank.
 
-        One of several trainers leaves out any number of steps, because the next tournament replaces its weights.
+        One of several trainers may leave out any number of steps, because the next tournament replaces its weights.
 
         Raises:
             NotFinite: `optim.nonfinite` is stop, or too many steps in a row were left out.
@@ -189,7 +188,7 @@ class Stepper:
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
         dates = f"on init times {shortened(batch.init_time)}"
-        # If the fault is another rank's, the dates of this rank are not to blame: name those of the whole batch.
+        # If other ranks have the gradients that are not finite, the message names the dates of the whole batch.
         if outcome.culprits and self.session.topology.rank not in outcome.culprits:
             [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
             dates = f"on init times among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
@@ -205,10 +204,10 @@ class Stepper:
 
 
 def _means(losses: Iterable[str], sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums with each loss, which was weighed by samples, as a mean over samples."""
+    """Return the sums, with each loss divided by the number of samples."""
     return dict(sums) | {name: sums[name] / max(sums["samples"], 1.0) for name in losses}
 
 
 def only_losses(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the loss and its parts, without the numbers that travel with them."""
+    """Return the loss and its parts, without the other numbers of a step."""
     return {name: value for name, value in values.items() if name not in _BESIDE}

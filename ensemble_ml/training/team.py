@@ -1,10 +1,9 @@
-"""Shares the fits before the first step out over all ranks.
+"""Divides the fits before the first step among all ranks.
 
-Every rank runs the same fit on a contiguous block of the training dates. So each pass over the dates reads a date on
-one rank; a neighbour at the edge of a block, and dates that show which targets exist, are read by several. Sums over
-dates are added up over ranks. All ranks then hold the same sums and compute the same numbers from them. Clocks of ranks
-may differ. So the first rank says when a network has to stop, and if time is over on any rank before a network begins,
-all ranks leave it out.
+Every rank runs the same fit on a contiguous block of the training dates. So a pass over the dates reads each date on
+one rank, except for neighbours at the edges of blocks and dates that show which targets exist. Sums over dates are then
+summed over ranks, and all ranks compute the same numbers from them. Because clocks differ, the first rank decides when
+the fit of a network stops, and if time is over on any rank before such a fit begins, all ranks leave it out.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Team:
     """A group of ranks that make a fit together.
 
     Args:
-        ranks: all of them; None for one rank alone. They must call the methods in the same order.
+        ranks: all of them; None for a single rank. They must call the methods in the same order.
         on_host: how many of them share this host's memory.
     """
 
@@ -37,9 +36,7 @@ class Team:
         return self._ranks.size == 1
 
     def stretch(self, count: int) -> range:
-        """Return which of `count` items this rank takes.
-
-        They are neighbours, so that consecutive dates stay together.
+        """Return which of `count` items this rank takes, as one contiguous range.
 
         Args:
             count: number of items.
@@ -57,9 +54,9 @@ class Team:
         return items[taken.start : taken.stop]
 
     def add_up(self, *sums: Tensor) -> None:
-        """Add tensors up over ranks, in place. Booleans are joined by `or`.
+        """Sum tensors over ranks in place; booleans are combined by `or`.
 
-        The same number of ranks always adds in the same order, so the sums are equal bit for bit from run to run.
+        A given number of ranks always adds in the same order, so the sums are equal bit for bit from run to run.
 
         Args:
             sums: tensors of the same shapes on all ranks.
@@ -67,13 +64,13 @@ class Team:
         if self.alone:
             return
         for values in sums:
-            # Communicators do not reduce booleans, so these travel as 0 and 1, and the largest wins.
+            # Communicators do not reduce booleans, so the maximum of 0 and 1 stands for `or`.
             whole = values.contiguous() if values.dtype is not torch.bool else values.to(torch.uint8)
             self._ranks.all_reduce(whole, op="max" if values.dtype is torch.bool else "sum").wait()
             values.copy_(whole)
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, those of the first rank first, (sum of all n, ...).
+        """Return the rows of all ranks in the order of the ranks, (sum of all n, ...).
 
         Args:
             rows: (n, ...) the rows of this rank; n may differ between ranks.
@@ -92,7 +89,7 @@ class Team:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts.tolist(), strict=True)])
 
     def anywhere(self, flag: bool) -> bool:
-        """Return True if `flag` is true on any rank, the same answer on all ranks.
+        """Return True on all ranks if `flag` is true on any rank.
 
         Args:
             flag: this rank's flag.

@@ -1,13 +1,13 @@
-"""Tournaments between the models that one job trains (LTFB: Jacobs et al. 2017, doi:10.1145/3146347.3146356).
+"""Holds tournaments between the models that one job trains (LTFB: Jacobs et al. 2017, doi:10.1145/3146347.3146356).
 
-Every trainer validates on the same init times, so a tournament needs no forecasts of its own: the trainers' scores
-travel first, eight bytes each, and every rank computes from them who takes whose weights. Then only the winners send:
-each rank to its counterpart in the losing trainer, with its weights, the moments of the optimizer and the settings that
-vary. Nothing travels where nothing changes.
+All trainers validate on the same init times, so a tournament compares the scores that they have. From these, every rank
+computes which trainer takes whose weights. Then each rank of a winner sends weights, moments of the optimizer and the
+varied settings to its counterpart in the losing trainer. Winners keep their state.
 
-A trainer wins by the smaller (score not finite, score, number of the trainer), so one that has diverged always loses.
-A tournament changes losers alone, and follows from the scores, the seed and its number. So it can be held again after a
-kill, between trainers some of which have its result already, and ends the same way bit for bit.
+The trainer with the smaller score wins, and one whose score is not finite loses. With equal scores, both keep their
+state. The result depends only on the scores, the seed and the number of the tournament, and only losers change. So
+after a kill, a tournament can be held again, even if some trainers already have its result, and ends the same way bit
+for bit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 from ensemble_ml.training.state import learned
 
-_TOLD = "told"  # the name of the bytes that travel beside the tensors
-_LOOK = 0.05  # seconds between two looks at the other trainers' checkpoints
+_TOLD = "told"  # name of the JSON text that is sent with the tensors
+_LOOK = 0.05  # seconds between two checks of the other trainers' checkpoints
 
 
 def partners(seed: int, number: int, trainers: int) -> list[tuple[int, int]]:
@@ -44,24 +44,25 @@ def partners(seed: int, number: int, trainers: int) -> list[tuple[int, int]]:
     Args:
         seed: seed of the run.
         number: number of the tournament.
-        trainers: number of trainers; of an odd number, one is in no pair.
+        trainers: number of trainers; if it is odd, one is in no pair.
     """
     order = np.argsort(words(seed, Stream.PAIRS, number, 0, trainers), kind="stable").tolist()
     return list(zip(order[::2], order[1::2], strict=False))
 
 
 def sources(keep: TournamentKeep, scores: Sequence[float], seed: int, number: int) -> list[int]:
-    """Return the trainer whose state each trainer has after a tournament; a winner keeps its own.
+    """Return for each trainer the number of the trainer whose state it has after a tournament.
 
     Args:
-        keep: pairs, or truncation: the worst quarter of the trainers take the state of the best quarter.
+        keep: pairs: the loser of each pair takes the winner's state; truncation: the worst quarter of the trainers take
+            that of the best quarter.
         scores: the score of each trainer; lower is better.
         seed: seed of the run, for pairs.
         number: number of the tournament.
     """
 
     def key(trainer: int) -> tuple[bool, float, int]:
-        """Return what trainers are ordered by. NaN is left out, because it is neither below nor above a number."""
+        """Return the sort key of a trainer. It has no NaN, which cannot be ordered."""
         finite = math.isfinite(scores[trainer])
         return not finite, scores[trainer] if finite else 0.0, trainer
 
@@ -78,15 +79,15 @@ def sources(keep: TournamentKeep, scores: Sequence[float], seed: int, number: in
 
 
 def due(config: TrainConfig, step: int, steps: int) -> bool:
-    """Return whether a tournament follows a step. None follows the last one, after which the best trainer is taken."""
+    """Return whether a tournament follows a step. None follows the last step, after which the best trainer is taken."""
     return config.parallel.trainer > 1 and 0 < step < steps and step % config.tournament.every == 0
 
 
 def pending(run: Run) -> tuple[bool, bool]:
-    """Return whether a run that goes on from a checkpoint begins with a tournament, and whether it had it before.
+    """Return whether a resumed run begins with a tournament, and whether its checkpoint has the result already.
 
-    A killed job may leave some trainers behind the latest tournament, and the others directly after it. These have to
-    hold it again for the former. All ranks of the job call this.
+    A killed job may leave some trainers before the latest tournament and others after it. All then hold it again. All
+    ranks of the job must call this.
     """
     step, group = run.state.step, run.session.mesh.trainers
     held = run.state.rounds[-1]["step"] if run.state.rounds else 0
@@ -98,7 +99,7 @@ def pending(run: Run) -> tuple[bool, bool]:
 
 
 def compete(run: Run, scores: Sequence[float]) -> dict[str, Any]:
-    """Hold a tournament, which changes the state of the losers. All ranks of the job call this.
+    """Hold a tournament, which changes the state of the losers. All ranks of the job must call this.
 
     Args:
         run: the run.
@@ -113,7 +114,7 @@ def compete(run: Run, scores: Sequence[float]) -> dict[str, Any]:
     state, own = run.state, run.session.topology.place.trainer
     if not any(map(math.isfinite, scores)):
         raise UserError(
-            f"step {state.step}: no trainer has a score that is finite; begin anew with lower values of optim.lr"
+            f"step {state.step}: no trainer has a score that is finite; begin again with lower values of optim.lr"
         )
     tournament = run.base.tournament
     chosen = sources(tournament.keep, scores, run.base.seed, state.step // tournament.every)
@@ -126,12 +127,12 @@ def compete(run: Run, scores: Sequence[float]) -> dict[str, Any]:
 
 
 def in_words(held: dict[str, Any]) -> str:
-    """Return a tournament in words: each trainer's score, and whose weights it took."""
+    """Return a tournament as text: each trainer's score, and whose weights it took."""
     return ", ".join(f"trainer {trainer} {cell}" for trainer, cell in enumerate(tree([held])[0][1:]))
 
 
 def tree(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each tournament: the step, and for each trainer its score, and whose weights it took."""
+    """Return a row for each tournament: the step, then for each trainer its score and whose weights it took."""
     rows = []
     for held in rounds:
         scores = ["not finite" if score is None else f"{score:.4f}" for score in held["scores"]]
@@ -141,7 +142,7 @@ def tree(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def lineage(rounds: Sequence[dict[str, Any]], trainer: int) -> str:
-    """Return in words which trainers trained the weights that a trainer has after some tournaments."""
+    """Return as text which trainers trained the weights that `trainer` has after some tournaments."""
     steps, at = [], trainer
     for held in reversed(rounds):
         before = held["from"][at]
@@ -152,7 +153,7 @@ def lineage(rounds: Sequence[dict[str, Any]], trainer: int) -> str:
 
 
 def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
-    """Send this rank's state to its counterparts in the trainers that take it, and return what comes for this one."""
+    """Send this rank's state to its counterparts in the trainers that take it, and return the state that it gets."""
     group, own = run.session.mesh.trainers, run.session.topology.place.trainer
     takers = [trainer for trainer, source in enumerate(chosen) if source == own != trainer]
     mine = packed(run) if takers else torch.empty(0, dtype=torch.uint8)
@@ -166,7 +167,7 @@ def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
 
 
 def packed(run: Run) -> Tensor:
-    """Return what a loser takes from this trainer, as bytes."""
+    """Return the state that a loser takes from this trainer, as bytes (uint8)."""
     state = run.state
     told = {"scores": state.scores, "widths": state.widths, "varied": state.varied}
     tensors = {name: values.contiguous() for name, values in state.changing().items()}
@@ -175,7 +176,7 @@ def packed(run: Run) -> Tensor:
 
 
 def take_over(run: Run, data: Tensor) -> None:
-    """Take what `packed` gave on another trainer. Order of dates, init times and number of steps stay the own ones."""
+    """Take the state that another trainer packed, but keep the own order of dates, init times and number of steps."""
     state, tensors = run.state, load(data.numpy().tobytes())
     told = json.loads(tensors.pop(_TOLD).numpy().tobytes())
     state.take_over(tensors)
@@ -185,9 +186,9 @@ def take_over(run: Run, data: Tensor) -> None:
 
 
 def mean_weights(run: Run, scores: Sequence[float]) -> None:
-    """Give the model the mean of the predicting weights of all trainers whose score is finite.
+    """Give the model the mean of the weights with which the trainers with a finite score predict.
 
-    All ranks of the job call this, after the last step.
+    All ranks of the job must call this after the last step.
     """
     state, group = run.state, run.session.mesh.trainers
     there = [math.isfinite(score) for score in scores]
@@ -206,10 +207,10 @@ def mean_weights(run: Run, scores: Sequence[float]) -> None:
 
 
 def await_written(run: Path, trainers: int, step: int) -> None:
-    """Return when every trainer has a checkpoint of a step, or of a later one, on disk.
+    """Wait until every trainer has a checkpoint of `step` or later on disk.
 
-    No checkpoint may replace that of a tournament before this. Otherwise a killed job would leave a trainer behind the
-    tournament whose opponent has gone on, and has no longer the state that is needed to hold it again.
+    Before that, no trainer may replace its checkpoint of a tournament. Otherwise, if the job were killed, a trainer
+    might have to hold the tournament again without the state that its opponent had.
 
     Args:
         run: the folder of the run.
@@ -223,7 +224,7 @@ def await_written(run: Path, trainers: int, step: int) -> None:
 
 
 def point_to_best(run: Path) -> int:
-    """Let the links in the run's own folder of checkpoints lead to those of the trainer with the best checkpoint."""
+    """Point the links of the run's own checkpoints to those of the trainer with the best score; return its number."""
     folders = sorted(path.parent for path in run.glob("trainer_*/checkpoints"))
     scores = []
     for folder in folders:
@@ -239,16 +240,20 @@ def point_to_best(run: Path) -> int:
 
 
 def take_best(run: Run, judge: Judge, folder: Path, say: Callable[[str], None]) -> bool:
-    """Name the best trainer, or keep the mean of all if that is better. All ranks of the job call this at the end.
+    """Keep the best trainer, or the mean of all if that is better. All ranks of the job must call this at the end.
 
     Args:
         run: the run.
-        judge: scores the mean.
+        judge: the validation of the run, which scores the mean.
         folder: the folder of the run, which holds those of its trainers.
         say: writes a line into the log.
 
     Returns:
-        Whether all trainers came to the end; False if one has stopped before it.
+        False if a trainer stopped before the end; nothing is chosen then.
+
+    Raises:
+        NotFiniteForecast: a forecast of the mean is not finite.
+        UserError: there is not enough memory to score the mean.
     """
     state = run.state
     own, best = state.scores.get("score", math.nan), state.best or {"score": math.nan, "step": 0}

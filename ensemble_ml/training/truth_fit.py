@@ -1,6 +1,6 @@
 """Fits what needs the truth: bias, inflation, zero-inflation parameters, v and w, and the width of the distribution.
 
-The formulas stand in `training.climate_fit`.
+The formulas are in `training.climate_fit`.
 
 Axes: T lead, F field (variables and levels, then surface variables), P point, Y latitude, X longitude.
 """
@@ -39,20 +39,20 @@ from ensemble_ml.training.spread_fit import SHRINK, Spread
 
 log = logging.getLogger(__name__)
 
-VALIDATION_DATES, _POINTS = 80, 1000  # dates, and points of each: enough for a few numbers a field
-_FACTORS = torch.linspace(-1, 1, 25).exp()
-_NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # factors of sigma that are tried while shares are compared
+VALIDATION_DATES, _POINTS = 80, 1000  # most dates, and points of each, to choose fractions of v and w by
+_FACTORS = torch.linspace(-1, 1, 25).exp()  # factors of sigma that are tried for its width
+_NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # factors of sigma that are tried with each pair of fractions
 _SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # fractions of v and of w that are tried
-_ALIKE = 1e-6  # differences of minus the log likelihood that do not count
-# Typical spreads: a date on which members differ and err by less shows nothing of how wide sigma should be.
+_ALIKE = 1e-6  # differences of the negative log likelihood up to this do not count
+# Typical spreads: a date on which members differ and err by less does not show how wide sigma should be.
 _NOTHING = 1e-3
 _SMALLEST_RATIO = 0.1  # least variance ratio of a cell, relative to that of its field
 _LARGEST_RATIO = 25.0  # largest squared residual over s0^2, relative to their mean
 _TINY = 1e-30
-_ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # no mass at zero; fraction of points to warn
+_ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # no mass at zero; fraction of zeros to warn of
 _FEWEST_DRY = 500  # fewest dry points that a fit of a and b (`models.dry`) needs
 _LEAST_RAIN = 1e-3  # sigmas: less rain than this is a rounding error of packing
-_LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # typical spreads
+_LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # typical spreads: least scale of the loss, and that without a score
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Left:
     spread: Spread
 
     def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
-        """Return the errors of mean and spread to explain.
+        """Return the errors of mean and spread to predict.
 
         Args:
             date: index of the date.
@@ -76,7 +76,7 @@ class Left:
             members: M.
 
         Returns:
-            Two tensors (T, F, Y, X), NaN where absent. That of the mean is zero without a truth.
+            Two tensors (T, F, Y, X) in physical units, NaN where absent. That of the mean is zero without a truth.
         """
         more = sample.full_spread - self.s1(sample, members)
         if self.truth is None:
@@ -94,16 +94,19 @@ class Left:
 
 
 class Truth:
-    """The residuals of the training dates, and what is fitted to them.
+    """The bias of the training dates, and the fits to what it leaves.
 
     Args:
         dates: reads dates.
         spread: the spread of the untrained model.
         scales: means and smoothing on the grid.
         chosen: indices of the training dates that are fitted to.
+
+    Raises:
+        UserError: a field has no truth on any of these dates.
     """
 
-    # The last date and its truth minus the bias. Fits ask for several choices of a date's members in a row.
+    # The last date and its truth minus the bias, because fits take several choices of a date's members in a row.
     _last: tuple[int, Tensor] | None = None
 
     def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
@@ -124,7 +127,7 @@ class Truth:
         """Return the mean over the training dates of a map (T, F, Y, X) of each date, NaN where absent."""
         mean, mine = MapMean(self.scales, self.dates.shape), self.dates.team.stretch(len(self.chosen))
         if mine and mine.start and self.follows[mine.start]:
-            # The correlation of neighbouring dates needs the last date of the rank before, too.
+            # The correlation of neighbouring dates also needs the last date of the previous rank.
             before = of(int(self.chosen[mine.start - 1]))
             mean.stand_before(self.scales.filled(before), present(before))
         for at in self.dates.progress.over(stage, mine):
@@ -139,7 +142,7 @@ class Truth:
         No forecast of such a distribution can be calibrated.
 
         Args:
-            sample: indices of the dates that are looked at.
+            sample: indices of the dates to count zeros on.
         """
         laws = self.dates.spec.families
         at = [position for position, law in enumerate(laws) if law in _ABOVE_ZERO]
@@ -151,16 +154,16 @@ class Truth:
             zeros += (truth == 0).sum((0, -2, -1))
             count += torch.isfinite(truth).sum((0, -2, -1))
         self.dates.team.add_up(zeros, count)
-        told: set[str] = set()
+        named: set[str] = set()
         names = field_names(self.dates.spec)
         # The level with the most zeros comes first, and each variable is named only once.
         for share, position in sorted(zip((zeros / count.clamp(min=1)).tolist(), at, strict=True), reverse=True):
             variable = names[position].split()[0]
-            if share > _OFTEN and variable not in told:
-                told.add(variable)
+            if share > _OFTEN and variable not in named:
+                named.add(variable)
                 log.warning(
-                    "%s: the truth is zero at %.0f %% of the points, to which the %s distribution gives no chance;"
-                    " 'model.families={%s: %s}' has one that does",
+                    "%s: the truth is zero at %.0f %% of the points, but the %s distribution has no mass there;"
+                    " 'model.families={%s: %s}' gives one that has",
                     names[position], 100 * share, laws[position].value, variable, Family.CENSORED_NORMAL.value,
                 )  # fmt: skip
 
@@ -170,11 +173,11 @@ class Truth:
         return error / self.spread.climatology.clamp(min=_TINY)
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
-        """Return the error of `mean` beyond the bias of the other training dates, (T, F, Y, X), NaN where absent.
+        """Return truth - mean - bias of the other training dates, (T, F, Y, X), NaN where absent.
 
         Args:
             date: index of the date.
-            mean: (T, F, Y, X) ensemble mean.
+            mean: (T, F, Y, X) ensemble mean, physical units.
         """
         if self._last is None or self._last[0] != date:
             self._last = date, self.dates.target(Part.TRUTH, date) - self._bias_without(date)
@@ -197,23 +200,23 @@ class Truth:
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
 
     def _uninformed(self, date: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return truth, corrected mean and s0 of a date, and v and w of the point network, which are not applied yet.
+        """Return truth, linearly corrected mean and s0 of a date, and v and w of the point network.
 
-        The truth is NaN in fields in which there was nothing to predict, such as rain on a dry day: the width that is
-        best on such a date is of no use on others.
+        The truth is NaN in fields in which there was nothing to predict, such as rain on a dry day, because the best
+        width on such a date is useless on others.
         """
         sample = self.dates.sample(date)
         truth, centre, followed = self._unseen(sample, date)
-        told = (truth - sample.mean).abs() + sample.spread.nan_to_num()
-        told = self.scales.mean(told, torch.isfinite(told)) > _NOTHING * self.scales.mean(self.spread.climatology)
-        truth = torch.where(told[..., None, None], truth, torch.nan)
+        size = (truth - sample.mean).abs() + sample.spread.nan_to_num()
+        enough = self.scales.mean(size, torch.isfinite(size)) > _NOTHING * self.scales.mean(self.spread.climatology)
+        truth = torch.where(enough[..., None, None], truth, torch.nan)
         return truth, centre, self.spread.s0(followed), self.spread.said(sample)[1:]
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
         """Fit k of s0, by the likelihood of the truth under N(centre, c^2 s0^2), with c free for each k.
 
-        With r = (y - centre)^2 / s0^2 and c^2 = mean r, minus the mean log likelihood is log(mean r) / 2 + mean log s0,
-        up to a constant.
+        With r = (y - centre)^2 / s0^2 and c^2 = mean r, the mean negative log likelihood is
+        log(mean r) / 2 + mean log s0, up to a constant.
 
         Args:
             chosen: indices of the dates.
@@ -221,7 +224,7 @@ class Truth:
         Returns:
             (T, F) the likeliest k.
         """
-        # With one member there is no sample spread to weigh against the climatological one, so k of s1 is kept.
+        # One member has no sample spread to weigh against the climatological one, so k of s1 is kept.
         if self.dates.members < 2:
             return self.spread.shrink
         ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
@@ -234,8 +237,8 @@ class Truth:
             for position, k in enumerate(SHRINK):
                 s0 = self.spread.s0(followed, k.expand(self.dates.shape))
                 ratio = ((truth - centre) / s0) ** 2
-                # The bound follows from the mean of this date and this k. One bound for all k would make all those
-                # equal that give far too small an s0.
+                # The bound follows from the mean of this date and this k. With one bound for all k, all k with far too
+                # small an s0 would be equally likely.
                 ratio = self._bounded(ratio, there)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
@@ -248,9 +251,9 @@ class Truth:
         return torch.where(known, SHRINK[largest], self.spread.shrink)
 
     def _bounded(self, ratio: Tensor, there: Tensor, least: float = 0.0) -> Tensor:
-        """Return squared residuals over s0^2 (T, F, Y, X), without very large ones.
+        """Return squared residuals over s0^2, (T, F, Y, X), with an upper bound for each field.
 
-        None is more than `_LARGEST_RATIO` times their mean, or that many times `least`.
+        The bound is `_LARGEST_RATIO` times their mean, or that many times `least` if this is larger.
         """
         usual = self.scales.mean(ratio, there).clamp(min=least)
         return ratio.minimum(_LARGEST_RATIO * usual[..., None, None].to(ratio.dtype))
@@ -258,28 +261,27 @@ class Truth:
     def inflation(self) -> Tensor:
         """Fit B: half the logarithm of the mean of squared residuals over s0^2, (T, F, Y, X).
 
-        Cells are shrunk to their field's mean. B is zero for fields without residuals, because there are none or
-        because neither truth nor members ever vary.
+        Cells are shrunk towards the mean of their field. B is zero for a field whose residuals are absent or all zero.
         """
 
         def ratio(date: int) -> Tensor:
             """Return squared residuals over s0^2 of a date."""
             truth, centre, followed = self._unseen(self.dates.sample(date), date)
             found = ((truth - centre) / self.spread.s0(followed)) ** 2
-            # Where s0 is far too small, because members hardly differ, all ratios are large, and none of them is an
-            # outlier.
+            # The bound follows the mean: where members hardly differ, s0 is far too small, and all ratios are large
+            # without being outliers.
             return self._bounded(found, torch.isfinite(found), least=1.0)
 
         found = self._map_mean("inflation", ratio).estimate()
         field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
-        # The last part is the area mean. It is taken as it is, and only the departures of cells from it are shrunk.
+        # The last part is the area mean. Only the departures of cells from it are shrunk.
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
     def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
         """Fit a and b of `models.dry` to points at which the corrected mean is zero or below.
 
-        A field that has few such points is left as it is.
+        Fields with few such points keep their a and b.
 
         Args:
             inflation: (T, F, Y, X) B.
@@ -299,7 +301,7 @@ class Truth:
                 values[:, at] for values in (centre, s0 * wide.exp(), self.dates.target(Part.TRUTH, date))
             )
             there = (centre <= 0) & torch.isfinite(truth)
-            # Packed fields hold tiny values where there is no rain. They must not count as rain.
+            # Packed fields have tiny values where there is no rain.
             wet = there & (truth > _LEAST_RAIN * sigma)
             terms = there.float(), wet.float(), torch.where(wet, truth, 0.0), torch.where(there, sigma, 0.0)
             sums += (torch.stack(terms) * self.scales.area).double().sum((-2, -1))
@@ -307,7 +309,7 @@ class Truth:
             days += there.any(-1).any(-1)
         self.dates.team.add_up(sums, points, days)
         often, much = sums[1] / sums[0].clamp(min=_TINY), sums[2] / sums[3].clamp(min=_TINY)
-        # Many points of few dates are not enough, because dry points of one date are much alike.
+        # Many points of few dates are not enough, because dry points of one date are alike.
         enough = (points >= _FEWEST_DRY) & (days >= FEWEST_TO_WIDEN)
         for place, position in enumerate(at):
             found = fitted(laws[position], often[:, place], much[:, place])
@@ -317,21 +319,21 @@ class Truth:
     def learn_points(self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]) -> bool:
         """Fit the point network, and choose which fraction of v and of w each field takes.
 
-        The fractions are those with the smallest CRPS on the validation dates, with sigma free to change a little.
+        The fractions are those with the smallest CRPS on the validation dates, at the best of a few factors of sigma.
 
         Args:
             inflation: (T, F, Y, X) B.
             train: indices of the training dates.
             validation: indices of the validation dates.
-            sizes: numbers of members that the training will show.
+            sizes: numbers of members that training samples have.
 
         Returns:
-            True if there is a point network now.
+            True if a point network was fitted.
         """
         start, left = self.spread.start, Left(self, self.spread)
         if start is None or start.points is None:
             return False
-        # The loss of errors is that of the distribution as it is fitted so far.
+        # The loss of the truth uses the distribution as it is fitted so far.
         terms = ("shrink", self.spread.shrink), ("inflation", inflation), *zip(Heads.DRY, self.dry, strict=True)
         for name, values in terms:
             getattr(start.heads, name).copy_(values)
@@ -341,11 +343,11 @@ class Truth:
         validation = kept_apart(train, asked)[1]
         errors = start.points.second.chunk(3)[1:]
         seen = self._points(spaced(validation, VALIDATION_DATES), inflation)
-        # All pairs of fractions are tried, because a better mean changes which width is best.
+        # All pairs of fractions are tried, because the best width depends on the mean.
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
         each = self.dates.progress.over(f"{NETWORK}: shares of errors", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
-        # If all pairs cost the same, no date has the field.
+        # All pairs have the same CRPS only in fields that no date has.
         known = costs.amax(0) > costs.amin(0)
         best = costs.argmin(0)
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
@@ -358,7 +360,7 @@ class Truth:
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
+        """Return random points of own dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
         given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
         for date in self.dates.team.mine(chosen.tolist()):
             truth, centre, s0, more = self._uninformed(date)
@@ -383,10 +385,10 @@ class Truth:
         return torch.where(least > 0, least, 1.0)
 
     def best_factor(self, chosen: np.ndarray, inflation: Tensor, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Find the factor of sigma at which the CRPS is smallest.
+        """Find the factor of sigma with the smallest CRPS.
 
-        That CRPS is the scale of the loss. So it is not less than `_LEAST_CRPS` typical spreads (for a field that was
-        dry on all dates), and it is `_USUAL_CRPS` of them where there is no score.
+        That CRPS becomes the scale of the loss. So it is at least `_LEAST_CRPS` typical spreads, even for a field that
+        was dry on all dates, and `_USUAL_CRPS` of them where there is no score.
 
         Args:
             chosen: indices of the dates.
@@ -394,7 +396,7 @@ class Truth:
             stage: name of the stage that progress shows.
 
         Returns:
-            Logarithm of the factor, that CRPS, and the number of dates that have one; (T, F) each.
+            Logarithm of the factor, that CRPS in physical units, and the number of dates with a CRPS; (T, F) each.
         """
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)

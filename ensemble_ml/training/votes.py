@@ -1,11 +1,10 @@
-"""The record of who was in each vote of a run, by which the run can be repeated bit for bit.
+"""Records which ranks are in each vote of a run, so that the run can be repeated bit for bit.
 
     runs/NAME/votes.jsonl
 
-The first line says what the record belongs to: {"run": hash, "ranks": P, "quorum": N, "bound": B}. Each further line is
-a vote: {"vote": k, "ranks": [...]}, where k counts from 1. Which gradient a rank casts follows from the votes that it
-was in, since it begins with the next gradient after each of them. So this is all that a repetition needs besides the
-settings and the data.
+The first line identifies the run: {"run": hash, "ranks": P, "quorum": N, "bound": B}. Each further line is a vote:
+{"vote": k, "ranks": [...]}, where k counts from 1. A rank begins its next gradient after each vote that it was in, so
+the record determines which gradient it casts in each vote. A repetition needs nothing else but settings and data.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ VOTES = "votes.jsonl"
 
 
 class VoteLog:
-    """The record of the votes of a run, written by the first rank.
+    """A writer of the votes of a run, on the first rank.
 
     Args:
         folder: the run folder.
         first: the first line.
-        step: number of steps that are done. Lines of later votes are of a run that was killed, and are removed.
+        step: number of steps that are done. Later votes in the file are removed: a killed run wrote them after its last
+            checkpoint.
     """
 
     def __init__(self, folder: Path, first: dict[str, Any], step: int):
@@ -41,11 +41,16 @@ class VoteLog:
         self._stream = open(path, "a")  # noqa: SIM115 - closed by `close`
 
     def __call__(self, vote: int, ranks: tuple[int, ...]) -> None:
-        """Write a vote, whose number counts from 0."""
+        """Write a vote.
+
+        Args:
+            vote: its number, from 0.
+            ranks: the ranks whose ballots it counted.
+        """
         self._stream.write(json.dumps({"vote": vote + 1, "ranks": ranks}) + "\n")
 
     def flush(self) -> None:
-        """Hand over to the system what is written so far, before a checkpoint that needs it."""
+        """Flush the file. Call this before a checkpoint, which needs the votes before it."""
         self._stream.flush()
 
     def close(self) -> None:
@@ -59,7 +64,7 @@ def first_line(config: TrainConfig, fingerprint: str, exchange: QuorumVote) -> d
     Args:
         config: settings of the run.
         fingerprint: fingerprint of the data.
-        exchange: the exchange.
+        exchange: the exchange, with the rule by which votes end.
     """
     settings = json.dumps([deciding_settings(config), fingerprint], sort_keys=True)
     rule = {"quorum": exchange.rule.ballots, "bound": exchange.rule.bound}
@@ -72,25 +77,25 @@ def read_votes(path: Path, expected: dict[str, Any], meets: Callable[[int], bool
     Args:
         path: the record.
         expected: the first line that a record of this run would have.
-        meets: returns whether all ranks have to be in a vote, by the number of steps that are done after it.
+        meets: returns whether all ranks have to be in a vote, from the number of steps done after it.
 
     Returns:
         The ranks of each vote, by its number, which counts from 0.
 
     Raises:
-        UserError: the file cannot be read, or is of another run.
+        UserError: the file cannot be read, is damaged, or is of another run.
     """
     key = f"optim.replay={path}"
     try:
         first, *votes = [json.loads(line) for line in path.read_text().splitlines()]
         found = {line["vote"] - 1: list(map(int, line["ranks"])) for line in votes}
-        told = {name: first[name] for name in expected}
+        of_run = {name: first[name] for name in expected}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{key}: cannot be read ({error}); give the {VOTES} of a run with optim.quorum") from error
     for name in ("ranks", "quorum", "bound"):
-        if told[name] != expected[name]:
-            raise UserError(f"{key}: its run had {name}={told[name]}, this one has {expected[name]}; give the same")
-    if told != expected:
+        if of_run[name] != expected[name]:
+            raise UserError(f"{key}: its run had {name}={of_run[name]}, this one has {expected[name]}; give the same")
+    if of_run != expected:
         raise UserError(f"{key}: is of a run with other settings or data; give those of that run, seed included")
     size = expected["ranks"]
     for vote, ranks in found.items():

@@ -1,7 +1,7 @@
-"""Calibration factors of sigma for other numbers of members than `data.validation_members`.
+"""Measures calibration factors of sigma for other numbers of members than `data.validation_members`.
 
-The factors of the latest validation are for that number alone. What other numbers need in addition is measured with
-each model that is the best so far, because a network learns by itself some of what depends on the number of members.
+The factors of the latest validation are for that number alone. Their ratios for other numbers are measured with each
+model that is the best so far, because a network itself learns a part of this dependence.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables).
 """
@@ -32,19 +32,18 @@ def widths_by_size(
     batches: Callable[[np.ndarray, Sequence[int]], Iterable[tuple[int, Batch]]],
     scores: Callable[[Iterable[tuple[int, Batch]], Sequence[int]], Mapping[int, Validation]],
 ) -> dict[str, list[list[float]]]:
-    """Measure the calibration factors for several numbers of members, relative to the usual ones.
+    """Measure the calibration factors for several numbers of members, relative to those of the validation.
 
     Args:
         data: the data settings.
         reader: reads the store.
         dates: indices of the validation dates.
-        batches: returns batches of some dates, as their first members show them, with the number of members, for each
-            of some sizes.
-        scores: returns the scores of such batches for each of these sizes.
+        batches: returns from dates and numbers M the batches of the dates' first M members, as (M, batch).
+        scores: returns from these batches and numbers M the scores for each M.
 
     Returns:
-        Factors (T, F) by the number of members, for the numbers that enough validation dates have; empty if the
-        validation dates give none.
+        Ratios (T, F) by number of members, for the numbers that enough validation dates have; empty if these dates give
+        no factors.
     """
     full = reader.most
     usual = min(data.validation_members, full)
@@ -64,14 +63,14 @@ def widths_by_size(
 
 
 def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
-    """Divide the factors of each number of members by those of the usual number.
+    """Divide the factors of each number of members by those of one number.
 
     Args:
         widths: (T, F) factors by number of members.
-        usual: the usual number.
+        usual: that number.
 
     Returns:
-        (T, F) ratios by number; one where either factor is unknown.
+        (T, F) ratios by number of members; one where either factor is unknown.
     """
     here = torch.tensor(widths[usual], dtype=torch.float64)
     found = {}
@@ -85,14 +84,14 @@ def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[st
 def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
     """Interpolate the ratios of `beside_usual` to other numbers of members.
 
-    The logarithm is linear in 1/M between known numbers. Beyond them it is that of the nearest number.
+    Their logarithm is linear in 1/M between known numbers, and constant beyond them.
 
     Args:
         count: (B,) M.
         by_size: (T, F) ratios by number of members.
 
     Returns:
-        (B, T, F) factors of the usual calibration factors.
+        (B, T, F) ratios, by which the calibration factors of the validation are multiplied.
     """
     sizes = sorted(map(int, by_size), reverse=True)
     logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
@@ -106,9 +105,9 @@ def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tenso
 
 
 def filled(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:
-    """Return the calibration factors of the latest validation.
+    """Return the calibration factors `widths`, (T, F), with those of `before` where they are one.
 
-    A factor of one means that too few validation dates have the field; it is replaced by the factor of before.
+    A factor of exactly one means that too few validation dates have the field.
     """
     if widths is None or before is None:
         return widths

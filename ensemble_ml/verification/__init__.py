@@ -1,4 +1,4 @@
-"""Verify forecasts: statistic, weighted mean, metric; baselines that are never left out; and the report.
+"""Verify forecasts against the truth, always beside baselines, and write the report.
 
 `evaluate` scores whole forecasts and writes the report. `api` scores single xarray objects.
 """

@@ -1,7 +1,7 @@
-"""Sum weighted values and weights, so that means can be put together from parts.
+"""Sum weighted values and weights, so that means can be computed from parts.
 
-States of other dates, rows or columns can be added, and the sum is the state of all of them. The result does not depend
-on how the work was split, up to rounding. This one class serves chunks of rows, dates, regions and the bootstrap.
+States of different dates, rows or columns can be added. Up to rounding, the result does not depend on how the work was
+divided. One class serves chunks of rows, dates, regions and the bootstrap.
 
 Axes: D initialisation time, W weighting (exact cell area first, then one a point, then area within regions and strata),
 C column (a lead, variable and level), Z level, Y latitude, X longitude.
@@ -38,7 +38,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the variable and the level in one word, such as t850 or msl."""
+        """Return the variable and the level as one word, such as t850 or msl."""
         return self.variable if self.level is None else f"{self.variable}{self.level}"
 
     @property
@@ -54,7 +54,7 @@ class Column:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return the field and the lead as the report offers them for selection."""
+        """Return the labels of field and lead time by which the report selects."""
         return self.label, f"{self.lead_hours} h"
 
 
@@ -68,7 +68,7 @@ class AggregationState:
         weightings: Names of the weightings, in the order of W.
         total: (D, W, C) sums of weighted values by key.
         weight: (D, W, C) sums of weights by key.
-        left_out: (D, C) number of points that a mask left out, by key.
+        left_out: (D, C) number of points with a false mask, by key.
         points: (D, C) number of all points, by key.
     """
 
@@ -98,9 +98,9 @@ class AggregationState:
             mask: (Z, Y, X) bool, true at points that count.
             weights: (W, Y, X) weights of the first weightings.
             strata: For each further weighting by name, two fields (Z, Y, X): the factor of the values, and the weight
-                that is counted. They select the points that belong to the stratum on this date.
+                to add. Both are zero outside the stratum on this date.
         """
-        # Points are flattened, so that one matrix product sums all levels and weightings at once.
+        # With flattened points, one matrix product sums all levels and weightings at once.
         flat_w = weights.reshape(len(weights), -1).T
         flat_mask = mask.reshape(len(mask), -1)
         weight = (flat_mask @ flat_w).T  # (W, Z)
@@ -116,9 +116,9 @@ class AggregationState:
             self.left_out[key][date, columns] += left_out
             self.points[key][date, columns] += flat_mask.shape[1]
         for key, values in statistics.items():
-            # A NaN times a zero weight would be NaN, so masked values are replaced and not only weighted with zero.
+            # A NaN times a weight of zero would be NaN, so masked values are replaced.
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            with np.errstate(invalid="ignore"):  # an infinite log score may meet a weight of zero
+            with np.errstate(invalid="ignore"):  # an infinite log score times a weight of zero
                 self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
                 for at, factor, _ in further:
                     self.total[key][date, at, columns] += (kept * factor).sum(1)
@@ -126,8 +126,8 @@ class AggregationState:
     def _counting(self, keys: Sequence[Key]) -> list[Key]:
         """Prepare `keys` for recording, and return one key for each array of weights that they use.
 
-        Statistics that are always recorded together, under one mask, share their arrays `weight`, `left_out` and
-        `points`. This saves memory, but such an array must be added to only once.
+        To save memory, statistics that are always recorded together share their arrays `weight`, `left_out` and
+        `points`. Such arrays must be added to only once.
         """
         fresh = [key for key in keys if key not in self.total]
         if fresh:
@@ -137,8 +137,7 @@ class AggregationState:
         for key in keys:
             sharing.setdefault(id(self.weight[key]), []).append(key)
         for address, mine in sharing.items():
-            # Some keys that share this array are not recorded now. Adding to it would change their weights as well, so
-            # the recorded keys get a copy.
+            # If other keys share this array, adding to it would change their weights, too. So these keys get a copy.
             if users[address] > len(mine):
                 self._part(mine)
         return [mine[0] for mine in sharing.values()]
@@ -193,7 +192,7 @@ class AggregationState:
         return {"total": {key: total[..., columns] for key, total in self.total.items()}, "counts": counts}
 
     def put(self, columns: slice, part: dict[str, dict]) -> None:
-        """Store a part in columns of which nothing is recorded yet.
+        """Store a part in columns in which nothing is recorded yet.
 
         Keys that share their weights in the part share them here as well.
 
@@ -214,9 +213,9 @@ class AggregationState:
         """Return the weighted mean of a statistic over dates and points.
 
         Args:
-            key: Entrant and statistic.
-            weighting: Name of the weighting of the points.
-            draws: (B, D) how often each draw of the bootstrap counts each date; None counts every date once.
+            key: Competitor (forecast, raw ensemble or baseline) and statistic.
+            weighting: Name of a weighting.
+            draws: (B, D) how many times each draw of the bootstrap counts each date; None counts every date once.
 
         Returns:
             (C,) means, or (B, C) with draws; NaN where nothing was recorded or every point was left out.
@@ -230,18 +229,17 @@ class AggregationState:
         return np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight > 0)
 
     def choose(self, entrant: str, targets: Mapping[Statistic, Sequence[Statistic]]) -> dict[int, int]:
-        """Choose, column by column, among alternative versions of an entrant's statistics.
+        """Choose, for each column, among alternative versions of a baseline's statistics.
 
-        The first target decides. For each column, the option with the smallest area-weighted mean is taken. Every
-        further target takes its option at the same position, so that all statistics of a column belong to one
-        distribution.
+        The option of the first target with the smallest area-weighted mean decides. The other targets take their
+        options at the same position, so that all statistics of a column belong to one distribution.
 
         Args:
             entrant: A baseline that was scored as several distributions.
             targets: For each statistic to fill, the statistics to choose from.
 
         Returns:
-            The position of the chosen option, by column. Columns without a finite mean are missing.
+            The position of the chosen option by column, without columns that have no finite mean.
         """
         first = next(iter(targets.values()))
         means = np.stack([self.mean(Key(entrant, option)) for option in first])

@@ -1,16 +1,16 @@
 """Score xarray objects, in the convention of the package `scores`: data by position, everything else by keyword.
 
-Every score but `efi` takes these keyword arguments, which `weighted_mean` explains:
+All scores except `efi` take these keyword arguments, which `weighted_mean` explains:
 
 - `reduce_dims`: dimensions to average over; None averages over all.
 - `preserve_dims`: dimensions to keep; "all" gives the value at each point.
 - `weights`: weights that broadcast; `area_weights` makes exact cell areas.
 - `mask`: bool, true at points that count.
 
-Nothing is skipped in silence. A missing value that no mask leaves out makes the mean NaN. Coordinates that differ are
-refused, and so are units where both sides state them. Values without a meaning raise a `UserError`, which is a
-ValueError: probabilities outside of 0 to 1, events other than 0 and 1, negative scales and weights, levels outside of
-(0, 1). This holds at masked points as well, so set such points to NaN.
+No value is skipped silently. A missing value that is not masked makes the mean NaN. A ValueError is raised if a
+dimension is missing, coordinates differ, or units differ where both sides state them. Invalid values raise a
+`UserError`, which is a ValueError: probabilities outside of 0 to 1, events other than 0 and 1, negative scales and
+weights, levels outside of (0, 1). This holds at masked points as well, so set these to NaN.
 
 All scores are computed in float64, whatever the type of the data. Dask arrays stay lazy, and their values are checked
 when they are computed. Chunks change no score, but the member, variable and quantile dimensions must lie in one chunk.
@@ -54,10 +54,7 @@ __all__ = [
 def area_weights(
     data: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
 ) -> xr.DataArray:
-    """Return the exact area of each grid cell, divided by the mean area.
-
-    The area of a cell is proportional to the difference of the sines of its bounds, and not to the cosine of its
-    centre.
+    """Return the exact area of each grid cell, from the sines of its latitude bounds, divided by the mean area.
 
     Args:
         data: Data on a latitude-longitude grid, in degrees.
@@ -65,7 +62,7 @@ def area_weights(
         longitude: Name of the longitude coordinate.
 
     Returns:
-        (latitude, longitude) weights.
+        (latitude, longitude) weights, one on average.
 
     Raises:
         UserError: Latitudes lie beyond the poles, or the axes are not those of a regular grid.
@@ -84,9 +81,8 @@ def at_places_of(
 ) -> Data:
     """Return `data` at the grid points of a forecast, with the forecast's coordinates.
 
-    Forecasts of a region that crosses Greenwich count longitudes from below zero, and archives from 0 to 360. xarray
-    compares the numbers and would drop everything west of Greenwich. Here, longitudes that differ by 360 degrees are
-    equal.
+    A forecast of a region across Greenwich has longitudes below zero, an archive has 0 to 360. xarray compares the
+    numbers and would drop all points west of Greenwich. Here, longitudes that differ by 360 degrees are equal.
 
     Args:
         data: Data on a grid that contains all points of the forecast.
@@ -102,8 +98,7 @@ def at_places_of(
         raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
     chosen, wanted = {}, {name: forecast[name] for name in (latitude, longitude)}
     for name, axis in wanted.items():
-        # A grid point matches if it lies within the rounding of coordinates. For longitude, the distance is counted
-        # around the globe.
+        # Points match within the rounding of coordinates. Differences of longitude are taken modulo 360 degrees.
         apart = axis.values[:, None] - data[name].values.astype(np.float64)
         apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)
         if (lacking := apart.min(1) > TOLERANCE).any():
@@ -152,10 +147,10 @@ def weighted_mean(
         return values
     w = xr.ones_like(values, dtype=np.float64)
     if weights is not None:
-        # Weights are aligned to the values and never the reverse: an inner join would drop points in silence.
+        # Weights are aligned to the values and never the reverse: an inner join would silently drop points.
         w = xr.align(values, weights, join="left", copy=False)[1].astype(np.float64).broadcast_like(values)
     if mask is not None:
-        # Both are set to zero: a weight of zero alone would not remove a NaN from the sum.
+        # Both are set to zero, because a NaN times a weight of zero is NaN.
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
     total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
     mean = (total / weight.where(weight > 0)).rename(values.name)
@@ -175,7 +170,7 @@ def crps_ensemble(
 ) -> xr.DataArray:
     """Compute the CRPS of an ensemble, fair or ordinary.
 
-    Limits give the threshold-weighted CRPS, in which only values between `lower` and `upper` count.
+    With limits it is threshold-weighted: only values between `lower` and `upper` count.
 
     Sources: Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
 
@@ -183,7 +178,7 @@ def crps_ensemble(
         forecast: Members along `member_dim`.
         observed: Truth in the same units.
         member_dim: Name of the member dimension.
-        fair: Estimate the CRPS of an infinite ensemble from exchangeable members; False scores the members as they are.
+        fair: Estimate the CRPS of an infinite ensemble of such members; False scores the members as they are.
         lower: Lower limit in the units of the variable.
         upper: Upper limit in the units of the variable.
         **reduction: Arguments of `weighted_mean`.
@@ -192,7 +187,7 @@ def crps_ensemble(
         The mean CRPS in the units of the variable.
 
     Raises:
-        ValueError: A fair score is asked of one member, or `lower` is not below `upper`.
+        ValueError: `fair` is set for a single member, or `lower` is not below `upper`.
     """
     check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
@@ -210,7 +205,7 @@ def crps_distribution(
 ) -> xr.DataArray:
     """Compute the CRPS of a parametric forecast.
 
-    It is in closed form without `lower`. With it, the CRPS is threshold-weighted to values above `lower`
+    Without `lower` it is in closed form. With `lower` it is threshold-weighted: only values above `lower` count
     (`families.crps_above`: Gneiting & Ranjan 2011, doi:10.1198/jbes.2010.08110).
 
     Args:
@@ -267,19 +262,19 @@ def spread_skill(
 
         ratio = sqrt((M + 1) / M mean variance) / RMSE
 
-    It is one for a perfect ensemble. Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+    It is one for a perfectly calibrated ensemble. Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
 
     Args:
         forecast: Two or more members along `member_dim`.
         observed: Truth in the same units.
         member_dim: Name of the member dimension.
-        **reduction: Arguments of `weighted_mean`, for variance and squared error alike.
+        **reduction: Arguments of `weighted_mean`, for variance and squared error.
 
     Returns:
         The ratio, without units.
 
     Raises:
-        ValueError: There is only one member, which has no spread.
+        ValueError: There are fewer than two members.
     """
     m = check_dim(forecast, member_dim)
     check_count(member_dim, m, 2, "a spread is of several members")
@@ -313,6 +308,9 @@ def rank_histogram(
 
     Returns:
         Shares along the new dimension `rank`, 0 (below all members) to M.
+
+    Raises:
+        ValueError: There are no members.
     """
     m = check_dim(forecast, member_dim)
     check_count(member_dim, m, 1, "an ensemble has members")
@@ -333,7 +331,7 @@ def pit_histogram(
 ) -> xr.DataArray:
     """Compute the share of points in equal bins of the probability integral transform.
 
-    At a point mass of a censored distribution the value is drawn at random within the jump.
+    At a point mass of a censored distribution, the value is drawn at random within the step.
 
     Args:
         location: Location of the distribution.
@@ -345,10 +343,10 @@ def pit_histogram(
         **reduction: Arguments of `weighted_mean`.
 
     Returns:
-        Shares along the new dimension `pit`.
+        Shares along the new dimension `pit`, 0 to `bins` - 1.
 
     Raises:
-        ValueError: The family is not known, a scale is negative, or there are no bins.
+        ValueError: The family is not known, a scale is negative, or `bins` is below 1.
     """
     law = _law(family)
     check_count("bins", bins, 1, "values are counted in equal bins")
@@ -364,7 +362,7 @@ def pit_histogram(
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Compute the mean squared difference of a probability and the outcome. Brier (1950).
+    """Compute the mean squared difference of a probability and the outcome (Brier 1950).
 
     Args:
         forecast: Probability, 0 to 1.
@@ -413,21 +411,21 @@ def energy_score(
 ) -> xr.DataArray:
     """Compute the energy score of members that are vectors along `variable_dim`.
 
-    It is equation 22 of Gneiting & Raftery (2007). Bring the variables to one scale first.
+    Bring the variables to one scale first. Equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437.
 
     Args:
         forecast: Members along `member_dim`, each a vector along `variable_dim`.
         observed: Truth, a vector along `variable_dim`.
         variable_dim: Name of the dimension of the vectors.
         member_dim: Name of the member dimension.
-        fair: Estimate the score of an infinite ensemble from exchangeable members.
+        fair: Estimate the score of an infinite ensemble of such members.
         **reduction: Arguments of `weighted_mean`.
 
     Returns:
         The mean score in the units of the data.
 
     Raises:
-        ValueError: A fair score is asked of one member.
+        ValueError: `fair` is set for a single member.
     """
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
     found = vectors(score, forecast, observed, member_dim, variable_dim)
@@ -443,18 +441,20 @@ def variogram_score(
     order: float = 0.5,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Compute the variogram score of members that are vectors along `variable_dim`. Scheuerer & Hamill (2015).
+    """Compute the variogram score of members that are vectors along `variable_dim`.
+
+    Bring the variables to one scale first. Source: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-14-00269.1.
 
     Args:
         forecast: Members along `member_dim`, each a vector along `variable_dim`.
         observed: Truth, a vector along `variable_dim`.
         variable_dim: Name of the dimension of the vectors.
         member_dim: Name of the member dimension.
-        order: Power of the differences, above zero.
+        order: Power p of the differences, above zero.
         **reduction: Arguments of `weighted_mean`.
 
     Returns:
-        The mean score.
+        The mean score, in the units of the variables to the power of 2 p.
 
     Raises:
         ValueError: `order` is not above zero, or there is only one variable.
@@ -466,7 +466,7 @@ def variogram_score(
 def efi(
     forecast: xr.DataArray, climate: xr.DataArray, *, member_dim: str = "realization", quantile_dim: str = "quantile"
 ) -> xr.DataArray:
-    """Compute the extreme forecast index of an ensemble at each point.
+    """Compute the extreme forecast index of an ensemble at each point (see `extremes.efi` for the formula).
 
     Args:
         forecast: Members along `member_dim`.
@@ -531,7 +531,7 @@ def _law(family: Family | str) -> Family:
 def _checked(check: Callable[..., None], data: xr.DataArray | None, *scalars: xr.DataArray) -> xr.DataArray | None:
     """Return `data` with a check of its values: at once, or when a lazy array is computed.
 
-    `scalars` are passed to each call of the check. They let a check of one chunk know a property of the whole array.
+    `scalars` are passed to each call of the check, which sees only one chunk, as properties of the whole array.
     """
     if data is None or data.dtype == bool:
         return data
@@ -565,10 +565,10 @@ def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims)
 def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
     """Return a number in [0, 1) for each point of the arrays, determined by the seed and the position of the point.
 
-    A generator that draws chunk by chunk would give results that depend on the chunks. Here each point counts its own
-    position in the whole array, and the finaliser of splitmix64 (Steele, Lea and Flood 2014) mixes that number.
+    Numbers drawn chunk by chunk would depend on the chunks. Here, the finaliser of splitmix64 (Steele, Lea and Flood
+    2014, doi:10.1145/2660193.2660195) mixes the position of a point in the whole array.
     """
-    # Positions are counted over all dimensions together. They are lazy where the arrays are, with the same chunks.
+    # Positions count over all dimensions together, and are as lazy and chunked as the arrays.
     sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
     chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
     begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
@@ -588,7 +588,7 @@ def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
 
 def _ranks(x: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     shape = np.broadcast_shapes(x.shape[1:], y.shape)
-    # A comparison with NaN is false, so a missing member would count as lying above the truth. Such points become NaN.
+    # A comparison with NaN is false, so a missing member would count as above the truth. Such points become NaN.
     rank = members.rank_of_truth(x, np.broadcast_to(y, shape), np.broadcast_to(uniform, shape))
     return np.where(np.isnan(x).any(0) | np.isnan(y), np.nan, rank)
 

@@ -1,12 +1,12 @@
 """Fit statistical corrections of an ensemble, which are the baselines that every forecast is compared with.
 
-They are fitted on the dates that forecasts were trained on. Everything is fitted from sums over dates at each cell,
-which add up like any other aggregation.
+They are fitted on the dates that forecasts were trained on, from sums over dates at each cell. Sums of parts can be
+added.
 
 Bias and variance ratio are fitted in three ways: at each cell (`local`), over all cells (`global`), or at each cell and
-drawn towards the global values (`shrunk`, empirical Bayes). Shrinkage keeps the part of a cell's departure that the two
-halves of the dates agree on. The predicted variance is proportional to the ensemble's own, is constant, or is a mixture
-of both (`blend`). A blend is EMOS fitted by moments, except that the slope on the ensemble mean is fixed at one.
+shrunk towards the global values (`shrunk`, empirical Bayes). Shrinkage keeps the part of a cell's departure on which
+the two halves of the dates agree. The predicted variance is proportional to that of the ensemble, constant, or a
+mixture of both (`blend`). A blend is EMOS fitted by moments, but with a slope of one on the ensemble mean.
 
 Axes: H half of the fit dates (odd and even blocks of days, so that both see all seasons), M member, Z level, Y
 latitude, X longitude.
@@ -22,10 +22,10 @@ from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.statistics import c4, ensemble_moments
 
-FEWEST_DATES = 5  # a bias and a variance from fewer dates are noise
-FEWEST_SPREADS = 2  # dates to fit a spread on, as each is predicted from the mean of the others
-_LEAST_OF_THE_REST = 0.25  # least variance of the held-out members, as a share of that predicted for all members
-_ROUNDING = 1e-12  # variance of equal values over their squared mean, which sums in float64 may leave
+FEWEST_DATES = 5  # fewest dates to fit a bias and a variance
+FEWEST_SPREADS = 2  # fewest dates to fit a spread, because each is predicted from the mean of the others
+_LEAST_OF_THE_REST = 0.25  # least variance of the held-out members, as a fraction of that predicted for all members
+_ROUNDING = 1e-12  # most that rounding leaves of the variance of equal values, relative to their squared mean
 
 CORRECTIONS = {
     "global": "bias and inflation, one each a lead, variable and level: N(m + b, c^2 s^2)",
@@ -39,7 +39,7 @@ CORRECTIONS = {
 
 @dataclass(eq=False)
 class CellSums:
-    """A set of sums over initialisation times at each cell, kept apart for the two halves of the dates.
+    """A set of sums over initialisation times at each cell, separately for the two halves of the dates.
 
     Attributes:
         count: (H, Z, Y, X) number of dates.
@@ -88,12 +88,12 @@ class CellSums:
 
 
 def error_terms(mean: np.ndarray, variance: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the fields of one date that `fit_corrections` needs sums of, (Z, Y, X) by name.
+    """Compute the fields of one date whose sums `fit_corrections` needs, (Z, Y, X) by name.
 
     Args:
         mean: (Z, Y, X) ensemble mean.
         variance: (Z, Y, X) ensemble variance. NaN, the variance of a single member, counts as zero.
-        truth: (Z, Y, X).
+        truth: (Z, Y, X) truth.
     """
     error, s2 = truth - mean, np.nan_to_num(variance)
     return {"e": error, "ee": error**2, "v": s2, "vv": s2**2, "ev": error * s2, "eev": error**2 * s2}
@@ -114,7 +114,7 @@ class Correction:
     slope: np.ndarray
 
     def __call__(self, mean: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean and the standard deviation of the corrected forecast.
+        """Return the mean and the standard deviation of the corrected forecast, (Z, Y, X) each.
 
         Args:
             mean: (Z, Y, X) ensemble mean.
@@ -137,7 +137,8 @@ def fit_corrections(
         e    truth minus ensemble mean
         s    spread of the ensemble
 
-    The predicted variance is v (1 + 1/n) and not v, because b is itself estimated from n dates.
+    The factor 1 + 1/n is there because b is estimated from n dates. `global` is from all cells and does without it, and
+    in `shrunk` and `blend` it is smaller. Cells with fewer than two dates take the values of `global`.
 
     Args:
         sums: Sums of `error_terms` over the fit dates.
@@ -152,7 +153,7 @@ def fit_corrections(
     w = np.where(valid, weights, 0.0)
     single = clim_variance is not None
     s_mean = clim_variance if clim_variance is not None else sums.total("v") / n
-    s_mean = np.where(valid, s_mean, _mean(s_mean, w))  # cells with fewer than two dates take the mean of the others
+    s_mean = np.where(valid, s_mean, _mean(s_mean, w))  # other cells take the mean of these
     unsure = np.where(valid, 1 / n, 0.0)
     bias = sums.total("e") / n
     residual = np.maximum(sums.total("ee") - n * bias**2, 0.0) / np.maximum(n - 1, 1)
@@ -169,8 +170,8 @@ def fit_corrections(
     w_known = np.where(known, weights, 0.0)
     ratio_shrunk = _shrink_ratio(sums, ratio, s_mean, w_known, single)
     share = np.zeros_like(bias) if single else _share_of_flow(sums, bias, residual, s_mean, w_known)
-    # Where members never differ (rain in a desert), inflation has nothing to act on, so the variance of the errors
-    # itself is predicted.
+    # Where members never differ (rain in a desert), no factor of their variance helps, so the variance of the errors is
+    # predicted.
     fallback = np.where(s_mean > 0, 0.0, residual)
     one = np.zeros_like(bias) if single else np.ones_like(bias)
     plans = {
@@ -200,11 +201,11 @@ def _covariance(a: np.ndarray, b: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def _kept_of_bias(sums: CellSums, bias: np.ndarray, noise: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Return the share of a cell's departure from the mean bias to keep: signal / (signal + noise).
+    """Return the fraction of each cell's departure from the mean bias to keep: signal / (signal + noise).
 
-    The signal is the covariance over cells of the biases of the two halves of the dates. Errors that last for days make
-    v / n too small as an estimate of the noise, but they do not recur in the other half, so they count as noise here.
-    The noise is distributed over the cells in proportion to v / n.
+    The signal is the covariance over cells of the biases of the two halves of the dates. The noise is the rest of the
+    variance of the biases, distributed over the cells in proportion to v / n. The mean of v / n itself would be too
+    small where errors last for days.
     """
     halves = sums.sums["e"] / np.maximum(sums.count, 1.0)
     both = np.where((sums.count > 0).all(0), w, 0.0)
@@ -214,7 +215,7 @@ def _kept_of_bias(sums: CellSums, bias: np.ndarray, noise: np.ndarray, w: np.nda
 
 
 def _shrink_ratio(sums: CellSums, ratio: np.ndarray, s_mean: np.ndarray, w: np.ndarray, single: bool) -> np.ndarray:
-    """Draw log(v / S) towards its mean over cells, then restore the mean of v over cells."""
+    """Shrink log(v / S) towards its mean over cells, restore the mean of v over cells, and return v / S, (Z, Y, X)."""
     n = np.maximum(sums.count, 1.0)
     b = sums.sums["e"] / n
     variance = np.maximum(sums.sums["ee"] / n - b**2, 0.0) * n / np.maximum(n - 1, 1)
@@ -233,7 +234,7 @@ def _shrink_ratio(sums: CellSums, ratio: np.ndarray, s_mean: np.ndarray, w: np.n
 def _share_of_flow(
     sums: CellSums, bias: np.ndarray, residual: np.ndarray, s_mean: np.ndarray, w: np.ndarray
 ) -> np.ndarray:
-    """Return the share r of the variance that follows the ensemble's own variance, (Z, Y, X) within 0..1.
+    """Return the fraction r of the variance that follows the ensemble's own variance, (Z, Y, X), from 0 to 1.
 
     It is the slope of (e - b)^2 / v on s^2 / S, by least squares over dates and cells.
     """
@@ -249,9 +250,9 @@ def _share_of_flow(
 def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family: Family = Family.NORMAL) -> np.ndarray:
     """Make members from a distribution by ensemble copula coupling.
 
-    The M values are the quantiles of the distribution at the levels (i - 1/2) / M. Each is put where the raw member of
-    the same rank stands, so the members keep the dependence between places and variables. The method is ECC-Q of
-    Schefzik et al. (2013), doi:10.1214/13-STS443. These levels give M members the least ordinary CRPS (Broecker 2012,
+    The M values are the quantiles of the distribution at the levels (i - 1/2) / M. Each raw member is replaced by the
+    quantile of its rank, so members keep the dependence between places and variables. The method is ECC-Q of Schefzik
+    et al. (2013), doi:10.1214/13-STS443. These levels give M members the least ordinary CRPS (Broecker 2012,
     doi:10.1002/qj.1891). Levels i / (M + 1) would make members too narrow and lose rain.
 
     Args:
@@ -275,7 +276,7 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
 
 
 def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Compute the fields of one date that `fit_spread` needs sums of, (Z, Y, X) by name.
+    """Compute the fields of one date whose sums `fit_spread` needs, (Z, Y, X) by name.
 
     Args:
         reduced: (Z, Y, X) spread of the reduced ensemble. NaN, the spread of a single member, counts as zero.
@@ -314,13 +315,12 @@ class SpreadFit:
 def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> SpreadFit:
     """Regress the spread of the full ensemble on a + b s_M + c s_clim, by area-weighted least squares at each level.
 
-    s_clim is the mean of the full ensemble's spread over the fit dates at the cell. Of all constants it has the least
-    squared error. During the fit, each date uses the mean over the other dates only. With its own spread included,
-    s_clim would contain part of what is to be predicted, and c would be larger than new dates justify. The fewer dates
-    there are, the larger this error is.
+    s_clim is the mean of the full ensemble's spread over the fit dates at the cell, the constant with the least squared
+    error. During the fit, each date uses the mean over the other dates only. Otherwise s_clim would contain
+    part of the target, and c would be too large for new dates, most of all if dates are few.
 
-    Cells that fewer than `FEWEST_SPREADS` dates know do not enter the fit, and take the mean s_clim of the other cells.
-    A level without any other cell has no regression and is NaN throughout.
+    Cells with fewer than `FEWEST_SPREADS` dates do not enter the fit, and take the mean s_clim of the other cells. A
+    level without other cells is NaN.
 
     Args:
         sums: Sums of `spread_terms` over the fit dates.
@@ -349,8 +349,8 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
     for (row, column), value in products.items():
         matrix[:, row, column] = matrix[:, column, row] = area(value)
     right = np.stack([area(y), area(sums.total(f"{target}s")), area(with_y)], axis=1)
-    # Each predictor is scaled to unit size. The pseudo-inverse then drops predictors that carry no information of their
-    # own (no spread at all, or a climate that is the same everywhere), which would make the matrix singular.
+    # Predictors are scaled to unit size. The pseudo-inverse then drops those without information of their own (no
+    # spread at all, or the same climate everywhere), which would make the matrix singular.
     scale = np.sqrt(np.maximum(np.einsum("zii->zi", matrix), 1e-300))
     scaled = matrix / (scale[:, :, None] * scale[:, None, :])
     solved = (np.linalg.pinv(scaled, rcond=1e-10, hermitian=True) @ (right / scale)[..., None])[..., 0]
@@ -381,14 +381,14 @@ def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.n
         H         N - M, the number of held-out members
         m_H, s_H  their mean and spread
 
-    Let all members be draws from one distribution of variance sigma^2, whose mean is known from the given members
-    alone. The last two terms then sum to H sigma^2 on average. Therefore ((N - 1) S^2 - (M - 1) s^2) / H relates to S^2
-    as sigma^2 does to the squared spread of a full ensemble. Its root can be compared with `samples.held_out_spread`,
-    to first order in the uncertainty of sigma. It is never below half of S.
+    If all members are draws from one distribution of variance sigma^2, and its mean is known from the given members
+    alone, the last two terms sum to H sigma^2 on average. The result is the root of ((N - 1) S^2 - (M - 1) s^2) / H,
+    but at least half of S. To first order in the uncertainty of sigma, it can be compared with
+    `samples.held_out_spread`.
 
     Args:
         spread: (...) predicted S.
-        given: (M, ...) members that the forecast was made from.
+        given: (M, ...) members from which the forecast was made.
         full: N, above M.
     """
     members = len(given)
@@ -406,8 +406,8 @@ def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
         sums: Sums of y and y^2 over the fit dates, named "y" and "yy".
 
     Returns:
-        Mean and deviation, each (Z, Y, X). Both are NaN where fewer than two fit dates know the cell (see
-        `everywhere`). The deviation is zero where the truth never varies (no rain in a desert).
+        Mean and deviation, each (Z, Y, X). Both are NaN at cells with fewer than two fit dates (see `everywhere`). The
+        deviation is zero where the truth never varies (no rain in a desert).
     """
     count = sums.count.sum(0)
     n = np.maximum(count, 1.0)
@@ -419,14 +419,14 @@ def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fill the unknown cells of a climatology, so that it can serve as a forecast.
+    """Fill the cells of a climatology that are NaN, so that it can serve as a forecast.
 
-    An unknown cell (NaN) may be like any known cell of its level. It takes their mean, and a variance that includes the
-    differences between them. Levels without a known cell stay NaN.
+    Such a cell takes the mean of the known cells of its level, and a variance that includes the differences between
+    them. Levels without a known cell stay NaN.
 
     Args:
-        mean: (Z, Y, X).
-        deviation: (Z, Y, X).
+        mean: (Z, Y, X) mean at each cell.
+        deviation: (Z, Y, X) standard deviation at each cell.
 
     Returns:
         Mean and deviation, each (Z, Y, X).

@@ -69,7 +69,7 @@ def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     by_mesh = {(p["data"], p["lat"], p["lon"]): p for p in found["partitions"]}
     assert "optim.clip" in by_mesh[2, 2, 1]["why"] and "why" not in by_mesh[1, 2, 2]
-    assert "where data.train names the init times" in capsys.readouterr().out
+    assert "data.train names no init times" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_the_fewest_shards_that_fit_are_taken(monkeypatch, caplog):
         assert settled.model.recompute is changed.config.recompute
         taken.append((settled.parallel.shard, settled.model.recompute))
     assert taken[0] == (1, False) and taken[1] in ((2, False), (4, False)) and taken[2][1] is True
-    assert f"plan: parallel.shard={taken[2][0]} model.recompute=true: 1.36 M: " in caplog.text
+    assert f"plan: parallel.shard={taken[2][0]} model.recompute=true: 1.36 M weights: " in caplog.text
     monkeypatch.setattr(plan, "rank_memory", lambda *_: needs[2] / 2)
     with pytest.raises(
         UserError, match=r"^parallel\.shard=4 model\.recompute=true: .* GB a rank of 4, where each has .* GB"

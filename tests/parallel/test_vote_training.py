@@ -369,7 +369,7 @@ def _elsewhere(session, hosts):
 
 def test_ranks_in_a_row_have_to_be_of_one_node():
     told = run_ranks(_elsewhere, 4, ["a", "b", "a", "b"], data=4)
-    assert all("of 2 ranks in a row, counted as one node, some are on another" in text for text in told)
+    assert all("of 2 consecutive ranks, taken as one node, some are on another" in text for text in told)
     assert run_ranks(_elsewhere, 4, ["a", "a", "b", "b"], data=4) == [""] * 4
 
 

@@ -92,8 +92,8 @@ def test_a_law_that_knows_no_zero_is_told_of_where_the_truth_is_often_zero(store
     monkeypatch.setattr(truth.dates, "target", lambda *_: values)
     truth.tell_of_zeros(np.arange(3))
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ([f"tp: the truth is zero at 25 % of the points, to which the {law} distribution gives no chance;"
-                      " 'model.families={tp: censored_normal}' has one that does"] if told else [])  # fmt: skip
+    assert lines == ([f"tp: the truth is zero at 25 % of the points, but the {law} distribution has no mass there;"
+                      " 'model.families={tp: censored_normal}' gives one that has"] if told else [])  # fmt: skip
 
 
 def test_a_climate_holds_what_its_validation_dates_said(store, monkeypatch):

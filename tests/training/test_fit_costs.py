@@ -52,7 +52,7 @@ def test_ranks_share_the_time(store, monkeypatch):
     assert predicted_seconds(reader, work, 7, 3) == pytest.approx(1.0, abs=0.1)
     more = Work(samples=10**9, sums=0, points=0, fields=0, solved=0)
     assert predicted_seconds(reader, more, 1, 3) > 1e4
-    assert "over 8 ranks" in describe_fits(reader, work, 8, 3) and "ranks" not in describe_fits(reader, work, 1, 3)
+    assert "on 8 ranks" in describe_fits(reader, work, 8, 3) and "ranks" not in describe_fits(reader, work, 1, 3)
 
 
 def test_nothing_is_fitted_of_what_is_not_there(store):

@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_process_is_not_taken_for_our_own(tmp_path):
     """Two processes train in one run, where no lock keeps them apart."""
     module.save_checkpoint(tmp_path, shot(10, value=1.0))
     module.save_checkpoint(tmp_path, shot(10, value=1.0, best=True))  # stopped at a step that was kept already
-    with pytest.raises(UserError, match=r"step_00000010: is there, with other weights: another process trains"):
+    with pytest.raises(UserError, match=r"step_00000010: exists already, with other weights: another process trains"):
         module.save_checkpoint(tmp_path, shot(10, value=2.0))
     assert torch.equal(load_checkpoint(tmp_path / "best").state_dict["w"], torch.ones(3))
 
