@@ -327,9 +327,7 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
         values = values.squeeze(dim, drop=True) if dim in values.dims else values
     on_grid = [axis for axis in ("latitude", "longitude") if axis in values.dims]
     if len(on_grid) == 1:
-        raise UserError(
-            f"{values.name}: has {on_grid[0]} alone of a grid's two axes; keep both, or choose a point"
-        )
+        raise UserError(f"{values.name}: has {on_grid[0]} alone of a grid's two axes; keep both, or choose a point")
     if not on_grid:
         return values
     grid, rows, columns = canonical(values["latitude"].values, values["longitude"].values)
