@@ -1,4 +1,4 @@
-"""A line in the log whenever a long task was silent for a while, so that nobody takes it for a dead one."""
+"""Log a line whenever a long task has logged nothing for a while, so that nobody takes it for dead."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _EVERY = 20.0  # seconds without a line after which one is written
 
 
 class Pulse(logging.Handler):
-    """A watch on the log, used as a context: whenever nothing was logged for a while, it logs what is being done.
+    """A context manager that logs what is being done whenever nothing was logged for a while.
 
-    On a terminal, progress bars already show what runs. There it only keeps lines of the log from breaking the bars.
+    If stderr is a terminal, progress bars show what runs. Then it only keeps lines of the log from breaking the bars.
 
     Args:
         text: the line to log, or a function that returns it whenever it is logged.
@@ -51,7 +51,7 @@ class Pulse(logging.Handler):
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
-            # At the top of the file, this import would warn of a missing package in every notebook that evaluates.
+            # Imported at the top of the file, tqdm would warn of a missing package in every notebook that evaluates.
             from tqdm.contrib.logging import logging_redirect_tqdm
 
             self._stack.enter_context(logging_redirect_tqdm())
@@ -69,9 +69,9 @@ class Pulse(logging.Handler):
         self._stack.close()
 
     def _watch(self) -> None:
-        """Log a line whenever the log was silent for long enough, until the context ends."""
+        """Log a line whenever nothing was logged for `every` seconds, until the context ends."""
         while not self._over.wait(max(0.0, self._last + self._every - time.monotonic())):
             if time.monotonic() - self._last >= self._every:
-                # In a program that does not show this line, it does not reach `emit`.
+                # A program whose log level hides this line does not call `emit` for it.
                 self._last = time.monotonic()
                 log.info("%s", self._text())

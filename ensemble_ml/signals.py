@@ -1,9 +1,9 @@
-"""Handling of Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2: the step under way is finished, and its state is kept.
+"""Handle Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2: finish the current step, and let the run save its state.
 
-If a job asks for it, SLURM sends SIGUSR1 ahead of the time limit, and submitit SIGUSR2. Such a run exits with a status
-that asks for a restart. Before the first step there is nothing to finish: a resumed run has its checkpoint already, and
-a new run begins anew, a few times. SIGHUP means that the terminal is gone, with a connection that broke. A process that
-was started to ignore it (nohup) goes on.
+If a job asks for it, SLURM sends SIGUSR1 ahead of the time limit, and submitit SIGUSR2. A run that gets one of them
+exits with a status that asks for a restart. Before the first step there is nothing to finish: a resumed run has its
+checkpoint already, and a new run starts again from the beginning, a few times at most. SIGHUP means that the terminal
+is gone, for example because a connection broke. A process that was started to ignore it (nohup) goes on.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _TWICE = (*_AHEAD, signal.SIGHUP)  # signals that may come twice: to the batch s
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_TWICE)
 _OUTPUTS = (1, 2)
 _REQUEUE = 1_000_000  # a vote for a restart, larger than the sum of all other votes can be
-# Restarts that are asked for without a checkpoint. Without this limit, a job would restart forever if the fits before
-# the first step take longer than its time limit.
+# Restarts of a run that has no checkpoint. Without this limit, a job would restart forever if the fits before the first
+# step take longer than its time limit.
 _FRESH = 3
 
 _noted: list[int] = []
 
 
 def restarts() -> int:
-    """Return how often SLURM has restarted this job; 0 if the variable is absent or empty."""
+    """Return how often SLURM has restarted this job; 0 if SLURM_RESTART_COUNT holds no number."""
     count = os.environ.get("SLURM_RESTART_COUNT", "")
     return int(count) if count.isdecimal() else 0
 
@@ -40,7 +40,7 @@ def ignored(number: int) -> bool:
 
 
 def note(number: int, _: object) -> None:
-    """Note a signal for the next `StopRequest`, which knows what is kept. This is a signal handler."""
+    """Keep a signal for the next `StopRequest`, which knows whether there is a checkpoint. This is a signal handler."""
     _noted.append(number)
 
 
@@ -62,12 +62,13 @@ def leave_gone(terminals: Sequence[int]) -> None:
 class StopRequest:
     """A context manager that turns signals into a request to stop, for the duration of a run.
 
-    While it is armed, a first signal is noted in `requested`. A second signal raises KeyboardInterrupt at once, except
-    for signals ahead of the time limit and SIGHUP. Before it is armed, a signal raises KeyboardInterrupt at once,
-    except for signals ahead of the time limit: these raise Stopped, which asks for a restart. After a few restarts
-    without a checkpoint they raise KeyboardInterrupt, too.
+    Once it is armed, the name of the first signal is kept in `requested`. A second one raises KeyboardInterrupt at
+    once, unless it is SIGHUP or comes ahead of the time limit.
 
-    It is a context manager because handlers belong to the process. Outside the main thread it leaves them alone.
+    Before it is armed, every signal raises KeyboardInterrupt at once. Signals ahead of the time limit raise its
+    subclass Stopped, which asks for a restart, but not after a few restarts without a checkpoint.
+
+    Signal handlers belong to the process, and are restored at the end. Outside the main thread they are left alone.
     """
 
     def __init__(self, *, kept: bool = False, first: bool = True) -> None:
@@ -83,7 +84,7 @@ class StopRequest:
         self._terminals: list[int] = []
 
     def __enter__(self) -> Self:
-        """Take over the signals, and handle one that was noted before."""
+        """Take over the signals, and handle one that arrived before (see `note`)."""
         if threading.current_thread() is threading.main_thread():
             if _noted:
                 number = _noted.pop()
@@ -95,24 +96,27 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers of before."""
+        """Restore the former handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def arm(self) -> None:
-        """Note that from now on there is a state worth keeping."""
+        """Declare that from now on there is a state worth saving."""
         self._armed = True
 
     @property
     def vote(self) -> float:
-        """Return this rank's vote on stopping; the votes of all ranks are added."""
+        """Return this rank's vote on stopping: 0 for none, 1 to stop, `_REQUEUE` to stop and be started again.
+
+        The votes of all ranks are added.
+        """
         if self.requested is None:
             return 0.0
         return float(_REQUEUE) if self.requested in [number.name for number in _AHEAD] else 1.0
 
     @staticmethod
     def requeue(votes: float) -> bool:
-        """Return whether any rank was asked to stop and be started again.
+        """Return whether any rank was asked to stop and to be started again.
 
         Args:
             votes: the sum of the ranks' votes.

@@ -43,7 +43,7 @@ STORES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that gives the URLs of an ensemble's files by patterns with places for dates, members and leads.
+    """The patterns of the URLs of an ensemble's files, with fields for init times, members and leads.
 
     Attributes:
         root: address of the archive.
@@ -55,8 +55,8 @@ class Rule:
         leads: (last lead, spacing) in hours of each stretch of leads, in order; empty if a file holds all leads.
         short: last lead, in hours, of forecasts from 06 and 18 UTC; 0 if it is the same as at 00 and 12 UTC.
         members: names of members.
-        sums_of_steps: whether a sum, such as rain, begins at the lead before its own and not at the init time. The sum
-            from the init time on then needs the files of all earlier leads.
+        sums_of_steps: whether an accumulated field, such as precipitation, may begin after the init time. The sum from
+            the init time on then needs the files of all earlier leads.
         since: (init time, pattern) of further files that exist from this init time on.
         stems: by variable, what {stem} stands for; empty if a file holds all variables.
         split: hPa; on levels of lower pressure, the variables of `_UPPER` have files of their own. 0 if they do not.
@@ -157,10 +157,11 @@ def urls_of_name(
         variables: short names of the variables to read; None for all whose files are known.
         levels: pressure levels to read, hPa; None for all.
         leads: leads to read, hours; None for all, except that GEFSv12's reforecast is then read up to ten days only.
-        dates: further periods in which init times have to lie, or None.
+        dates: further periods in one of which an init time has to lie, or None.
 
     Raises:
-        UserError: the period is not a date, or the archive has none of the init times, leads or variables.
+        UserError: the name has no period, the period is not a date, or the archive has none of the init times, leads or
+            variables.
     """
     if path in STORES:
         return list(STORES[path])
@@ -173,8 +174,8 @@ def urls_of_name(
         starts = starts if periods is None else starts[select_dates(starts, periods, path)]
     stems = _stems(path, rule, variables, levels) if rule.stems else [""]
     last = max(leads) if leads else 0
-    # The sum up to a lead may have to be added up from the sums of all steps before, so these files are read, too. If
-    # no variables are named, all are read, and rain is among them.
+    # The sum up to a lead may have to be computed from the sums of all earlier steps, so these files are read, too. If
+    # no variables are named, all are read, and precipitation is among them.
     summed = rule.sums_of_steps and (variables is None or "tp" in variables)
     read = range(last + 1) if summed and leads else leads
     days = {"Days:1-10" if lead <= _FIRST_PART else "Days:10-16" for lead in read or (0,)}

@@ -1,9 +1,9 @@
 """Build a store init time by init time, in any order, so that the build can be interrupted, continued and shared.
 
-Each finished date leaves its shards and one entry. Both are written by rename, so every file that exists is complete. A
-later run skips the dates whose entry and shards are there. Any number of builders may work on one store at the same
-time: a lock for each date keeps them apart. `finalise` merges the entries in the order of the dates, so the store does
-not depend on who built which date.
+Each finished init time leaves its shards and one entry. Both are written by rename, so every file that exists is
+complete. A later run skips the init times whose entry and shards are there. Any number of builders may work on one
+store at the same time: a lock for each init time keeps them apart. `finalise` merges the entries in the order of the
+init times, so the store does not depend on who built which.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ensemble_ml.store.metadata import plan_digest
 from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
 from ensemble_ml.store.sources import changed
 
-_AT_WORK = "at-work.lock"  # every claim holds it shared, so one attempt shows whether anybody is at work
+_AT_WORK = "at-work.lock"  # every claim shares it, so one attempt to lock it alone shows whether anybody is at work
 _SEEN_WITHIN = 3.0  # seconds until all hosts see a new name on a network file system
 
 
@@ -45,8 +45,8 @@ class Build:
         work: Folder to build in; None takes the one that all builders of this store share.
 
     Raises:
-        UserError: Something stands at `path` that may not be replaced, an unfinished build has another plan, or the
-            folder cannot be written.
+        UserError: Something stands at `path` that may not be replaced, an unfinished build has another plan, the folder
+            cannot be written or has no locks, or `restart` is on while another builder is at work.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Build:
         path = path.resolve() if path.is_symlink() else path  # keep the link, and replace the store behind it
         self.path, self.plan, self._overwrite = path, plan, overwrite
         self.work, self.shared = work or building_folder(self.path), work is None
-        self.complete = False  # whether the store has its name
+        self.complete = False  # whether the finished store stands at `path`
         self.outdated: dict[str, set[int]] = {}  # files that changed since init times were built from them
         self.superseded: set[int] = set()  # init times for which the archive now has other fields
         self._stamps: dict[str, tuple[int, int] | None] = {}
@@ -85,8 +85,8 @@ class Build:
         while True:
             check_target(self.path, overwrite)
             make_folders(self.work, self.path)
-            # The lock counts only if its file still stands there: a builder that finished may have removed the folder
-            # between the two calls.
+            # The lock counts only if its file still exists: a builder that finished may have removed the folder between
+            # the two calls.
             with suppress(FileNotFoundError), exclusive(self.work / "lock") as held:
                 if leads_to(self.work / "lock", held):
                     return self._agree()
@@ -97,7 +97,7 @@ class Build:
                 return
 
     def _agree(self) -> None:
-        """Write the plan down, or check that the plan that stands there is the same."""
+        """Write the plan, or check that the plan of an unfinished build is the same."""
         file = self.work / "plan.json"
         if file.exists():
             before = read_facts(file)
@@ -119,10 +119,10 @@ class Build:
 
     @property
     def _changed(self) -> str:
-        """Return the message for an archive that has changed while another builder continues with its new state."""
+        """Return the message for an archive that has changed, and from whose new state another builder builds."""
         return (
-            f"output={self.path}: the archive has changed since this run began, and another builder goes on with it"
-            " as it is by now; run again"
+            f"output={self.path}: the archive has changed since this run began, and another builder uses its new state;"
+            " run again"
         )
 
     @property
@@ -132,7 +132,7 @@ class Build:
 
     @property
     def store(self) -> Path:
-        """Return the folder that will be the store."""
+        """Return the folder that will be renamed to `path`."""
         return self.work / "store"
 
     def entry_file(self, date: int) -> Path:
@@ -154,7 +154,7 @@ class Build:
             return False
         if plan != self.plan.of_date(date):
             return False
-        # A shard may be complete and yet belong to a source file that has changed since; then its date is built again.
+        # A complete shard may come from a source file that has changed since; then its init time is built again.
         others = list(changed(stamps, self._stamps, lost=self._source_changed))
         for path in others:
             self.outdated.setdefault(path, set()).add(date)
@@ -163,13 +163,10 @@ class Build:
         return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
 
     def _other_fields(self, date: int) -> bool:
-        """Return whether an entry was made from other fields than would be read now.
-
-        An archive that has grown may hold better fields.
+        """Return whether an entry was made from other fields than would be read now, as an archive may have grown.
 
         Raises:
-            UserError: Another builder works with the newer archive. Each of the two would rebuild what the other has
-                built.
+            UserError: Another builder uses a newer state of the archive; each would rebuild what the other has built.
         """
         if self.plan.reads is None:
             return False
@@ -183,25 +180,28 @@ class Build:
         return True
 
     def missing(self, dates: Iterable[int] | None = None) -> list[int]:
-        """Return the init times that are not finished; none once the store has its name.
+        """Return the init times that are not finished; none once the finished store stands at `path`.
 
-        All files are looked at again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
-        the dates for which the archive has other fields.
+        All files are checked again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
+        the init times for which the archive has other fields.
 
         Args:
-            dates: Init times to look at; None looks at all.
+            dates: Init times to check; None checks all.
+
+        Raises:
+            UserError: The archive has changed, and another builder uses its new state.
         """
         self._stamps.clear()
         self.outdated.clear()
         self.superseded.clear()
         found = [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
-        # `over` must be asked after the shards were looked at: when the store gets its name, the shards leave the work
-        # folder and would seem to be missing.
+        # `over` must be asked after the shards were checked: they leave the work folder with the rename of the store,
+        # and would seem to be missing.
         return [] if found and self.over else found
 
     @property
     def over(self) -> bool:
-        """Return whether a builder has given the store its name, and is tidying up or has done so."""
+        """Return whether a builder has renamed the finished store to `path`; it may still be tidying up."""
         return not (self.work / "plan.json").exists() or named_already(self.work, self.path)
 
     @contextmanager
@@ -212,7 +212,7 @@ class Build:
             Whether this builder shall build the date: no other builder holds it, and it is not finished.
 
         Raises:
-            UserError: The work folder is not there, so the builders do not share it.
+            UserError: The work folder is not there, so the builders do not share it; or its file system has no locks.
         """
         with ExitStack() as stack:
             try:
@@ -226,7 +226,7 @@ class Build:
             yield held and not self.done(date) and not self.over
 
     def _named_within(self, seconds: float) -> bool:
-        """Wait until the store of this plan stands at its name, for at most `seconds`; return whether it does.
+        """Wait at most `seconds` until the store of this plan stands at `path`, and return whether it does.
 
         A network file system may show the new name late.
         """
@@ -241,14 +241,17 @@ class Build:
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
         """Build one init time.
 
-        Its entry is written only if everything went well. Otherwise nothing of the date is left.
+        Its entry is written only if everything went well. Otherwise its half-written files are removed.
 
         Args:
             date: Index of the init time.
             pool: Threads that compress.
 
         Yields:
-            The writer of the date.
+            The writer of the init time.
+
+        Raises:
+            UserError: The system cannot write a file.
         """
         writer = DateWriter(self.store, self.plan.layout, self.plan.specs, date, pool)
         try:
@@ -262,7 +265,7 @@ class Build:
             writer.abort()
 
     def finalise(self) -> Path:
-        """Make the store from its dates, and give it its name.
+        """Make the store from its init times, and rename it to `path`.
 
         Only one builder does so; the others find it done.
 
@@ -270,8 +273,8 @@ class Build:
             Path of the store.
 
         Raises:
-            UserError: An init time is missing, no field was written, the archive has changed, or something else stands
-                at the name now.
+            UserError: An init time is missing or its entry is damaged, no field was written, a file cannot be written,
+                the archive has changed, something else stands at `path` now, or somebody removed the work folder.
         """
         try:
             # The lock lets one builder finish. The others wait here and then find the store complete.
@@ -291,7 +294,7 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
-        """Write everything but the shards, and the model climate where it is wanted."""
+        """Write everything but the shards, and the model climate if the plan has one."""
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")
@@ -303,9 +306,12 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Return whether another builder has given the store its name in the meantime.
+        """Return whether another builder has renamed the finished store in the meantime.
 
         If that builder died before it could tidy up, this one does so.
+
+        Raises:
+            UserError: The work folder is gone, and there is no store.
         """
         if not self.over:
             return False
@@ -319,7 +325,7 @@ class Build:
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
         """Yield the entries of the init times, in order.
 
-        A damaged entry is removed, so that the next run builds its date again.
+        A damaged entry is removed, so that the next run builds its init time again.
 
         Raises:
             UserError: An entry is damaged or cannot be read.
@@ -333,11 +339,11 @@ class Build:
                     if isinstance(error.__cause__, OSError):  # the system cannot read it now, which may pass
                         raise
                     file.unlink(missing_ok=True)
-                    raise UserError(f"{file}: damaged ({error.__cause__}); the same command makes it anew") from error
+                    raise UserError(f"{file}: damaged ({error.__cause__}); run the same command again") from error
                 yield date, entry
 
     def discard(self) -> None:
-        """Remove an unfinished build without a finished init time, unless another builder is at work on it."""
+        """Remove an unfinished build if no init time is finished and no other builder is at work on it."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(exclusive(self.work / "lock"))
@@ -348,7 +354,7 @@ class Build:
                 self.remove()
 
     def _throw_away(self) -> None:
-        """Remove an unfinished build, even if init times of it are finished.
+        """Remove an unfinished build, even if some init times are finished.
 
         Raises:
             UserError: Another builder is at work on it, and would write into the new build.
@@ -366,8 +372,8 @@ class Build:
     def remove(self) -> None:
         """Remove the work folder.
 
-        Store, entries and claims go first, then the plan, then the rest with `swap.json`. As long as the plan is there,
-        `swap.json` therefore shows the next builder whether the store already has its name.
+        Store, entries and claims go first, then the plan, then the rest with `swap.json`. So while the plan exists,
+        `swap.json` shows the next builder whether the finished store stands at `path`.
         """
         for name in ("store", "entries", "claims"):
             shutil.rmtree(self.work / name, ignore_errors=True)
@@ -376,7 +382,7 @@ class Build:
 
 
 def _size(path: Path) -> int:
-    """Return the size of a file, or -1 where it is not there."""
+    """Return the size of a file in bytes, or -1 if it is not there."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -1,9 +1,11 @@
-"""Keep the model climate in a store: its quantiles for every init time, so that they need not be computed again.
+"""Write the model climate into a store: its quantiles for every init time, so that they need not be computed again.
 
 Two arrays stand beside the fields: `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X).
 They are float32, NaN where other years have too few values. A chunk holds one init time, lead and variable, and some
-or all rows. The arrays are made when all init times are there. They are no part of the store's fingerprint, because
+or all rows. The arrays are made when all init times are there. The store's fingerprint does not cover them, because
 they follow from its fields.
+
+Axes: D init time, T lead, V pressure variable, S surface variable, Q quantile, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -27,21 +29,22 @@ from ensemble_ml.store.schema import DAYS_KEY
 from ensemble_ml.store.source import Selection
 
 _PROBABILITY = f"{CLIMATE}probability"
-_CHUNK = 1 << 26  # largest bytes of a chunk
-_THREADS = 4  # each thread holds a share of the memory that a model climate may take
+_CHUNK = 1 << 26  # bytes of a chunk at most, before compression
+_THREADS = 4  # they share the memory that a model climate may take
 
 
 def write_climate(root: Path, days: int) -> None:
     """Add the model climate to the complete store at `root`.
 
-    After an interruption it may be called again, and starts anew.
+    After an interruption, call `finish_store` before it again: the manifest may not fit the files.
 
     Args:
         root: Folder of the store.
         days: Days from the calendar date within which an init time of another year may lie.
 
     Raises:
-        UserError: The store has init times of one year only.
+        UserError: The store has init times of one year only, or is damaged.
+        OSError: A file cannot be written.
     """
     store = TensorStore(root)
     known = {name: entry for name, entry in read_manifest(root).items() if not name.startswith(CLIMATE)}
@@ -77,9 +80,9 @@ def write_climate(root: Path, days: int) -> None:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    """Return the rows of a chunk, so that it takes at most 64 MB, but has one row at least.
+    """Return the number of rows of a chunk: as many as fit in 64 MiB, at least one.
 
-    Each thread holds a chunk in memory, and compressors limit the size of what they take.
+    Each thread holds a chunk in memory, and compressors limit the size of their input.
     """
     each = 4 * math.prod(shape[3:-2]) * shape[-1]
     return min(shape[-2], max(1, _CHUNK // each))
@@ -89,7 +92,7 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
     """Create the arrays of the quantiles and of their probabilities.
 
     Returns:
-        The array of each kind; the key is whether it is that of the surface.
+        The quantiles of surface variables (True) and of variables on pressure levels (False).
     """
     lay = store.layout
     quantiles, points = len(PROBABILITIES), lay.grid.shape

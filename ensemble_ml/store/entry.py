@@ -1,8 +1,8 @@
 """Keep what a build must remember of a finished init time, in one file.
 
-The file is written by rename when all shards of the date are there. It holds the packing factors of every field,
-partial statistics, the shards with their checksums, which parts of the archive were read, and the error of quantising.
-`Build.finalise` makes the store's own arrays and statistics from these entries.
+The file is written by rename when all shards of the init time are there. It holds the packing factors of every field,
+the moments of the fields, the shards with their checksums, the parts of the archive that were read, and the
+quantisation error. `Build.finalise` makes the store's own arrays and statistics from these entries.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class DateEntry:
     """The entry of one init time.
 
     Attributes:
-        files: Shards by name.
+        files: Size and digest of each shard, by its path in the store.
         factors: Packing factors (M, T, V, Z) by array and factor.
         moments: Moments of the forecast by kind, (T, V, Z).
         derived: Moments of the ensemble's mean and spread as fields of their own, by part and kind.
-        errors: Largest error of quantising by variable.
+        errors: Largest quantisation error by variable, in its unit.
         masked: Variables with points that have no value.
         masks: Names of the mask arrays that have a shard.
         sources: Files and fields from which each part was read.
-        plan: Digest of what it was built for.
+        plan: Digest of the settings that it was built for (`BuildPlan.of_date`).
         fingerprint: Fingerprint of the archive from which it was built; None for fields in memory.
     """
 
@@ -65,7 +65,11 @@ class DateEntry:
             self.errors[name] = max(bound, self.errors.get(name, 0.0))
 
     def save(self, path: Path) -> None:
-        """Write the entry to `path` by rename, so that a file that exists is complete."""
+        """Write the entry to `path` by rename, so that a file that exists is complete.
+
+        Raises:
+            OSError: The system cannot write the file.
+        """
         facts = {
             "files": {name: [entry.bytes, entry.sha256] for name, entry in sorted(self.files.items())},
             "errors": dict(sorted(self.errors.items())),
@@ -93,7 +97,7 @@ class DateEntry:
         """Read an entry.
 
         Raises:
-            UserError: It is damaged.
+            UserError: It is damaged or cannot be read; then the cause is an OSError.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -106,15 +110,14 @@ class DateEntry:
         """Read only the part of an entry that shows whether it is still valid.
 
         Returns:
-            The files written, the state of the files read, the digest of the plan, and the fingerprint of the archive.
+            The attribute `files`, the stamps of the source files, and the attributes `plan` and `fingerprint`.
 
         Raises:
-            UserError: It is damaged.
+            UserError: It is damaged or cannot be read.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                # `np.load` reads arrays on demand. This function therefore does not read the factors, which may be
-                # large.
+                # `np.load` reads arrays on demand, so the factors, which may be large, are not read here.
                 facts = json.loads(arrays["json"].tobytes())
             stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
             files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}

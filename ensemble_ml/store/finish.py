@@ -51,7 +51,7 @@ class _Sum:
 
 
 def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
-    """Write everything but the shards into `root`. It may be called again after an interruption.
+    """Write everything but the shards into `root`. This may be called again after an interruption.
 
     Args:
         root: Folder of the store, with its shards.
@@ -60,6 +60,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
     Raises:
         UserError: There is no field at all.
+        OSError: A file cannot be written.
     """
     specs = list(plan.specs.values())
     _clear(root)
@@ -105,7 +106,7 @@ def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray
 
 
 def _clear(root: Path) -> None:
-    """Remove what an interrupted call has left: everything but shards."""
+    """Remove everything but shards, which an interrupted call has left."""
     for path in list(root.iterdir()):
         if path.is_file():
             path.unlink()
@@ -118,7 +119,7 @@ def _clear(root: Path) -> None:
 
 
 def _remove_strangers(root: Path, files: dict[str, Entry]) -> None:
-    """Remove shards that no entry names, which killed builders have left."""
+    """Remove shards that no entry names; killed builders have left them."""
     for path in root.glob("*/*"):
         if path.name.startswith("c.") and path.relative_to(root).as_posix() not in files:
             path.unlink()

@@ -1,10 +1,11 @@
 """Manage the folder in which a store is built.
 
-The folder stands beside the name of the store. When everything is there, the store gets its name by one rename.
+The folder stands beside the final path of the store. When everything is there, one rename moves the store to that path.
 
     NAME.zarr.building/
       plan.json     what is being built
       lock          held while the plan is written, and while the store is finished
+      at-work.lock  shared by all builders while they build; held alone by one that removes the build
       claims/       one lock for each init time, held while it is built
       entries/      one file for each finished init time
       store/        the store itself
@@ -31,14 +32,14 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of linux/fs.h and fcn
 
 
 def building_folder(path: Path) -> Path:
-    """Return the folder in which any process builds the store of that name."""
+    """Return the folder in which all processes build the store at `path` together."""
     return path.with_name(f"{path.name}.building")
 
 
 def private_folder(path: Path) -> Path:
-    """Return the folder in which this process builds the store by itself.
+    """Return the folder in which this process alone builds the store at `path`.
 
-    Folders that killed processes of this machine have left are removed.
+    Remove such folders of processes of this machine that no longer run, and a former one of this process.
     """
     host = socket.gethostname()
     for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
@@ -51,7 +52,7 @@ def private_folder(path: Path) -> Path:
 
 
 def is_building(path: Path) -> bool:
-    """Return whether `path` is a folder in which a store is being built, or was until its builder died."""
+    """Return whether `path` is the folder of a build, in progress or left by a killed builder."""
     named = path.name.endswith(".building") or ".partial-" in path.name
     return named and all((path / name).is_dir() for name in _INSIDE)
 
@@ -87,7 +88,7 @@ def make_folders(work: Path, path: Path) -> None:
     try:
         for name in _INSIDE:
             (work / name).mkdir(parents=True, exist_ok=True)
-        # The folder may belong to another user who does not let us write. The name of the probe is random, because
+        # The folder may belong to another user, who does not let us write. The name of the probe is random, because
         # builders in different containers may have the same process number.
         probe = work / f".probe-{secrets.token_hex(8)}"
         probe.touch()
@@ -97,10 +98,11 @@ def make_folders(work: Path, path: Path) -> None:
 
 
 def give_name(work: Path, path: Path, overwrite: bool) -> None:
-    """Give the finished store in `work` its name in one step. What stood at the name is removed afterwards.
+    """Rename the finished store in `work` to `path` in one step. A store that stood there moves into `work`.
 
     Raises:
-        UserError: Something else has been made at that name in the meantime.
+        UserError: Something that may not be replaced stands at `path` by now.
+        OSError: The system cannot rename it.
     """
     check_target(path, overwrite)
     # If this process dies just after the rename, `swap.json` lets the next builder recognise the store by its manifest.
@@ -112,7 +114,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
 
 
 def named_already(work: Path, path: Path) -> bool:
-    """Return whether the store of this build has its name, but its work folder has not been removed yet."""
+    """Return whether the store of this build stands at `path`, but its work folder has not been removed yet."""
     try:
         return json.loads((work / "swap.json").read_text())["manifest"] == list(stamp(path))
     except (OSError, ValueError, KeyError, TypeError):
@@ -122,7 +124,10 @@ def named_already(work: Path, path: Path) -> bool:
 def exchange(one: Path, other: Path) -> None:
     """Swap the names of two folders.
 
-    Where the system cannot swap them in one step, `other` does not exist for a moment.
+    If the system cannot swap them in one step, `other` does not exist for a moment.
+
+    Raises:
+        OSError: The system cannot rename them.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:

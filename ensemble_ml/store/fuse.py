@@ -1,19 +1,19 @@
 """Compute mean, spread and moments of an ensemble in one pass over its packed values, a block of rows at a time.
 
-Every point is decoded to float32, the value that readers of the store will see. The first member is subtracted, so that
-the sums lose no precision to the size of the values. Differences and their squares are summed pairwise. With M members
-x and the first one x1:
+Every point is decoded to float32, the value that readers of the store will see. The first member is subtracted first:
+sums of large values would lose precision. Differences and their squares are summed pairwise. With M members x and the
+first one x1:
 
     d = x - x1
     m = x1 + sum d / M
     s = sqrt((sum d^2 - (sum d)^2 / M) / (M - 1))
 
-Errors against float64: the mean is off by one unit in the last place of float32 and 2^-21 of the range of the members.
-The spread is off by 1e-6 of itself for ten members (by M (M + 1) 2^-24 where the first member is an outlier). A 16-bit
-step of a field is many times larger.
+Largest errors against float64: of the mean, one unit in the last place of float32 and 2^-21 of the range of the
+members; of the spread, relative, 1e-6 for ten members (M (M + 1) 2^-24 where the first member is an outlier). A 16-bit
+packing step of a field is many times larger.
 
-Everything is done point by point in the order of the members, so results do not depend on how a field is cut into
-blocks. The moments of the members follow from mean m and spread s:
+Mean and spread are computed point by point in the order of the members, so they do not depend on how a field is cut
+into blocks. The moments of the members follow from mean m and spread s:
 
     m2 = (M - 1) sum s^2 + M sum (m - mean of m)^2
 
@@ -37,11 +37,11 @@ _local = threading.local()
 class Fused:
     """The results for one block of rows.
 
-    All arrays belong to the thread that made them, and only until it computes the next block.
+    Mean and spread lie in memory that the same thread overwrites with its next block.
 
     Attributes:
-        mean: (Z, R, X) float32, NaN where fewer than two members are there.
-        spread: (Z, R, X) float32, likewise.
+        mean: (Z, R, X) float32, NaN where fewer than two members are there, or one of them has no value.
+        spread: (Z, R, X) float32, ddof = 1, NaN as the mean.
         moments: Moments of all members' values, (Z,).
         of_mean: Moments of the mean as a field, (Z,).
         of_spread: Moments of the spread as a field, (Z,).
@@ -65,8 +65,7 @@ class Members:
         decimal: (M, Z) float64.
         present: (M, Z) bool, whether each field is there.
         exact: (M, Z) bool, whether `packing.exact_fields` holds.
-        extremes: (2, M, Z) float32 smallest and largest value, where they are known from integers without a mask; else
-            None.
+        extremes: (2, M, Z) float32 smallest and largest value, if they are known from the packed integers; else None.
         mask: (M, Z, R, X) bool, True where a point has no value; None where every point has one.
     """
 
@@ -81,7 +80,7 @@ class Members:
 
     @classmethod
     def plain(cls, values: np.ndarray, present: np.ndarray) -> Members:
-        """Wrap float32 values as they are.
+        """Wrap float32 values, which need no decoding.
 
         Args:
             values: (M, Z, R, X), NaN where a point has no value.
@@ -135,10 +134,10 @@ def fuse(members: Members) -> Fused:
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Return an array of this thread that is reused, because fresh memory costs a page fault every 4 KB.
+    """Return an array that this thread reuses, because new memory costs a page fault every 4 KB.
 
     Args:
-        name: Name of the array; different arrays must have different names.
+        name: Name of the array; arrays in use at the same time must have different names.
         shape: Shape of the result, whose contents are undefined.
         dtype: Type of the result.
     """
@@ -161,7 +160,7 @@ def _decoded(members: Members, level: int) -> np.ndarray:
     reference, scale, decimal = (
         part[:, level][chosen][:, None] for part in (members.reference, members.scale, members.decimal)
     )
-    # Float32 arithmetic gives the same bits here and is faster; other fields are decoded in float64.
+    # Where float32 arithmetic gives the same bits it is used, because it is faster.
     if members.exact[:, level][chosen].all():
         out *= scale.astype(np.float32)
         out += reference.astype(np.float32)
@@ -179,10 +178,10 @@ def _decoded(members: Members, level: int) -> np.ndarray:
 def _compiled(
     members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Do the work of `_mean_and_spread` and `_sums` in compiled code, for levels where no member lacks a point.
+    """Do the work of `_mean_and_spread` and `_sums` in compiled code, for levels where every member has all points.
 
     Returns:
-        (Z,) bool, which levels are done, and (Z, 2) the extremes of their members.
+        Which levels are done, (Z,) bool, and the smallest and largest value of their members, (Z, 2).
     """
     levels = len(mean)
     done, extremes = np.zeros(levels, bool), np.empty((levels, 2), np.float32)
@@ -215,7 +214,7 @@ def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -
     """Compute mean and spread of `values` (M, points), which are overwritten.
 
     Returns:
-        What rounding to float32 took from the mean, (points,).
+        What rounding to float32 took from the mean, (points,), in the memory of the first member.
     """
     share = np.float32(1 / len(values))
     freedom = np.float32(1 / max(len(values) - 1, 1))
@@ -240,14 +239,14 @@ def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -
 
 
 def _sums(mean: np.ndarray, spread: np.ndarray, lost: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return sums and extremes of a level (points,).
+    """Return five sums and four extremes of a level, from its mean, spread and `lost` (points,).
 
-    The five sums are those of the mean's differences from its first point and of their squares, the same two of the
-    spread, and that of `lost`. A single value of `lost` is negligible, but its average over many points is not. The
-    extremes are least and largest mean, and least and largest spread.
+    The sums are those of the mean's differences from its first point and of their squares, the same two of the spread,
+    and that of `lost`, the rounding of the mean. A single value of `lost` is negligible, but its average over many
+    points is not. The extremes are smallest and largest mean, then smallest and largest spread.
 
-    Every 256th point is added to the same partial sum, and the partial sums are added by halves. This fixes an order
-    that does not depend on the processor.
+    Every 256th point is added to the same partial sum, and the partial sums are added by halves. So the order of
+    additions does not depend on the processor.
     """
     wide = [field - np.float64(field[0]) for field in (mean, spread)]
     terms = [term for field in wide for term in (field, field * field)]
@@ -267,9 +266,9 @@ def _in_lanes(values: np.ndarray) -> np.ndarray:
 
 
 def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
-    """Write the sum of `rows` (N, points) into `out`, adding halves pairwise.
+    """Write the sum of `rows` (N, points) into `out`, adding halves pairwise; `rows` is overwritten.
 
-    This takes few calls, each of which is long enough to let other threads run. `rows` is overwritten.
+    This takes few calls of NumPy, each of which is long enough to let other threads run.
     """
     if not len(rows):
         out[...] = 0
@@ -286,9 +285,9 @@ def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
 
 
 def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.ndarray) -> Moments:
-    """Return the moments (Z,) of a field (Z, points) from its `sums` and `ends` (Z, 2), as in `_sums`.
+    """Return the moments (Z,) of the mean or the spread (Z, points) from its `sums` and `ends` (Z, 2) by `_sums`.
 
-    Levels marked in `holes` lack points; their moments are computed directly.
+    Levels marked in `holes` lack points, so their moments are computed directly.
     """
     count = np.full(len(values), float(values.shape[1]))
     away, squares = sums.T
@@ -305,14 +304,14 @@ def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.nda
 
 
 def _unsigned(ends: np.ndarray) -> np.ndarray:
-    """Remove the sign of zero from extremes: which of -0.0 and 0.0 a comparison returns depends on the order."""
+    """Turn -0.0 into 0.0 in extremes, because which of the two a comparison returns depends on the order."""
     return ends + 0.0
 
 
 def _joint(members: int, extremes: tuple[float, float], mean: Moments, spread: Moments, rounded: float) -> Moments:
     """Return the moments of all members of a level from those of its mean and spread.
 
-    `rounded` is the average that rounding took from the mean.
+    `rounded` is what rounding took from the mean, averaged over points.
     """
     squares = spread.m2 + spread.count * spread.mean**2
     return Moments(

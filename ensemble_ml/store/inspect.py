@@ -1,4 +1,4 @@
-"""Run `ensemble-ml inspect`: show what a store holds, what it lacks, how large it is and how fast it reads.
+"""Run `ensemble-ml inspect`: show what a store holds, what it lacks, how large it is and how fast it is read.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 """
@@ -25,19 +25,22 @@ from ensemble_ml.store.source import Part, Selection
 from ensemble_ml.store.sources import stamp
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
-_FLOAT32 = 4
-_GAPS_LISTED = 20
+_FLOAT32 = 4  # bytes of a value
+_GAPS_LISTED = 20  # init times with gaps to list for each part
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """Print what the tensor store at `config.store` holds, as text or JSON, and return it.
 
+    Args:
+        config: Settings of `ensemble-ml inspect`.
+
     Returns:
         The description, as plain values that JSON can hold.
 
     Raises:
-        UserError: There is no store, or it is damaged (with `verify`, in any byte of it); or, with `complete`, it lacks
-            init times.
+        UserError: There is no store, or it is damaged (with `verify`, any byte of it); or, with `complete`, it is not
+            finished or lacks init times.
     """
     contents = contents_of(str(config.store))
     found = describe(contents)
@@ -56,7 +59,7 @@ def describe(contents: Contents) -> dict[str, Any]:
     """Return everything that can be known without reading a field, as plain values that JSON can hold.
 
     Args:
-        contents: A finished or half-built store.
+        contents: A finished or unfinished store.
     """
     lay, times = contents.layout, contents.layout.init_time.astype("datetime64[m]")
     years, counts = np.unique(times[contents.done].astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
@@ -100,11 +103,11 @@ def _refuse_incomplete(contents: Contents) -> None:
     missing = np.delete(times, contents.done)
     if len(missing):
         said = f"{len(missing)} of {len(times)} init times are not built: {shortened([hour_text(t) for t in missing])}"
-        raise UserError(f"{contents.path}: {said}; run its prepare again, or the shares that failed")
+        raise UserError(f"{contents.path}: {said}; run prepare again, or those of its shares that failed")
     if contents.source is None:
-        raise UserError(f"{contents.path}: all init times are built, but the store is not closed; run prepare again")
+        raise UserError(f"{contents.path}: all init times are built, but the store is not finished; run prepare again")
     gaps = contents.provenance.get("gaps", {})
-    # What a regular series in the archive lacks, and what prepare left out because fields were missing.
+    # Init times that a regular series in the archive lacks, and those that prepare left out for missing fields.
     lacking = [gaps.get("starts", ""), gaps.get("dates", "") if gaps.get("policy") == Gaps.skip.value else ""]
     left_out = dates_of(" ".join(text if isinstance(text, str) else " ".join(text) for text in lacking))
     if len(left_out):
@@ -113,14 +116,14 @@ def _refuse_incomplete(contents: Contents) -> None:
 
 
 class Presences:
-    """The number of dates on which each field is there, by part: (M, T, V, Z) and (M, T, S). Only built dates count."""
+    """The number of built init times that have each field, by part: (M, T, V, Z) and (M, T, S) integers."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
         self.counts = {part: self._count(part) for part in contents.parts}
 
     def _count(self, part: Part) -> list[np.ndarray]:
-        """Count the dates on which each field of a part is there."""
+        """Count the built init times that have each field of a part."""
         lay = self.contents.layout
         members, leads = len(lay.realization) if part is Part.FORECAST else 1, len(lay.lead_hours)
         shapes = (members, leads, len(lay.variables), len(lay.levels)), (members, leads, len(lay.surface))
@@ -131,14 +134,14 @@ class Presences:
         return totals
 
     def fields(self, part: Part) -> int:
-        """Return the number of fields of a part, over all dates."""
+        """Return the number of fields of a part, over all built init times."""
         return int(sum(count.sum() for count in self.counts[part]))
 
     def gaps(self) -> dict[str, Any]:
-        """Return the fields that some dates or members lack and others have.
+        """Return the fields that some init times lack and others have.
 
         Returns:
-            For each part with gaps: the number of fields and dates, and the first gaps in words.
+            For each part with gaps: the number of fields and of init times, and the first gaps in words.
         """
         found: dict[str, Any] = {}
         for part in self.contents.parts:
@@ -152,13 +155,13 @@ class Presences:
         return found
 
     def _lacking(self, part: Part) -> Iterator[tuple[str, int, str]]:
-        """Yield date, number of fields and a phrase for each date with gaps.
+        """Yield init time, number of missing fields and a phrase for each init time with gaps.
 
-        A field that no date has is not a gap: leads may be ragged by design.
+        A field that no init time has is not a gap: an archive may have other leads for some variables.
         """
         counts, dates = self.counts[part], len(self.contents.done)
         anywhere = [count.any(0) for count in counts]
-        # The counts alone show that nothing is missing; only otherwise are the dates looked at one by one.
+        # If the counts show that nothing is missing, the init times need not be checked one by one.
         if all((count == dates * there).all() for count, there in zip(counts, anywhere, strict=True)):
             return
         for date in self.contents.done:
@@ -169,7 +172,7 @@ class Presences:
                 yield when, total, self._phrase(part, gone, total)
 
     def _phrase(self, part: Part, gone: list[np.ndarray], total: int) -> str:
-        """Describe in words which fields of a date are missing."""
+        """Describe in words which fields of an init time are missing."""
         lay = self.contents.layout
         members = np.flatnonzero(gone[0].any((1, 2, 3)) | gone[1].any((1, 2)))
         names = [lay.variables[v] for v in np.flatnonzero(gone[0].any((0, 1, 3)))]
@@ -198,10 +201,10 @@ def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
 
 
 def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return moments over members, leads, dates and points.
+    """Return statistics over members, leads, init times and points, not weighted by area.
 
     Returns:
-        {"t": {"500": {mean, std, min, max}}, "t2m": {...}}; None for numbers of a field without values.
+        {"t": {"500": {mean, std, min, max}}, "t2m": {...}}; the numbers of a field without values are None.
     """
     found: dict[str, dict[str, Any]] = {}
     for kind, moments in contents.moments.items():
@@ -211,7 +214,7 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
         numbers = {"mean": total.mean, "std": total.std, "min": total.minimum, "max": total.maximum}
         names = contents.layout.surface if kind is Kind.SURFACE else contents.layout.variables
         for v, name in enumerate(names):
-            there = total.count[v] > 0  # without values the mean would be shown as zero
+            there = total.count[v] > 0  # the mean of no values would be shown as zero
             rows = [
                 {k: _number(of[v, z]) if there[z] else None for k, of in numbers.items()} for z in range(len(there))
             ]
@@ -222,9 +225,9 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Describe the files from which the store was read, with sums by init time and part.
+    """Describe the files from which the store was built, with sums by init time and part.
 
-    Each file is reported as unchanged, changed or gone since then.
+    The state of each file is `unchanged`, `changed` or `gone`; `gone` if it cannot be seen.
     """
     if table is None:
         return None
@@ -239,7 +242,7 @@ def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _climate(contents: Contents) -> dict[str, Any] | None:
-    """Describe the model climate that a store holds, or that a half-built one will hold."""
+    """Describe the model climate that a store holds, or that an unfinished one will hold."""
     if not contents.climate_days:
         return None
     size = sum(entry.bytes for name, entry in contents.files.items() if name.startswith(CLIMATE))
@@ -254,7 +257,7 @@ def _number(value: float) -> float | None:
 def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
     """Return the bytes of each part on disk, and of the same fields as float32.
 
-    `rest` counts coordinates, factors and statistics.
+    `rest` is the bytes of everything else: coordinates, factors, statistics, static fields, model climate.
     """
     points, left = math.prod(contents.layout.grid.shape), dict(contents.files)
     found: dict[str, dict[str, Any]] = {}
@@ -272,9 +275,10 @@ def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
 
 
 def read_speed(contents: Contents, date: int) -> dict[str, Any]:
-    """Measure how fast the forecast of one init time is read, a lead and a variable at a time.
+    """Measure how fast one init time is read, a lead and a variable at a time.
 
-    The bytes come from the disk, or from the cache of the operating system if they were used lately.
+    The forecast is read, or the first part of a store without one. The bytes come from the disk, or from the cache of
+    the operating system if they were used lately.
 
     Args:
         contents: A finished store.

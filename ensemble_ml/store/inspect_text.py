@@ -8,10 +8,10 @@ from typing import Any
 from ensemble_ml.fields import field
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
-_LONGEST = 400  # most characters of a line; the JSON output is complete
-_STARTS = 10  # most init times that a line lists, and most lines of one kind
+_LONGEST = 400  # characters of a line at most; the JSON output is complete
+_STARTS = 10  # init times in a line at most, and lines of one kind at most
 
-_PROVENANCE = {"fingerprint": "archive's fingerprint"}  # not to be confused with the store's own
+_PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the page also shows the fingerprint of the store
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -27,7 +27,7 @@ def archive_text(found: dict[str, Any]) -> str:
     """Format the description of an archive as headings, tables and lines.
 
     Args:
-        found: What `data_prep.inspect` found in the archive.
+        found: Description of the archive by `data_prep.inspect`.
     """
     return "\n".join(_archive_lines(found))
 
@@ -68,7 +68,7 @@ def _left_out(counts: dict[str, int]) -> Iterator[str]:
 
 
 def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[str]:
-    """Yield the lists of files that are used, not used, and not of the archive."""
+    """Yield the lists of files that are used, that are not used, and that do not belong to the archive."""
     lists = {
         "Files that fields are taken from": [one["path"] for one in files if one["fields"]],
         "Files that nothing is taken from": [one["path"] for one in files if not one["fields"]],
@@ -82,7 +82,7 @@ def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[s
 
 
 def _some(lines: list[str]) -> Iterator[str]:
-    """Yield the first lines of a list, and say how many more there are."""
+    """Yield the first lines of a list, and a line with the number of the others."""
     yield from (f"  {line}" for line in lines[:_STARTS])
     if len(lines) > _STARTS:
         yield f"  and {len(lines) - _STARTS} more (format=json lists all)"
@@ -180,15 +180,15 @@ def _sizes(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _sources(found: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the lines about the files from which the store was read."""
+    """Yield the lines about the files from which the store was built."""
     if found is None:
         return
-    files, yielded = found["files"], found["fields"]
+    files = found["files"]
     states = {state: [one["path"] for one in files if one["state"] == state] for state in ("changed", "gone")}
     yield ""
     size = f"{found['bytes'] / 1e6:.2f} MB, " if found["bytes"] else ""  # not counted for NetCDF and Zarr
     yield (
-        f"Sources: {_count(yielded, 'field')}, {size}from {_count(len(files), 'file')}; "
+        f"Sources: {_count(found['fields'], 'field')}, {size}from {_count(len(files), 'file')}; "
         f"{len(files) - len(states['changed']) - len(states['gone'])} unchanged since"
     )
     for state, paths in states.items():
@@ -197,13 +197,13 @@ def _sources(found: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _intervals(found: dict[str, list[list[int] | None]]) -> str:
-    """Format the intervals of variables over intervals."""
+    """Format the intervals in hours of accumulated and other variables that have one."""
     spans = {name: [f"{pair[0]}-{pair[1]}" for pair in pairs if pair is not None] for name, pairs in found.items()}
     return "; ".join(f"{name} {_list(of)} h" for name, of in spans.items()) or "none"
 
 
 def _climate(found: dict[str, Any] | None) -> str:
-    """Format what a store holds of a model climate."""
+    """Format the model climate of a store."""
     if found is None:
         return "none"
     quantiles = f"{len(found['probabilities'])} quantiles of other years within {found['days']} days of the date"
@@ -234,7 +234,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _list(values: list[Any], most: int = 12) -> str:
-    """Format a list, shortened to `most` values and the last one."""
+    """Format a list; of more than `most` values only the first `most` and the last one."""
     text = ", ".join(str(value) for value in values[:most]) or "none"
     return text + (f" ... {values[-1]} ({len(values)})" if len(values) > most else "")
 

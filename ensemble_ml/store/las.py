@@ -1,18 +1,18 @@
 """Compute local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
 
-The mean and the standard deviation of a point are taken over all members' values on the chosen dates, in a window
-around the point (7 x 7 points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that of
-Grönquist et al. 2021, "Deep learning for post-processing ensemble weather forecasts".
+The mean and the standard deviation of a point are taken over all members' values of the chosen init times, in a
+window around the point (7 x 7 points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that
+of Grönquist et al. 2021, "Deep learning for post-processing ensemble weather forecasts".
 
-They are computed date by date from the mean m_d and spread s_d of all members, one lead and one variable at a time. No
-member is read, and memory does not grow with the number of dates. With M members on D dates:
+They are computed init time by init time (d) from the mean m_d and spread s_d of all members, one lead and one variable
+at a time. No member is read, and memory does not grow with the number of init times. With M members and D init times:
 
     mean = sum_d m_d / D
     M2   = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
 
-The same formulas then pool the points of each window. Longitude wraps where the grid closes the circle. At other edges
-and at the poles, window and Gaussian end, and the remaining weights are scaled up. Dates without a field and points
-without a value are left out. A point with no value in reach takes the area's plain mean.
+The same formulas then pool the points of each window. On a grid around the globe, longitude wraps. At other edges and
+at the poles, window and Gaussian end, and the remaining weights are scaled up. Init times without a field and points
+without a value are left out. A point with no value in reach takes the plain mean of the area.
 
 Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -36,7 +36,10 @@ _LEAST = 0.02  # smallest standard deviation, as a fraction of the root mean squ
 
 @dataclass(frozen=True, eq=False)
 class LocalStatistics:
-    """The maps of mean and standard deviation (ddof = 0), float64: `_p` (V, Z, Y, X) and `_s` (S, Y, X)."""
+    """The maps of mean and standard deviation (ddof = 0) in the fields' units, float64.
+
+    Those of variables on pressure levels are (V, Z, Y, X), those of surface variables (S, Y, X).
+    """
 
     mean_p: np.ndarray
     std_p: np.ndarray
@@ -58,11 +61,10 @@ class Pooled:
         return cls(*(np.zeros(shape) for _ in range(3)))
 
     def add(self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray) -> None:
-        """Add more values, in place (Chan, Golub & LeVeque 1979).
+        """Add more values, in place (Chan, Golub & LeVeque 1979; see `Moments.merge`).
 
         Points where `mean` or `m2` is NaN are left out.
         """
-        # A field without a value at a point adds a count of zero there.
         there = np.isfinite(mean) & np.isfinite(m2) & (count > 0)
         more = np.where(there, count, 0.0)
         total = self.count + more
@@ -74,10 +76,10 @@ class Pooled:
 
 
 def check_window(grid: Grid, window: int = WINDOW) -> None:
-    """Check that the window is not wider than the grid.
+    """Check that the grid has as many columns as the window.
 
     Raises:
-        UserError: The grid has fewer columns than the window.
+        UserError: It has fewer.
     """
     if window > grid.shape[1]:
         raise UserError(f"local statistics: a window of {window} points is wider than the grid ({grid.describe()})")
@@ -94,7 +96,7 @@ def local_statistics(
     window: int = WINDOW,
     sigma: float = SIGMA,
 ) -> LocalStatistics:
-    """Compute the maps of mean and standard deviation from all chosen dates and leads together.
+    """Compute the maps of mean and standard deviation from all chosen init times and leads together.
 
     Args:
         source: Store or archive with mean and spread of its members.
@@ -108,7 +110,7 @@ def local_statistics(
 
     Raises:
         UserError: The source has no mean and spread, the grid has fewer columns than the window, or a field is missing
-            on all dates.
+            for all init times.
     """
     lay = source.layout
     if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):
@@ -144,7 +146,7 @@ def _of_variable(
         for date in dates:
             points.add(*_of_date(source, int(date), lead, name, levels))
     if not (points.count > 0).any((-2, -1)).all():
-        raise UserError(f"{source.path}: {name} is missing on all dates for local statistics; leave it out")
+        raise UserError(f"{source.path}: {name} is missing for all init times of the local statistics; leave it out")
     mean, std = smoothed(windows(points, lay.grid.wraps, window), lay.grid.wraps, sigma)
     return (mean, std) if levels else (mean[0], std[0])
 
@@ -152,7 +154,7 @@ def _of_variable(
 def _of_date(
     source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return count, mean and M2 of the members of one date, (Z, Y, X)."""
+    """Return count, mean and M2 of the members of one init time, (Z, Y, X)."""
     chosen = Selection.one(lead, name, surface=not levels, levels=levels or None)
     mean, spread = (source.read(part, date, chosen).one()[0] for part in (Part.MEAN, Part.SPREAD))
     count = _members(source, date, lead, name, levels)[:, None, None]
@@ -175,7 +177,7 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 
     Args:
         points: Moments at each point.
-        wraps: Whether longitude closes the circle.
+        wraps: Whether the grid goes around the globe, so that longitude wraps.
         size: Side of the window, in points.
     """
 
@@ -187,8 +189,8 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 
     count = np.rint(summed(points.count))
     some = np.maximum(count, 1)
-    # Subtract the mean of each field first. Otherwise the variations of large values, such as geopotential, would be
-    # lost in the rounding of their squares.
+    # The mean of each field is subtracted first. Otherwise the variations of large values, such as geopotential, would
+    # be lost in the rounding of their squares.
     centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
         points.count.sum((-2, -1), keepdims=True), 1
     )
@@ -201,13 +203,12 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndarray, np.ndarray]:
     """Smooth the maps of mean and standard deviation by a Gaussian, over the points that have values.
 
-    The standard deviation is kept above a fraction of its root mean square over all points. Otherwise the first rain at
-    a point where it never rained in training would be 1e8 standard deviations. The same holds for a sea that was always
-    frozen.
+    The standard deviation is at least a fraction of its root mean square over all points. Otherwise the first rain at a
+    point where it never rained in training would be 1e8 standard deviations.
 
     Args:
         points: Moments at each point.
-        wraps: Whether longitude closes the circle.
+        wraps: Whether the grid goes around the globe, so that longitude wraps.
         sigma: Standard deviation of the Gaussian, in points; 0 does not smooth.
 
     Returns:
@@ -221,7 +222,7 @@ def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndar
 
 
 def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) -> np.ndarray:
-    """Return the Gaussian mean of `values` over the points where `there` is 1; out of their reach, the plain mean."""
+    """Return the Gaussian mean of `values` over the points where `there` is 1; the plain mean where none is near."""
     plain = (values * there).sum((-2, -1), keepdims=True) / np.maximum(there.sum((-2, -1), keepdims=True), 1)
     if sigma <= 0:
         return np.where(there > 0, values, plain)

@@ -1,4 +1,4 @@
-"""Lock files between builders of one store, or between trainers of one run.
+"""Lock files, so that builders of one store, trainers of one run and writers of one index do not disturb each other.
 
 The locks use `flock`. The system releases them when a process ends, even by a crash.
 """
@@ -18,7 +18,7 @@ from ensemble_ml.errors import UserError
 
 
 class NoLocks(UserError):
-    """The error for a file system that has no locks."""
+    """An error for a file system that has no locks."""
 
 
 def _lock(descriptor: int, path: Path, how: int) -> None:
@@ -68,21 +68,30 @@ def _held(path: Path, how: int) -> Iterator[int]:
 
 
 def exclusive(path: Path) -> AbstractContextManager[int]:
-    """Acquire the lock on `path` alone, waiting for any other holder."""
+    """Acquire an exclusive lock on `path`, waiting for any other holder. The context has the open file's descriptor.
+
+    Raises:
+        NoLocks: The file system has no locks.
+        FileNotFoundError: The folder of `path` is not there.
+    """
     return _held(path, fcntl.LOCK_EX)
 
 
 def shared(path: Path) -> AbstractContextManager[int]:
-    """Acquire a shared lock on `path`, waiting for any exclusive holder."""
+    """Acquire a shared lock on `path`, waiting for any exclusive holder; the rest is as for `exclusive`."""
     return _held(path, fcntl.LOCK_SH)
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Try to acquire the lock on `path` without waiting.
+    """Try to acquire an exclusive lock on `path` without waiting.
 
     Yields:
-        Whether the lock is held.
+        Whether this process holds the lock.
+
+    Raises:
+        NoLocks: The file system has no locks.
+        FileNotFoundError: The folder of `path` is not there.
     """
     with ExitStack() as stack:
         try:
@@ -95,12 +104,12 @@ def claimed(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def claimed_once(path: Path) -> Iterator[bool]:
-    """Try to acquire the lock on `path` without waiting, and remove the file at the end.
+    """Try to acquire an exclusive lock on `path` without waiting, and remove the file at the end.
 
-    The file holds this process's host and number.
+    The file holds the host name and number of the process that holds the lock.
 
     Yields:
-        Whether the lock is held.
+        Whether this process holds the lock.
 
     Raises:
         NoLocks: The file system has no locks. The file is removed.
@@ -115,13 +124,13 @@ def claimed_once(path: Path) -> Iterator[bool]:
             except NoLocks:
                 path.unlink(missing_ok=True)
                 raise
-            # The holder before may have removed the file after we opened it and before we locked it. The lock would
-            # then be on a file without a name, so it is tried again.
+            # The former holder may have removed the file after we opened it and before we locked it. The lock would
+            # then be on a file without a name, so try again.
             held = leads_to(path, descriptor)
         if not held:
             yield False
             return
-        # Host and process number show a person who holds the claim.
+        # A person can read from the file who holds the lock.
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
         try:
@@ -132,7 +141,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
 
 
 def leads_to(path: Path, descriptor: int) -> bool:
-    """Return whether an open file still stands at `path`, and has not been removed or replaced."""
+    """Return whether an open file is still the one at `path`, neither removed nor replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Write and check the manifest of a store, which lists every file with its size and sha256.
 
-It makes damage visible, and the contents of two stores comparable.
+It shows damage, and whether two stores have the same contents.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
 
     Args:
         root: Folder of the store.
-        known: Files whose digest is known, such as shards that were hashed while they were written. They are not read
-            again.
+        known: Entries of files that need not be read again, such as shards that were hashed while they were written.
     """
     files = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
@@ -45,7 +44,7 @@ def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def write_manifest(root: Path, files: dict[str, Entry]) -> None:
-    """Write the manifest, and wait until it is on the disk."""
+    """Write the manifest, and wait until it is on disk."""
     body = {"format": FORMAT, "files": {name: [entry.bytes, entry.sha256] for name, entry in files.items()}}
     with open(root / MANIFEST, "w") as file:
         json.dump(body, file, indent=0)
@@ -54,7 +53,7 @@ def write_manifest(root: Path, files: dict[str, Entry]) -> None:
 
 
 def stamp(root: Path) -> tuple[int, int, int]:
-    """Return inode, size and time of the manifest, which tell one store from another at the same path.
+    """Return inode, size in bytes and modification time in ns of the manifest, to notice another store at this path.
 
     The inode alone is not enough, because the file system reuses it for later files.
 
@@ -69,7 +68,7 @@ def read_manifest(root: Path) -> dict[str, Entry]:
     """Read the manifest.
 
     Raises:
-        UserError: It is missing or cannot be understood.
+        UserError: It is missing, damaged or cannot be read.
     """
     try:
         body = json.loads((root / MANIFEST).read_text())
@@ -86,7 +85,7 @@ def check_sizes(root: Path, files: dict[str, Entry]) -> None:
     """Check that every file is there with its size, without reading contents.
 
     Raises:
-        UserError: Names the first file that is missing or of another size, and counts the others.
+        UserError: A file is missing or of another size. The message names the first one and counts the others.
     """
     found: dict[str, int] = {}
     # One scan of each folder is much cheaper than a call for each file, of which there may be many thousands.
@@ -108,10 +107,10 @@ def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) 
     Args:
         root: Folder of the store.
         files: Files with their digests.
-        shards: Number of chunks of those files that are shards.
+        shards: Number of chunks of each shard, by its name.
 
     Raises:
-        UserError: Names the first file whose contents have changed.
+        UserError: A file is missing, unreadable or has changed. The message names the first one.
     """
     for name, entry in files.items():
         check_file(root / name, entry, shards.get(name))
@@ -122,11 +121,11 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
 
     Args:
         path: The file.
-        entry: Its digest.
+        entry: Its entry in the manifest.
         chunks: Number of chunks of a shard; None for other files.
 
     Raises:
-        UserError: It is missing, or its contents have changed.
+        UserError: It is missing, unreadable, or its contents have changed.
     """
     try:
         found = hash_file(path) if chunks is None else digest_shard(path, chunks)
@@ -137,11 +136,11 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
 
 
 def fingerprint(files: dict[str, Entry]) -> str:
-    """Return a short hash of the contents, equal for stores of the same fields whatever their path and provenance.
+    """Return 16 hex digits that are equal for stores of the same fields, whatever their path and provenance.
 
     The root attributes, the list of sources and the model climate do not count.
     """
-    # Stores of the same fields may differ in these files, which hold provenance and paths.
+    # These files hold provenance and paths.
     aside = ("zarr.json", SOURCES_FILE)
     lines = [
         f"{name} {entry.sha256}"

@@ -40,20 +40,20 @@ class Metadata:
     """The contents of a store's root group: coordinates and attributes."""
 
     layout: Layout
-    packing: Packing
+    packing: Packing  # of forecast, control and truth
     parts: tuple[Part, ...]
-    static: tuple[str, ...]
-    lead_bounds: dict[str, list[list[int] | None]]
-    quantisation_error: dict[str, float]
+    static: tuple[str, ...]  # names of static fields
+    lead_bounds: dict[str, list[list[int] | None]]  # by variable, first and last hour of the interval of each lead
+    quantisation_error: dict[str, float]  # largest, by variable, in its unit
     provenance: dict[str, Any]
-    masked: tuple[str, ...]
-    held: tuple[Part, ...]  # parts with a field on any date
+    masked: tuple[str, ...]  # variables with points that have no value
+    held: tuple[Part, ...]  # parts with a field for any init time
     factor_dates: int  # init times in a chunk of the factors
     climate_days: int = 0  # window of the stored model climate in days; 0 where there is none
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
-    """Create the arrays of fields, still empty, and the root group where there is none.
+    """Create empty arrays of fields, and the root group if there is none.
 
     Args:
         root: Folder of the store.
@@ -113,7 +113,7 @@ def write_metadata(
 
 
 def consolidate(group: zarr.Group) -> None:
-    """Collect all metadata of the store in that of the root group, replacing what was collected before."""
+    """Consolidate all metadata of the store in the root group, replacing what was consolidated before."""
     # zarr warns that Zarr v3 has not standardised this yet. Readers without support for it still open the store.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +140,7 @@ def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[tuple[P
 
 
 def _prefix(part: Part) -> str:
-    """Return the prefix of the names of statistics, which is empty for those of the members' values."""
+    """Return the prefix of the names of statistics; it is empty for those of the members' values."""
     return "" if part is Part.FORECAST else f"{part.value}_"
 
 
@@ -149,10 +149,10 @@ def read_statistics(root: Path, part: Part = Part.FORECAST) -> tuple[np.ndarray,
 
     Args:
         root: Folder of the store.
-        part: FORECAST for the members' values; MEAN or SPREAD for these as fields of their own.
+        part: FORECAST for the members' values; MEAN or SPREAD for the ensemble's mean or spread as a field.
 
     Returns:
-        Years (N,), and for each kind the moments (N, T, V[, Z]).
+        Years (N,), and the moments by kind: (N, T, V, Z) on pressure levels, (N, T, S) at the surface.
     """
     before = _prefix(part)
     group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
@@ -166,7 +166,7 @@ def read_array(root: Path, name: str) -> np.ndarray:
     """Read one whole array.
 
     Raises:
-        UserError: It is damaged.
+        UserError: It is damaged or cannot be read.
     """
     try:
         return np.asarray(zarr.open_array(root / name, mode="r")[...])
@@ -180,7 +180,7 @@ def _get(group: zarr.Group, name: str) -> np.ndarray:
 
 
 def coordinates(layout: Layout) -> dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, Any]]]:
-    """Return the coordinate arrays with their dimensions and CF attributes, encoded as they lie on disk."""
+    """Return the values on disk, dimensions and CF attributes of each coordinate; empty ones are left out."""
     seconds = layout.init_time.astype("datetime64[s]").astype(np.int64)
     since = {"units": "seconds since 1970-01-01T00:00:00", "calendar": "proleptic_gregorian"}
     start = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **since}
@@ -207,17 +207,17 @@ def cf_attributes(name: str) -> dict[str, Any]:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether a tensor store, of any format number, stands at `path`."""
+    """Return whether there is a tensor store at `path`, of any format number."""
     return FORMAT_KEY in _attributes(path)
 
 
 def plan_digest(path: Path) -> str | None:
-    """Return the digest of the plan by which the store at `path` was built; None where no store stands there."""
+    """Return the digest of the plan by which the store at `path` was built; None if there is no store."""
     return _attributes(path).get(PLAN_KEY)
 
 
 def _attributes(path: Path) -> dict[str, Any]:
-    """Return the attributes of a root group; none where no group stands at `path`."""
+    """Return the attributes of the root group at `path`; none if there is no group."""
     try:
         return dict(json.loads((path / "zarr.json").read_text())["attributes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -225,7 +225,7 @@ def _attributes(path: Path) -> dict[str, Any]:
 
 
 def check_root(root: Path) -> None:
-    """Check that a store of this format stands at `root`.
+    """Check that there is a store of this format at `root`.
 
     Raises:
         UserError: There is none, or one of another format number.
@@ -241,19 +241,19 @@ def check_root(root: Path) -> None:
 
 
 def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
-    """Read the root of a store that `check_root` has passed.
+    """Read the root group of a store that has passed `check_root`.
 
     Args:
         root: Folder of the store.
-        files: Manifest against which the files that are read are checked.
+        files: Manifest, against which the files of the root group and the coordinates are checked.
 
     Raises:
-        UserError: The root or a coordinate is damaged.
+        UserError: One of these files is missing, unreadable or has changed.
     """
     # Small arrays carry no checksums of their own, so their files are checked before they are used.
     own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
     small = [name for name in files if name.startswith(own)]
-    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, which mostly wait for storage
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # such small reads mostly wait for the storage
         list(pool.map(lambda name: check_file(root / name, files[name]), small))
     group = zarr.open_group(root, mode="r", use_consolidated=False)
     attrs: dict[str, Any] = dict(group.attrs)

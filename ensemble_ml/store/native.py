@@ -1,6 +1,6 @@
-"""Call the compiled loops of `native.c`, where the package was installed with a C compiler at hand.
+"""Call the compiled loops of `native.c`, if the package was installed with a C compiler at hand.
 
-Each function returns whether it did the work. Without the library, or for arrays for which the loops are not made, it
+Each function returns whether it did the work. Without the library, or for arrays of another type or memory layout, it
 does nothing, and the caller computes the same bits with NumPy. ENSEMBLE_ML_NATIVE=0 disables the library.
 """
 
@@ -19,7 +19,7 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the compiled library; return None where there is none, or where it was compiled from another source."""
+    """Load the compiled library; return None if there is none, or if it was compiled from another source."""
     if os.environ.get("ENSEMBLE_ML_NATIVE") == "0":
         return None
     try:
@@ -44,7 +44,7 @@ LANES, TILE, SUMS = 256, 128, 5  # as in `native.c`
 
 
 def available() -> bool:
-    """Return whether there is a library that was compiled from the source that lies beside it."""
+    """Return whether the compiled library is in use."""
     return _library is not None
 
 
@@ -52,8 +52,8 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
     """Decode packed integers, with one factor of each kind for each field.
 
     Args:
-        codes: (..., Y, X) uint16, of three axes at most.
-        factors: Reference, scale and decimal.
+        codes: (Y, X) or (fields, Y, X) uint16.
+        factors: Reference, scale and decimal (see `packing.PackedBlock`), one value for each field.
         exact: Whether `packing.exact_in_float32` holds.
         out: Float32 array of the same shape, which is filled.
 
@@ -77,17 +77,17 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
 
 
 def decode_field(codes: np.ndarray, factors: Sequence[float], exact: bool, out: np.ndarray) -> bool:
-    """Decode one field (Y, X) of either byte order, without the cost of arrays for its factors.
+    """Decode one field of either byte order, without the cost of arrays for its factors.
 
-    Arguments and result are those of `decode`.
+    Arguments and result are those of `decode`, but for `factors`, which are three numbers. All arrays are contiguous.
     """
     if _library is None or codes.dtype.char != "H" or not out.flags.carray:
         return False
     if not (codes.flags.c_contiguous and codes.flags.aligned):
         return False
-    given = [ctypes.byref(ctypes.c_double(factor)) for factor in factors]
+    numbers = [ctypes.byref(ctypes.c_double(factor)) for factor in factors]
     swapped = not codes.dtype.isnative
-    _library.eml_decode(codes.ctypes.data, 0, out.ctypes.data, 0, 1, codes.size, *given, exact, swapped)
+    _library.eml_decode(codes.ctypes.data, 0, out.ctypes.data, 0, 1, codes.size, *numbers, exact, swapped)
     return True
 
 
@@ -112,7 +112,7 @@ def fuse(
     if _library is None or not _fusible(codes, np.uint16):
         return False
     held = [np.ascontiguousarray(factor, np.float64) for factor in factors]
-    held += [np.ascontiguousarray(exact, np.uint8), mean, spread, sums, ends, *_room(len(codes))]
+    held += [np.ascontiguousarray(exact, np.uint8), mean, spread, sums, ends, *_work_memory(len(codes))]
     _library.eml_fuse(*_extent(codes), *(array.ctypes.data for array in held))
     return True
 
@@ -120,9 +120,9 @@ def fuse(
 def fuse_plain(
     values: np.ndarray, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray, extremes: np.ndarray
 ) -> bool:
-    """Do the work of `fuse` for float32 values as they are.
+    """Do the work of `fuse` for float32 values.
 
-    The results of a level are valid only where its `sums` are finite; otherwise a point has no value there.
+    The results of a level are valid only if its `sums` are finite; otherwise a point of it has no value.
 
     Args:
         values: (M, Z, R, X) float32.
@@ -137,17 +137,17 @@ def fuse_plain(
     """
     if _library is None or not _fusible(values, np.float32):
         return False
-    held = [mean, spread, sums, ends, extremes, *_room(len(values))]
+    held = [mean, spread, sums, ends, extremes, *_work_memory(len(values))]
     _library.eml_fuse_plain(*_extent(values), *(array.ctypes.data for array in held))
     return True
 
 
 def _fusible(fields: np.ndarray, dtype: type) -> bool:
-    """Return whether the loops are made for these fields."""
+    """Return whether the loops can read these fields (M, Z, R, X)."""
     return fields.dtype == dtype and len(fields) > 1 and fields.size > 0 and _rows_follow(fields)
 
 
-def _room(members: int) -> list[np.ndarray]:
+def _work_memory(members: int) -> list[np.ndarray]:
     """Return the working memory of the loops."""
     return [np.empty(2 * members * TILE, np.float32), np.empty(SUMS * LANES)]
 
@@ -159,7 +159,7 @@ def _extent(fields: np.ndarray) -> tuple[int, ...]:
 
 
 def _rows_follow(array: np.ndarray) -> bool:
-    """Return whether the points of each field (Y, X) lie one after another, and all steps are whole elements."""
+    """Return whether the points of each field (Y, X) are contiguous, and all strides are whole elements."""
     size = array.itemsize
     together = array.strides[-2:] == (array.shape[-1] * size, size)
     return together and not any(step % size for step in (array.ctypes.data, *array.strides))

@@ -1,6 +1,6 @@
 """Describe what a build will make.
 
-The plan is kept in the work folder of the build. A later run continues the build only if it would make the same.
+The plan is kept in the work folder of the build. A later run continues the build only if its plan is the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,17 +33,17 @@ class BuildPlan:
 
     Args:
         layout: Coordinates.
-        wanted: Which of forecast, control and truth will come; mean and spread follow from the forecast.
-        packing: How forecast, control and truth are kept.
+        wanted: Those of forecast, control and truth that will be written; mean and spread follow from the forecast.
+        packing: Number format of forecast, control and truth.
         static: Static fields (Y, X) by name.
-        lead_bounds: [first, last] hour for each lead of a variable over intervals.
-        provenance: Anything that JSON can hold about where the data came from, including the fingerprint of the source.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
+        provenance: Origin of the data, as any values that JSON can hold, including the fingerprint of the source.
         climate_days: Window of the model climate that the store will hold, in days; 0 for none.
         reads: Function that returns the fields of the archive from which an init time is built; None for fields in
             memory.
 
     Raises:
-        UserError: A static field holds a value that is not a number, or a model climate is wanted of a single year.
+        UserError: A static field holds NaN or infinity, or a model climate is wanted of init times of one year.
     """
 
     layout: Layout
@@ -78,7 +79,7 @@ class BuildPlan:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Return what two runs must agree on, in the form that JSON holds."""
+        """Return the settings on which two runs must agree, as JSON values."""
         lay = self.layout
         layout = {
             "start dates": [str(time) for time in lay.init_time.astype("datetime64[m]")],
@@ -99,7 +100,7 @@ class BuildPlan:
             "climate days": self.climate_days,
         }
         named = layout | rest
-        # The provenance may repeat a setting as it was requested, such as levels; the layout has what came of it.
+        # The provenance may repeat a setting as it was requested, such as levels; the layout has the actual values.
         asked = {key: value for key, value in self.provenance.items() if key not in named}
         return json.loads(json.dumps(named | asked))
 
@@ -109,7 +110,7 @@ class BuildPlan:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def of_date(self, date: int) -> str:
-        """Return 16 hex digits that identify what is built for an init time, whatever the source files hold by now."""
+        """Return 16 hex digits that identify the settings of one init time, whatever the source files hold by now."""
         text = f"{self._settled} {self.layout.init_time[date]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -119,15 +120,15 @@ class BuildPlan:
         return json.dumps({key: value for key, value in self.facts.items() if key not in _CHANGING}, sort_keys=True)
 
     def differs(self, other: dict[str, Any]) -> str | None:
-        """Return what differs from another plan, in words; None where nothing does.
+        """Describe the first difference from another plan; return None if there is none.
 
-        Facts that depend only on the source files do not count. These files may change; the dates that were read from
-        them, or whose fields have come since, are then built again.
+        Facts that depend only on the source files do not count. These files may change: init times that were read from
+        a changed file, or that gained fields, are built again.
 
         Args:
             other: `facts` of the other plan.
         """
-        # Keys of either plan are compared, so that a setting which only one of them has counts as a difference.
+        # A setting that only one of the plans has counts as a difference.
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
             if key not in _CHANGING and self.facts.get(key) != other.get(key):
                 return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"
@@ -144,31 +145,34 @@ def plan_of(
     climate_days: int = 0,
     reads: Reads | None = None,
 ) -> BuildPlan:
-    """Make a plan from what callers have at hand; see `BuildPlan`.
+    """Make a `BuildPlan`, whose arguments these are, but for parts in any order and None for an empty dictionary.
 
     Args:
         layout: Coordinates.
-        parts: Which of forecast, control and truth will come, in any order.
-        packing: How they are kept.
+        parts: Those of forecast, control and truth that will be written, in any order.
+        packing: Their number format.
         static: Static fields (Y, X) by name, or None.
         lead_bounds: Intervals, or None.
         provenance: Provenance, or None.
         climate_days: Window of the model climate, in days.
         reads: Function that returns the fields of an init time, or None.
+
+    Raises:
+        UserError: As `BuildPlan`.
     """
     wanted = set(parts)
     ordered = tuple(part for part in WRITTEN if part in wanted)
     return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days, reads)
 
 
-def read_facts(path: Any) -> dict[str, Any]:
+def read_facts(path: Path) -> dict[str, Any]:
     """Read the facts that a build wrote down.
 
     Args:
         path: Path of `plan.json`.
 
     Raises:
-        UserError: They cannot be understood.
+        UserError: The file cannot be read or understood.
     """
     try:
         return dict(json.loads(path.read_text()))
@@ -177,12 +181,12 @@ def read_facts(path: Any) -> dict[str, Any]:
 
 
 def _digest(values: np.ndarray) -> str:
-    """Return a short hash of a static field."""
+    """Return 16 hex digits that identify the values of a static field."""
     return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()[:16]
 
 
 def _short(value: Any) -> str:
-    """Shorten a value for a message."""
+    """Return a value as short text for a message."""
     if value is None:
         return "not given"
     if isinstance(value, list) and len(value) > 6:

@@ -1,4 +1,4 @@
-"""Read a tensor store: only the members, leads, variables and rows that are requested, straight from the shards.
+"""Read a tensor store: only the members, leads, variables, levels and rows that are requested.
 
 Between reads the store keeps only packing factors: those of the dates read last, and those that a loader has asked it
 to keep. Every read opens its own file descriptor and uses `preadv`, so any number of threads may read at the same time.
@@ -36,7 +36,7 @@ from ensemble_ml.store.shard import Shard, damaged, read_chunks, unread
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
 
-ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarray | None]]]  # as `read_chunks`
+ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarray | None]]]  # see `read_chunks`
 
 
 class TensorStore:
@@ -49,15 +49,14 @@ class TensorStore:
         path: Folder of the store.
 
     Raises:
-        UserError: No store stands at `path`, or one of another format, or one with files missing or cut short.
+        UserError: There is no store at `path`, or one of another format, or one with damaged or missing files.
     """
 
     def __init__(self, path: str | Path):
         self.path = str(path)
         self._root = Path(path).absolute()
         check_root(self._root)
-        # The stamp is taken before the manifest is read. If the store is replaced in between, the next check finds a
-        # difference.
+        # The stamp is taken before the manifest is read, so that a store that is replaced in between is noticed later.
         self._stamp = self._look()
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
@@ -77,7 +76,7 @@ class TensorStore:
         self.climate_days = meta.climate_days
 
     def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
-        return TensorStore, (str(self._root),)  # a worker process opens it anew: locks cannot be pickled
+        return TensorStore, (str(self._root),)  # a worker process opens it again: locks cannot be pickled
 
     def __repr__(self) -> str:
         lay = self.layout
@@ -85,7 +84,7 @@ class TensorStore:
         return f"<TensorStore {self.path}: {parts}; {len(lay.init_time)} dates, {', '.join(lay.names)}>"
 
     def has(self, part: Part) -> bool:
-        """Return whether any field of `part` is there, on any date."""
+        """Return whether any field of `part` is there, for any init time."""
         return part in self._held
 
     def read(
@@ -101,14 +100,15 @@ class TensorStore:
             part: Which fields.
             date: Index into `layout.init_time`.
             selection: Coordinate values; the axes of the result follow their order.
-            out: Float32 arrays of the result's shapes to decode into; a kind that is not given gets new memory.
+            out: Float32 arrays of the result's shapes to decode into; a kind that is absent gets a new array.
 
         Returns:
             Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent
             or a point is masked. M is 1 for parts other than the forecast.
 
         Raises:
-            UserError: The part, or something selected, is not in the store; or a file is damaged.
+            UserError: The part, the init time or something selected is not in the store; a file is damaged; or the
+                store was replaced.
         """
         self._check(part, date)
         place = dict(out or {})
@@ -128,7 +128,8 @@ class TensorStore:
             name: Short name of the variable.
 
         Raises:
-            UserError: The store holds no model climate, or not this one, or it is damaged.
+            UserError: The store holds no model climate, or not this init time, lead or variable; it is damaged; or it
+                was replaced.
         """
         if not self.climate_days:
             raise UserError(f"store {self.path}: holds no model climate; prepare it with climate_days=9")
@@ -151,25 +152,24 @@ class TensorStore:
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
         """Return the same store with its shards opened by `open_shard`.
 
-        A cache stands between the store and its files in this way.
+        A cache between the store and its files is such a function.
         """
         return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
 
     def keeping(self, most: int) -> TensorStore:
-        """Return the same store, which keeps up to `most` bytes of what it reads in memory; one thread may read it.
+        """Return the same store, which keeps up to `most` bytes that it has read. Only one thread may use it.
 
         Fits read the training dates a dozen times, and storage may be slow.
         """
         return self.through(KeptShards(self.check_same, most))
 
     def over(self, read: ReadChunks) -> TensorStore:
-        """Return the same store with its chunks given by `read`.
+        """Return the same store with its chunks read by `read`.
 
-        Chunks may lack the rows that only fill up the last block of the grid. Reading the result does not look at the
-        store's folder, which may be slow to answer. Code that brings chunks from there must call `check_same` after
-        reading them.
+        These chunks may lack the padding rows of the last block. Reading the result does not check the store's folder,
+        which may be slow to answer: if `read` reads from there, it must call `check_same` afterwards.
         """
-        other = object.__new__(TensorStore)  # copy.copy would call __reduce__ and open it anew
+        other = object.__new__(TensorStore)  # copy.copy would call __reduce__ and open it again
         other.__dict__ |= {**self.__dict__, "_read_chunks": read, "_elsewhere": True}
         return other
 
@@ -186,12 +186,12 @@ class TensorStore:
             of its values.
 
         Raises:
-            UserError: The part, or something selected, is not in the store.
+            UserError: The part, the init time or something selected is not in the store, or the store was replaced.
         """
         self._check(part, date)
         for kind in Kind:
             spec = self._specs.get((part, kind))
-            if spec is None or spec.shard(date) not in self._files:  # nothing was written for this date
+            if spec is None or spec.shard(date) not in self._files:  # nothing was written for this init time
                 continue
             wanted = resolve(self.path, self.layout, part, kind, selection)
             blocks = np.arange(wanted.rows[0] // spec.rows, -(-wanted.rows[1] // spec.rows))
@@ -202,9 +202,9 @@ class TensorStore:
                 yield of, self._shard_path(of, date), numbers
 
     def keep_factors(self, parts: Iterable[Part], dates: Iterable[int], pool: Executor) -> None:
-        """Read the packing factors of all `dates`, and keep them (see `FactorReader.keep`).
+        """Read and keep the packing factors of all `dates` (see `FactorReader.keep`).
 
-        A loader does so before its first chunk. Otherwise decoding would wait for small reads behind large ones.
+        A loader does so before it reads chunks. Otherwise decoding would wait for small reads queued behind large ones.
 
         Raises:
             UserError: A file is damaged.
@@ -214,14 +214,14 @@ class TensorStore:
         self._factors.keep(specs, [int(date) for date in dates], pool)
 
     def _shard_path(self, spec: ArraySpec, date: int) -> str:
-        """Return the absolute path of the shard of a date."""
+        """Return the absolute path of the shard of an init time."""
         return os.path.join(self._root, spec.shard(date))
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which fields are there: bool (M, T, V, Z) and (M, T, S).
 
         Raises:
-            UserError: `date` is not in the store.
+            UserError: The init time is not in the store, a file is damaged, or the store was replaced.
         """
         self._check(None, date)
         members = len(self.layout.realization) if part is Part.FORECAST else 1
@@ -249,13 +249,13 @@ class TensorStore:
         """Check the digest of every file, which reads the whole store.
 
         Raises:
-            UserError: Names the first file whose contents have changed.
+            UserError: A file is missing, unreadable or has changed. The message names the first one.
         """
         check_contents(self._root, self._files, shard_chunks(self._specs.values()))
 
     @property
     def files(self) -> dict[str, Entry]:
-        """Return all files of the store by their names within it, with sizes and digests."""
+        """Return sizes and digests of all files of the store, by their paths within it."""
         return dict(self._files)
 
     @property
@@ -265,7 +265,7 @@ class TensorStore:
 
     @property
     def years(self) -> tuple[int, ...]:
-        """Return the calendar years of the init times, for which `statistics` can be asked."""
+        """Return the calendar years of the init times, which are those that `statistics` takes."""
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
     def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:
@@ -273,7 +273,7 @@ class TensorStore:
 
         Args:
             years: Calendar years.
-            part: FORECAST for the members' values; MEAN or SPREAD for these as fields of their own.
+            part: FORECAST for the members' values; MEAN or SPREAD for the ensemble's mean or spread as a field.
 
         Raises:
             UserError: A year is not in the store, or the store is damaged or was replaced.
@@ -301,16 +301,16 @@ class TensorStore:
         Bytes read from another store would be decoded with the factors of this one.
 
         Raises:
-            UserError: It is another store, it is gone, or the system gives no answer.
+            UserError: It is another store, it is gone, or it cannot be read.
         """
         found = self._look()
         if found != self._stamp:
-            if found is None or read_manifest(self._root) != self._files:  # equal where it was copied or touched
-                raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
+            if found is None or read_manifest(self._root) != self._files:  # equal if it was only copied or touched
+                raise UserError(f"store {self.path}: has been replaced since it was opened; open it again")
             self._stamp = found
 
     def _look(self) -> tuple[int, int, int] | None:
-        """Return inode, size and time of the manifest; None where it is gone."""
+        """Return the stamp of the manifest (see `manifest.stamp`); None if it is gone."""
         try:
             return stamp(self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -319,7 +319,7 @@ class TensorStore:
             raise unread(self._root / MANIFEST, error) from error
 
     def _check_files(self, folders: Iterable[str]) -> None:
-        """Check the files of small arrays against the manifest, because these carry no checksums of their own."""
+        """Check the files of small arrays against the manifest, because they have no checksums of their own."""
         self.check_same()
         for folder in folders:
             for name, entry in self._files.items():
@@ -327,7 +327,7 @@ class TensorStore:
                     check_file(self._root / name, entry)
 
     def _check(self, part: Part | None, date: int) -> None:
-        """Check that the store is still the same and that it holds the part and the date."""
+        """Check that the store is still the same and that it holds the part and the init time."""
         if not self._elsewhere:
             self.check_same()
         if part is not None and part not in self.parts:
@@ -340,7 +340,7 @@ class TensorStore:
     def _read_kind(
         self, part: Part, kind: Kind, date: int, selection: Selection, out: np.ndarray | None = None
     ) -> np.ndarray:
-        """Read one kind of variable. A position that is requested twice is read once."""
+        """Read one kind of variable. A position that is requested twice is read only once."""
         wanted = resolve(self.path, self.layout, part, kind, selection)
         once, repeats = wanted.distinct()
         if once.shape != wanted.shape:
@@ -366,7 +366,7 @@ class TensorStore:
         grid = np.ix_(*wanted.fields)
         there = self._factors.of_date(spec, "present", date)[grid]
         factors = [self._factors.of_date(spec, name, date)[grid] for name in FACTORS] if spec.packed else []
-        # Float32 arithmetic is faster. It is used where it gives the same bits.
+        # Where float32 arithmetic gives the same bits it is used, because it is faster.
         if spec.packed and exact_in_float32(*factors):
             factors = [factor.astype(np.float32) for factor in factors]
         self._fill(out, spec, date, wanted, there, [factor[..., None, None] for factor in factors])
@@ -400,7 +400,7 @@ class TensorStore:
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
 
         def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
-            """Yield the place of each wanted chunk in `factors`, its view into `out`, and its stored values.
+            """Yield for each wanted chunk its (member, lead, variable), its view of `out`, and its stored values.
 
             The values are None for a chunk that was left out.
             """
@@ -433,6 +433,6 @@ def open_store(path: str | Path) -> TensorStore:
         path: Folder of the store.
 
     Raises:
-        UserError: No store stands at `path`, or one of another format, or one with files missing or cut short.
+        UserError: There is no store at `path`, or one of another format, or one with damaged or missing files.
     """
     return TensorStore(path)

@@ -1,8 +1,8 @@
-"""Objects that are read where they lie: by https, or from the object stores of Amazon and Google, without account.
+"""Read files and Zarr stores by URL: https, http, or public objects of Amazon (s3://) and Google (gs://).
 
-Requests go through `obstore` (pip install 'ensemble-ml[remote]'), which repeats those that fail on the way. Metadata of
-Zarr stores and headers of GRIB files are fetched when an archive is opened, and values when fields are read. The ETag
-of an object is remembered, so that one that changes while it is read is noticed.
+Requests go through `obstore` (pip install 'ensemble-ml[remote]'), which repeats those that fail. Metadata of Zarr
+stores and headers of GRIB files are fetched when an archive is opened, and values when fields are read. The ETag of an
+object is kept, so that a change while it is read is noticed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store.archive_names import NAMES, names_several
 
 _SCHEMES = ("https://", "http://", "s3://", "gs://")
-GROUP = "#"  # stands between the URL of a Zarr store and a group in it
-_MARKS = ("zarr.json", ".zmetadata", ".zgroup")
-_HEAD = 512  # bytes by which GRIB and NetCDF are recognised
-_PART, _PARTS_AHEAD = 8 << 20, 8  # bytes of a file that are fetched at once, and such requests under way
+GROUP = "#"  # between the URL of a Zarr store and a group in it
+_MARKS = ("zarr.json", ".zmetadata", ".zgroup")  # a Zarr store has one of these documents
+_HEAD = 512  # first bytes of a file, by which GRIB and NetCDF are recognised
+_PART, _PARTS_AHEAD = 8 << 20, 8  # bytes of a file in one request, and requests in progress
 _RETRIES = 5
-_SECONDS = 60  # that all tries of a request may take
-_CONCURRENT = 64  # requests; chunks are small, and an answer takes long
+_SECONDS = 60  # limit of a request with all its retries
+_CONCURRENT = 64  # requests of zarr at the same time; chunks are small, and each answer takes long
 _AT_ONCE = "async.concurrency"
-_WAITS = (0.1, 0.5, 2.0)  # seconds before an answer that broke off is asked for again
+_WAITS = (0.1, 0.5, 2.0)  # seconds to wait before an incomplete answer is requested again
 
 _opened: dict[str, Any] = {}  # Zarr stores of this process by their URLs
 T = TypeVar("T")
-Range = tuple[int, int] | dict[str, int] | None  # first byte and end, or {"suffix": bytes from the end}, or all
+# First byte and end; {"suffix": number of last bytes}; {"offset": first byte}, to the end; or None for all bytes.
+Range = tuple[int, int] | dict[str, int] | None
 
 
 def is_remote(path: Any) -> bool:
-    """Return whether a path is a URL, or a short name of one or of several."""
+    """Return whether a path is a URL, or a short name of one URL or several."""
     if not isinstance(path, str):
         return False
     return path.startswith(_SCHEMES) or path.partition(GROUP)[0] in NAMES or names_several(path)
@@ -56,18 +57,18 @@ def url_of(path: str) -> str:
 
 
 def _head(url: str) -> bytes:
-    """Return the first bytes of the file behind a URL; nothing if a Zarr store is there, or nothing at all."""
+    """Return the first bytes of the file at a URL; nothing if there is no file, or a Zarr store."""
     if GROUP in url or "zarr" in url.rsplit("/", 1)[-1]:
         return b""
     try:
         return _asked_head(url)
-    except UserError:  # opening the store will say what is wrong
+    except UserError:  # opening the store will report what is wrong
         return b""
 
 
 @lru_cache(4096)
 def _asked_head(url: str) -> bytes:
-    """Return the first bytes of the file behind a URL; nothing if it is not there."""
+    """Return the first bytes of the file at a URL; nothing if it is not there."""
     try:
         return RemoteFile.open(url).head
     except FileNotFoundError:
@@ -86,14 +87,14 @@ def is_file(path: str) -> bool:
 
 @lru_cache(1)
 def _kept() -> tempfile.TemporaryDirectory[str]:
-    """Return the folder of files that were fetched whole, which is removed when the process ends."""
+    """Return the folder of downloaded files, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ensemble-ml-")
 
 
 def fetch(path: str) -> str:
-    """Fetch a file whole, and return where it lies on this machine until the process ends.
+    """Download a file, and return its path on this machine, where it stays until the process ends.
 
-    NetCDF libraries read files, not URLs. A file that did not change is fetched once.
+    NetCDF libraries read files, not URLs. A file that has not changed is downloaded only once.
 
     Args:
         path: its URL.
@@ -119,13 +120,13 @@ def fetch(path: str) -> str:
 
 
 def open_remote(path: str) -> Any:
-    """Return a remote store as zarr reads it.
+    """Return a remote Zarr store, in the form that zarr reads.
 
     Args:
         path: a URL or a short name of one.
 
     Raises:
-        UserError: obstore is not installed, there is no Zarr store, or it cannot be reached.
+        UserError: obstore is not installed, there is no Zarr store, or it cannot be read.
     """
     store = _store(_root(path))
     _document(store, _root(path))
@@ -134,15 +135,15 @@ def open_remote(path: str) -> Any:
 
 
 def reopen(path: str) -> None:
-    """Forget what is known of a store, because it is opened anew and may have changed since."""
+    """Forget what is cached of a Zarr store, because it is opened again and may have changed since."""
     _opened.pop(_root(path), None)
 
 
 def remote_stamp(path: str) -> tuple[int, int] | None:
-    """Return the size of a file or of a store's metadata, and a checksum in place of a time.
+    """Return a size in bytes and a checksum, which show whether a remote file or Zarr store has changed.
 
-    That of a file is the checksum of its ETag, and that of a store the checksum of its metadata. None if the object
-    cannot be reached.
+    Of a file they are its size and the checksum of its ETag; of a store the size and the checksum of its metadata. None
+    if it cannot be read.
     """
     url = url_of(path)
     try:
@@ -163,20 +164,28 @@ def open_zarr_array(path: str, name: str) -> Any:
     Args:
         path: a folder, a URL or a short name of one.
         name: the array's path in the store.
+
+    Raises:
+        UserError: a remote store cannot be read.
+        KeyError: a remote store has no such array.
+        FileNotFoundError: a folder has no such array.
     """
     import zarr
 
     if is_remote(path):
-        # The group knows the metadata of all its arrays, where one document has them.
+        # Consolidated metadata of a group have those of all its arrays.
         return zarr.open_group(_store(_root(path)), mode="r")[_in_store(path, name)]
     return zarr.open_array(os.path.join(path, name), mode="r")
 
 
 def remote_groups(path: str) -> list[str]:
-    """Return the URLs of all groups in a remote Zarr store, sorted, as far as its own metadata name them.
+    """Return the URLs of all groups in a remote Zarr store, sorted; none without consolidated metadata.
 
     Args:
-        path: the URL of the store, or a short name of one. That of a group in it has no further groups.
+        path: the URL of the store, or a short name of one. For the URL of a group the result is empty.
+
+    Raises:
+        UserError: the store cannot be read.
     """
     import zarr
 
@@ -189,14 +198,14 @@ def remote_groups(path: str) -> list[str]:
 
 
 def without_group(path: str) -> str:
-    """Return the URL of the group above the one that a URL names, that of the store at last."""
+    """Return the URL of the parent of the group that a URL names; for a group at the top, the URL of the store."""
     root, _, group = path.partition(GROUP)
     above = group.rpartition("/")[0]
     return f"{root}{GROUP}{above}" if above else root
 
 
 def group_in(path: str) -> str:
-    """Return the group in a remote Zarr store that a URL names; an empty text for the store's own."""
+    """Return the name of the group that the URL of a remote Zarr store names; empty for the root group."""
     return url_of(path).partition(GROUP)[2]
 
 
@@ -205,12 +214,12 @@ def read_part(path: str, key: str, first: int, length: int) -> bytes:
 
     Args:
         path: a URL or a short name of one.
-        key: the object.
+        key: key of the object.
         first: position of the first byte; if it is negative, from the end.
         length: number of bytes.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: they cannot be read, or the object has changed since it was last read.
     """
     wanted: Range = {"suffix": -first} if first < 0 else (first, first + length)
     content = _waited(f"{path}/{key}", _store(_root(path)).content(_in_store(path, key), wanted))
@@ -220,28 +229,32 @@ def read_part(path: str, key: str, first: int, length: int) -> bytes:
 
 
 def has_object(path: str, key: str) -> bool:
-    """Return whether a remote store has an object, such as a chunk."""
+    """Return whether a remote store has an object, such as a chunk.
+
+    Raises:
+        UserError: it cannot be reached.
+    """
     return _waited(f"{path}/{key}", _store(_root(path)).exists(_in_store(path, key)))
 
 
 def _root(path: str) -> str:
-    """Return the URL of a Zarr store, without that of a group in it."""
+    """Return the URL of a Zarr store, without the name of a group in it."""
     return url_of(path).partition(GROUP)[0]
 
 
 def _in_store(path: str, key: str) -> str:
-    """Return the key in the whole store of an object of the group that a path names."""
+    """Return the key in the store of an object whose key in the group of `path` is `key`."""
     group = group_in(path)
     return f"{group}/{key}" if group else key
 
 
 class RemoteFile:
-    """A file behind a URL that is read by ranges of bytes.
+    """A file at a URL that is read by ranges of bytes.
 
     Args:
         url: the URL.
         size: its size in bytes.
-        tag: checksum of its ETag, or of its time of change if the server gives none.
+        tag: checksum of its ETag, or of its modification time if the server sends no ETag.
         head: its first bytes, up to 512.
     """
 
@@ -251,26 +264,26 @@ class RemoteFile:
 
     @classmethod
     def open(cls, url: str) -> RemoteFile:
-        """Ask for the beginning of a file.
+        """Fetch the beginning of a file.
 
         Raises:
             FileNotFoundError: it is not there.
-            UserError: it cannot be reached, or nobody may read it.
+            UserError: it cannot be reached, or access is refused.
         """
         head, meta = _waited(url, fetched(*_client_and_key(url), (0, _HEAD)))
         return cls(url, int(meta["size"]), _tag(meta), head)
 
     def ask(self, first: int, end: int) -> Future[bytes]:
-        """Begin to read bytes; `answer` waits for them.
+        """Request bytes; `answer` waits for them.
 
         Args:
             first: position of the first byte.
-            end: position after the last.
+            end: position after the last byte.
         """
         return asyncio.run_coroutine_threadsafe(self._part(first, end), loop())
 
     def answer(self, asked: Future[bytes]) -> bytes:
-        """Return the bytes that were asked for.
+        """Return the bytes that were requested by `ask`.
 
         Raises:
             UserError: they cannot be read, or the file has changed.
@@ -281,7 +294,7 @@ class RemoteFile:
             raise UserError(f"{self.url}: is not there any more (404)") from error
 
     async def _part(self, first: int, end: int) -> bytes:
-        """Read bytes, and refuse them if the file is not the one that was opened."""
+        """Read bytes, and raise a UserError if the file has changed since it was opened."""
         if first >= end:
             return b""
         content, meta = await fetched(self._client, self._key, (first, end))
@@ -291,7 +304,7 @@ class RemoteFile:
 
 
 def _client_and_key(url: str) -> tuple[Any, str]:
-    """Return obstore's store of the host or bucket of a URL, and the object's key in it."""
+    """Return obstore's store for the host or bucket of a URL, and the object's key in it."""
     parts = urlsplit(url)
     return _client(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
 
@@ -307,20 +320,24 @@ def fetch_text(url: str) -> str | None:
     except FileNotFoundError:
         return None
     except UserError as error:
-        if "(403)" in str(error):  # object stores answer so for objects that are not there, too
+        if "(403)" in str(error):  # object stores also give this answer for objects that are not there
             return None
         raise
 
 
 async def fetched(client: Any, key: str, wanted: Range = None) -> tuple[bytes, Any]:
-    """Return the bytes of an object, and what the server says of it.
+    """Return bytes of an object, and its metadata from the server (size, ETag, modification time).
 
-    obstore repeats requests that fail at once, but not those whose answer ends too early. Those are asked again here.
+    obstore repeats requests that fail before an answer comes. Requests whose answer is incomplete are repeated here.
 
     Args:
         client: obstore's store.
-        key: the object.
+        key: key of the object.
         wanted: the bytes to read; None reads all.
+
+    Raises:
+        FileNotFoundError: the object is not there.
+        obstore.exceptions.BaseError: it cannot be read.
     """
     obstore = _obstore()
     for wait in (*_WAITS, None):
@@ -339,13 +356,13 @@ async def fetched(client: Any, key: str, wanted: Range = None) -> tuple[bytes, A
 
 
 def _tag(meta: Any) -> int:
-    """Return the checksum of an object's ETag, or of its time of change."""
+    """Return the checksum of an object's ETag, or of its modification time if it has none."""
     return google_crc32c.value(str(meta["e_tag"] or meta["last_modified"]).encode())
 
 
 @lru_cache(1)
 def loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests of this process, which runs in a thread of its own."""
+    """Return the event loop of all requests of this process. It runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
     return loop
@@ -383,18 +400,18 @@ def _result(path: str, asked: Future[T]) -> T:
 
 
 def refusal(path: str, error: BaseException) -> UserError:
-    """Return the error of a request as a user reads it."""
+    """Return the UserError for a request that has failed."""
     if "(403)" in reason(error):
         return UserError(f"{path}: {reason(error)}")
     return UserError(f"{path}: cannot be reached ({reason(error)}); check the URL and the network")
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why a request has failed."""
+    """Return the reason why a request has failed, in one line."""
     kind, text = type(error).__name__, " ".join(str(error).split())
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        return "access is refused (403); only what anybody may read is read"
-    # obstore tells the whole story of all tries. Its core is the last sentence of the source.
+        return "access is refused (403); only public objects can be read"
+    # obstore appends a dump of its internal error, which says nothing to a user.
     with suppress(ValueError):
         text = text[: text.index("Debug source")].strip()
     return f"{kind}: {text[:300]}"
@@ -417,7 +434,7 @@ def _obstore() -> Any:
 
 @lru_cache(64)
 def _client(url: str) -> Any:
-    """Return obstore's store of all objects below a URL; it makes no request yet."""
+    """Return obstore's store of all objects below a URL, and make no request yet."""
     how: dict[str, Any] = {
         "client_options": {"timeout": timedelta(seconds=_SECONDS), "allow_http": url.startswith("http://")},
         "retry_config": {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_SECONDS)},
@@ -430,9 +447,9 @@ def _client(url: str) -> Any:
 
 
 def _store(url: str) -> Any:
-    """Return the zarr store of a URL; it makes no request yet."""
+    """Return the zarr store of a URL, and make no request yet."""
     if url not in _opened:
-        client = _client(url)  # says first if obstore is not installed
+        client = _client(url)  # raises a UserError first if obstore is not installed
         import zarr
 
         from ensemble_ml.store.remote_zarr import RemoteStore
@@ -444,12 +461,12 @@ def _store(url: str) -> Any:
 
 
 async def _together(store: Any, keys: Iterable[str]) -> list[Any]:
-    """Return objects of a store that are fetched at the same time; in place of one that cannot be read, its error."""
+    """Fetch objects of a store at the same time, and return their bytes; for one that cannot be read, its error."""
     return await asyncio.gather(*map(store.content, keys), return_exceptions=True)
 
 
 def _ask_coordinates(store: Any, path: str) -> None:
-    """Begin to fetch the coordinates of a store's dimensions, which xarray reads one after the other."""
+    """Request the coordinates of all dimensions at once, because xarray would fetch them one after the other."""
     import zarr
 
     whole = zarr.open_group(store, mode="r")
@@ -466,20 +483,19 @@ def _ask_coordinates(store: Any, path: str) -> None:
 
 
 def _document(store: Any, url: str) -> bytes:
-    """Return the metadata of a remote Zarr store, as far as one document has them.
+    """Return the first metadata document of a remote Zarr store.
 
     Raises:
-        UserError: there is none, or no answer.
+        UserError: there is none, or it cannot be read.
     """
-    # zarr asks for all of them one after the other, each time for as long as an answer takes. So they are fetched here
-    # together, and kept.
+    # zarr would request these documents one after the other. So they are fetched together here, and kept.
     found = _waited(url, _together(store, (*_MARKS, ".zattrs")))
     refused: BaseException | None = None
     for content in found[: len(_MARKS)]:
         if isinstance(content, BaseException):
             if "(403)" not in str(content):
                 raise content
-            refused = content  # object stores answer so for objects that are not there, too
+            refused = content  # object stores also give this answer for objects that are not there
         elif content is not None:
             return content
     raise refused or UserError(f"{url}: neither a Zarr store nor a file of GRIB or NetCDF is there (404)")

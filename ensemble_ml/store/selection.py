@@ -15,7 +15,7 @@ from ensemble_ml.store.source import Layout, Part, Selection
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The part of one array to read: positions along M, T, V, Z, and the rows from start to stop."""
+    """A part of one array to read: positions along M, T, V, Z, and the rows from start to stop (exclusive)."""
 
     fields: tuple[np.ndarray, ...]
     rows: tuple[int, int]
@@ -26,7 +26,7 @@ class Wanted:
         return tuple(len(axis) for axis in self.fields)
 
     def distinct(self) -> tuple[Wanted, tuple[np.ndarray, ...]]:
-        """Return a copy that names each position once, and the indices that restore the repeats and the order.
+        """Return a copy with each position once, ascending, and the indices that restore the original positions.
 
         The indices are an open mesh (`np.ix_`) over the four axes.
         """
@@ -45,7 +45,7 @@ def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Select
         selection: Coordinate values.
 
     Raises:
-        UserError: Something selected is not in the layout.
+        UserError: A selected value is not in the layout, or the rows are empty or outside the grid.
     """
 
     def positions(what: str, values: Sequence[Any] | None, stored: Sequence[Any]) -> np.ndarray:
@@ -80,7 +80,7 @@ def position(what: str, value: Any, stored: Sequence[Any], path: str) -> int:
         path: Name of the store in messages.
 
     Raises:
-        UserError: The value is not there. The message lists the values that are.
+        UserError: The value is not there. The message lists the stored values.
     """
     try:
         return list(stored).index(value)

@@ -1,4 +1,4 @@
-"""Read one shard file: the inner chunks of one init time, one after another, and their index at the end.
+"""Read one shard file: the chunks of one init time, one after another, and their index at the end.
 
 The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding specifications):
 
@@ -7,8 +7,8 @@ The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding spec
   only the fill value;
 - the crc32c of the index ends the file.
 
-zarr-python reads these files. Here they are read and written without it, because one `preadv` for a run of chunks and
-one decompression for each chunk are all that is needed.
+zarr-python can read these files. Here they are read and written without it, which is faster: one `preadv` for a run of
+chunks and one decompression for each chunk are enough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ensemble_ml.store.schema import ArraySpec
 LEVEL = 5  # compression level of lz4; higher levels save 1 % and cost a third of the speed
 ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
 CHECKSUM = 4  # bytes of a crc32c
-_LARGEST_READ = 2 << 20  # bytes of one request; larger ones gain nothing, and their buffers do not fit the CPU cache
+_LARGEST_READ = 2 << 20  # bytes of a read of several chunks; more are no faster, and do not fit the CPU cache
 
 
 def checksum(data: bytes) -> bytes:
@@ -41,14 +41,14 @@ def checksum(data: bytes) -> bytes:
 def unread(path: str | Path, error: OSError) -> UserError:
     """Make the error for a file that the system cannot read.
 
-    Another copy helps only where the file is gone or spoilt, so the message depends on the cause.
+    Another copy helps only if the file is missing or damaged, so the remedy depends on the cause.
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.EIO):
         return damaged(path, why)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return UserError(f"{path}: cannot be opened ({why}); allow more (`ulimit -n`)")
-    return UserError(f"{path}: cannot be read ({why}); see that it may be, and that its file system is there")
+    return UserError(f"{path}: cannot be read ({why}); check its permissions and its file system")
 
 
 class ShardFile:
@@ -70,7 +70,7 @@ class ShardFile:
         """Read `size` bytes from `start` on, (size,) uint8.
 
         Raises:
-            UserError: They are not there.
+            UserError: The file is cut short or cannot be read.
         """
         data = np.empty(size, np.uint8)
         self.read_into(start, data.data)
@@ -80,7 +80,7 @@ class ShardFile:
         """Fill `out` with the bytes from `start` on.
 
         Raises:
-            UserError: They are not there.
+            UserError: The file is cut short or cannot be read.
         """
         done = 0
         while done < len(out):
@@ -118,15 +118,15 @@ def read_chunks(
     Args:
         path: Path of the shard.
         spec: Array to which it belongs.
-        numbers: Chunk numbers, flat in the order of `spec.chunks`.
+        numbers: Chunk numbers, which count all chunks of the shard in the order of `spec.chunks`.
         open_shard: Function that opens the shard.
 
     Yields:
-        Number and values (Z, rows, X) of each chunk, None for a chunk that was left out. The array is reused for the
-        next chunk.
+        Number and values (Z, rows, X) of each chunk; first, with None, those that were left out, then the others in the
+        order of the file. The array is reused for the next chunk.
 
     Raises:
-        UserError: The file is missing or cut short, or a checksum does not fit.
+        UserError: The file is missing, damaged or cannot be read.
     """
     shard = open_shard(path)
     try:
@@ -147,11 +147,11 @@ def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.
         numbers: Chunk numbers.
 
     Returns:
-        The same numbers in the order of the file, and (offset, size) of each. Chunks that were left out come last and
-        have no span.
+        The same numbers in the order of the file, and the spans (N, 2): offset and size in bytes. Chunks that were left
+        out come last and have no span.
 
     Raises:
-        UserError: The index is damaged.
+        UserError: The index is damaged or cannot be read.
     """
     index = _read_index(shard, int(np.prod(spec.chunks)))
     there = index[numbers, 0] != ABSENT
@@ -164,9 +164,9 @@ def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.
 def _read_runs(
     shard: Shard, spec: ArraySpec, numbers: np.ndarray, spans: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Read the runs of chunks, and yield each chunk decompressed."""
+    """Read chunks run by run, and yield each one decompressed."""
     chunk = np.empty(spec.chunk, spec.dtype)
-    places, wanted = spans.tolist(), numbers.tolist()  # plain numbers: there are many small chunks
+    places, wanted = spans.tolist(), numbers.tolist()  # Python numbers are faster, and there are many small chunks
     for first, last in runs(spans):
         start = places[first][0]
         data = shard.read(start, sum(places[last - 1]) - start)
@@ -177,11 +177,11 @@ def _read_runs(
 
 
 def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, int]]:
-    """Group adjacent chunks into runs, each of which is read by one request.
+    """Group adjacent chunks into runs, each of which is read in one call.
 
     Args:
         spans: (N, 2) offset and size of each chunk, in the order of the file.
-        most: Most bytes of a run of several chunks.
+        most: Bytes of a run of several chunks at most.
 
     Yields:
         Positions (first, last + 1) of each run.
@@ -228,19 +228,18 @@ def _verify(data: np.ndarray, path: str) -> None:
 
 
 def damaged(path: str | Path, reason: str) -> UserError:
-    """Make the error for a file of a store that cannot be read."""
+    """Make the error for a damaged file of a store."""
     return UserError(f"{path}: damaged file of a tensor store ({reason}); copy it anew or prepare the store again")
 
 
 def digest_shard(path: Path, chunks: int) -> str:
-    """Return the sha256 over the crc32c of every chunk and over the index.
+    """Return the sha256 of the crc32c of every chunk and of the index.
 
-    Every crc32c is checked as well. This detects damage as strictly as a hash of all bytes, which would halve the speed
-    of a build.
+    Every crc32c is checked against its chunk. A sha256 of all bytes would halve the speed of a build.
 
     Args:
         path: Path of the shard.
-        chunks: Number of chunks that it may have.
+        chunks: Number of chunks in its index.
 
     Raises:
         UserError: The file cannot be read, or is damaged.

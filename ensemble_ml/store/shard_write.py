@@ -14,10 +14,11 @@ from numcodecs import blosc
 from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import ABSENT, LEVEL, checksum
 
-_AT_ONCE = 512  # buffers of one system call; Linux allows 1024
+_AT_ONCE = 512  # buffers of one `writev`; Linux allows 1024
 _RESERVED = 64 << 20  # bytes of disk reserved at a time
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
-_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux; os.posix_fallocate writes where it cannot reserve
+# Only Linux has this. os.posix_fallocate would write zeros if the file system cannot reserve space.
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
 if _fallocate is not None:
     _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -27,8 +28,8 @@ Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 class ShardWriter:
     """A shard that is written chunk by chunk under a draft name and renamed when it is closed.
 
-    Chunks may come in any order, in which they lie in the file. A builder that repeats the order makes the same file
-    again.
+    Chunks may be appended in any order, and lie in the file in this order. The same order makes the same file.
+    All methods raise an OSError if the system cannot write.
 
     Args:
         path: Path of the shard.
@@ -44,12 +45,12 @@ class ShardWriter:
         self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def append(self, chunks: Iterable[tuple[int, Encoded | None]]) -> None:
-        """Add encoded chunks in one system call.
+        """Append encoded chunks in as few system calls as possible.
 
         Hundreds of small calls would each wait for the interpreter lock.
 
         Args:
-            chunks: Number in the order of `spec.chunks` and result of `encode` for each chunk; None is left out.
+            chunks: Chunk number (see `shard.read_chunks`) and result of `encode` for each chunk; None leaves it out.
         """
         parts: list[bytes] = []
         for number, data in chunks:
@@ -65,7 +66,7 @@ class ShardWriter:
         """Reserve disk space for the next chunks.
 
         Writing into reserved space takes a fraction of the time, because the blocks are allocated at once. The result
-        is not checked: where the system refuses, writing shows whether there is space.
+        is not checked: if there is no space, writing fails.
         """
         while _fallocate is not None and self._reserved < min(self._offset, self._most):
             step = min(_RESERVED, self._most - self._reserved)
@@ -85,12 +86,12 @@ class ShardWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> tuple[int, str]:
-        """Write the index, wait until all is on the disk, and rename the draft.
+        """Write the index, wait until all is on disk, and rename the draft.
 
         Without the wait, a machine that loses power could keep the name and lose the bytes.
 
         Returns:
-            Bytes of the shard, and its digest (see `shard.digest_shard`).
+            Size of the shard in bytes, and its digest (see `shard.digest_shard`).
         """
         index = self._index.tobytes()
         tail = index + checksum(index)
@@ -115,6 +116,6 @@ class ShardWriter:
 
 
 def encode(chunk: np.ndarray) -> Encoded:
-    """Compress one chunk (Z, rows, X), and return it with its checksum. Other threads run meanwhile."""
+    """Compress one chunk (Z, rows, X), and return it with its checksum. Other threads can run meanwhile."""
     data = blosc.compress(chunk, b"lz4", LEVEL, blosc.BITSHUFFLE)
     return data, checksum(data)

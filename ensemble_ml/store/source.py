@@ -1,4 +1,4 @@
-"""Define the interface that every source of ensembles offers, be it a tensor store or an archive read in place.
+"""Define the interface that tensor stores and archives share.
 
 Axes: D init time, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -18,10 +18,10 @@ from ensemble_ml.grid import Grid
 
 
 class Part(Enum):
-    """The kinds of field that belong to an init time."""
+    """The parts of the data of an init time."""
 
     FORECAST = "forecast"  # perturbed members
-    CONTROL = "control"  # the unperturbed member, where it is kept apart
+    CONTROL = "control"  # the unperturbed member, if it is kept apart
     TRUTH = "truth"  # verifying fields at init_time + lead_time
     MEAN = "mean"  # mean of all members
     SPREAD = "spread"  # standard deviation of all members, ddof = 1
@@ -59,9 +59,8 @@ class Layout:
 class Fields:
     """The decoded float32 values of one init time and part.
 
-    Values are NaN where a field is absent (`Source.present` says which fields are there). They are also NaN at points
-    of a present field that have no value, such as sea surface temperature over land; `Source.masked` names the
-    variables with such points.
+    Values are NaN where a field is absent (see `Source.present`). They are also NaN at points of a present field that
+    have no value, such as sea surface temperature over land; `Source.masked` names the variables with such points.
 
     Attributes:
         pressure: (M, T, V, Z, Y, X); M is 1 for parts other than the forecast.
@@ -72,18 +71,18 @@ class Fields:
     surface: np.ndarray
 
     def joined(self) -> np.ndarray:
-        """Return a copy on one axis of fields, (..., T, F, Y, X): each variable level by level, then the surface."""
+        """Return a copy with an axis F of fields, (..., T, F, Y, X): each variable level by level, then the surface."""
         shape = self.pressure.shape
         return np.concatenate([self.pressure.reshape(*shape[:-4], -1, *shape[-2:]), self.surface], axis=-3)
 
     def one(self) -> np.ndarray:
-        """Return the single variable and lead that `Selection.one` has read, (M, Z, Y, X); Z is 1 at the surface."""
+        """Return the variable and lead that `Selection.one` selects, (M, Z, Y, X); Z is 1 at the surface."""
         return self.pressure[:, 0, 0] if self.pressure.shape[2] else self.surface[:, 0, 0][:, None]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection of what to read, by coordinate value. None takes all. `rows` are the row indices start and stop."""
+    """A selection of values of coordinates, and of the row indices from start to stop (exclusive). None takes all."""
 
     realization: tuple[int, ...] | None = None
     lead_hours: tuple[int, ...] | None = None
@@ -108,23 +107,26 @@ class Selection:
 class Source(Protocol):
     """The interface of a tensor store, and of an archive."""
 
-    path: str
+    path: str  # names the source in messages
     layout: Layout
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Return the variables that have points without a value, in any field of any part."""
+        """Return the variables that have points without a value in any field of any part."""
 
     def has(self, part: Part) -> bool:
         """Return whether any field of `part` is there."""
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
-        """Read one init time, given by its index into `layout.init_time`.
+        """Read one init time.
 
         Args:
             part: Which fields.
-            date: Index of the init time.
+            date: Index into `layout.init_time`.
             selection: The fields and rows to read.
+
+        Returns:
+            Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units.
 
         Raises:
             UserError: The part or a selected field is not there, or a field cannot be decoded.
@@ -137,20 +139,20 @@ class Source(Protocol):
         """Return static fields by name, (Y, X) float32; empty where none came with the data."""
 
     def fingerprint(self) -> str:
-        """Return a short hash of what the source holds, which is kept in checkpoints and forecasts."""
+        """Return a short hash of the contents, which checkpoints and forecasts record."""
 
 
 def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dict[str, list[list[int] | None]]:
-    """Return the first and last hour of the intervals over which variables are given, at each of `leads`.
+    """Return the first and last hour of the intervals of variables (sums, means, extremes) at each of `leads`.
 
     Args:
         source: A store or archive.
         names: Variables to look up.
-        leads: Lead times in hours.
+        leads: Lead times of the source, in hours.
 
     Returns:
-        For each variable over intervals, [first, last] hour for each lead, None where a lead has no interval. The
-        result is empty for a source that does not know its intervals.
+        For each variable with intervals, [first, last] hour for each lead; None for a lead without an interval. The
+        result is empty for a source that has no `lead_bounds`.
     """
     known, hours = getattr(source, "lead_bounds", {}), source.layout.lead_hours
     found = {name: [known[name][hours.index(lead)] for lead in leads] for name in names if name in known}
@@ -160,23 +162,20 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
 def fingerprint_at(source: Source, date: int) -> str:
     """Return a short hash of the data from which the forecast of one init time is read.
 
-    A source that cannot tell this for one date gives the hash of all that it holds. A tensor store does so, as it does
-    not grow.
+    A source without `date_fingerprint` gives the hash of all its contents. A tensor store is such a source, because it
+    does not grow.
     """
     known = getattr(source, "date_fingerprint", None)
     return source.fingerprint() if known is None else str(known(date))
 
 
 def zero_by_nature(name: str, lead_hours: int) -> bool:
-    """Return whether a field is zero without being stored.
-
-    This holds for accumulated variables at lead zero: at the start of a forecast nothing has been accumulated yet.
-    """
+    """Return whether a field is zero by definition and need not be stored: an accumulated variable at lead zero."""
     return lead_hours == 0 and field(name).accumulated
 
 
 def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
-    """Return the hour (UTC) of one or more init times, int64."""
+    """Return the hour of the day (UTC) of one or more init times, int64."""
     return time.astype("datetime64[h]").astype(np.int64) % 24
 
 

@@ -1,4 +1,4 @@
-"""Keep statistics of the members' values for each year, so that training can merge its own years and no others."""
+"""Compute moments of fields. A store keeps them for each year, so that training can merge its own years only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The moments of a set of values: float64 arrays of one shape.
+    """The moments of sets of values: float64 arrays of one shape, one element for each set.
 
-    A count of zero goes with mean and m2 of 0, minimum of +infinity and maximum of -infinity.
+    A set without values has mean and m2 of 0, a minimum of +infinity and a maximum of -infinity.
 
     Attributes:
         count: Number of values.
@@ -31,7 +31,7 @@ class Moments:
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> Moments:
-        """Return the moments of no values, which is the neutral element of `merge`."""
+        """Return the moments of no values, which `merge` leaves without effect."""
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.full(shape, np.inf), np.full(shape, -np.inf))
 
     def merge(self, other: Moments) -> Moments:
@@ -46,7 +46,7 @@ class Moments:
             m2   = m2_1 + m2_2 + d^2 n1 n2 / n
         """
         count = self.count + other.count
-        # Where both counts are zero the share is zero, which keeps the neutral element.
+        # Where both counts are zero the share is zero, so the result has no values either.
         share = np.divide(other.count, count, out=np.zeros_like(count), where=count > 0)
         delta = other.mean - self.mean
         return Moments(
@@ -100,13 +100,13 @@ def stack(moments: Iterable[Moments]) -> Moments:
 
 
 def moments_of(fields: np.ndarray) -> Moments:
-    """Return the moments (Z,) of the finite values of fields (Z, Y, X), in float64."""
+    """Return the moments (Z,) of the finite values of fields (Z, ...), in float64."""
     found = [_moments(field[np.isfinite(field)].astype(np.float64)) for field in fields]
     return Moments(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
 
 
 def _moments(values: np.ndarray) -> tuple[float, ...]:
-    """Return count, mean, m2, minimum and maximum of values without NaN."""
+    """Return count, mean, m2, minimum and maximum of finite values."""
     if not len(values):
         return 0.0, 0.0, 0.0, np.inf, -np.inf
     centre = values.mean()

@@ -1,9 +1,9 @@
 """Write a tensor store part by part, from whole init times in memory.
 
-This is for programs that make fields themselves (tests, simulations). Stores of archives are built by `Build` directly,
-which never holds a whole init time in memory and continues an interrupted build. This module uses `Build` as well.
+This is for programs that make fields themselves (tests, simulations). For archives use `Build`, which needs less memory
+than a whole init time and continues an interrupted build. This module uses it as well.
 
-The store appears under its name only when it is complete.
+The store appears at its path only when it is complete.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ensemble_ml.store.source import Layout, Part
 class StoreWriter:
     """A writer that builds a store beside `path`. `finish` renames the store to `path`.
 
-    Used as a context manager, the writer calls `finish` at the end, or `abort` after an error. `write` may be called
-    from several threads, for different dates or parts.
+    Used as a context manager, the writer calls `finish` at the end, or `abort` after an error. Several threads may call
+    `write` for different init times or parts.
 
     Args:
         path: Folder of the store.
         layout: Coordinates of everything that will be written.
         parts: Those of forecast, control and truth that will be written. Mean and spread follow from the forecast.
-        packing: Number format of forecast, control and truth. Mean and spread are always float32.
+        packing: Number format of forecast, control and truth; mean and spread are always float32.
         static: Static fields (Y, X) by name.
         lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
         provenance: Origin of the data, as any values that JSON can hold.
-        overwrite: Whether to replace a store that stands at `path`.
+        overwrite: Whether to replace a store at `path`.
 
     Raises:
         UserError: Something stands at `path` that may not be replaced, the folder cannot be written, or a static field
@@ -79,18 +79,19 @@ class StoreWriter:
         Args:
             part: Forecast, control or truth.
             date: Index into `layout.init_time`.
-            pressure: Block (M, T, V, Z, Y, X), or None if the layout has no variable on pressure levels.
-            surface: Block (M, T, S, Y, X), or None if the layout has no surface variable.
+            pressure: Block (M, T, V, Z, Y, X); None leaves the variables on pressure levels absent.
+            surface: Block (M, T, S, Y, X); None leaves the surface variables absent.
 
         Raises:
             UserError: A present field holds NaN or infinity at a point that is not masked (the message names the
                 field), or the system cannot write a file.
-            ValueError: `parts` does not contain the part, the layout has no such date, or a block has another shape.
+            ValueError: `parts` does not contain the part, the layout has no such init time, or a block has another
+                shape.
         """
         if part not in WRITTEN or part not in self.parts:
             raise ValueError(f"part {part.value}: not among those announced ({', '.join(p.value for p in self.parts)})")
         if not 0 <= date < len(self.layout.init_time):
-            raise ValueError(f"date {date}: the layout has {len(self.layout.init_time)}")
+            raise ValueError(f"date {date}: the layout has init times 0 to {len(self.layout.init_time) - 1}")
         plan = self._build.plan
         writer = DateWriter(self._build.store, self.layout, plan.specs, date, self._pool)
         try:
@@ -101,12 +102,12 @@ class StoreWriter:
             entry = writer.close()
         finally:
             writer.abort()
-        # Several threads may write parts of the same date. The entries of these parts are merged.
+        # Several threads may write parts of the same init time. The entries of these parts are merged.
         with self._lock:
             self._entries.setdefault(date, DateEntry()).add(entry)
 
     def finish(self) -> Path:
-        """Write coordinates, factors, statistics and manifest, and rename the store.
+        """Write coordinates, factors, statistics and manifest, and rename the store to `path`.
 
         Returns:
             Path of the store.
@@ -116,7 +117,7 @@ class StoreWriter:
         """
         self._pool.shutdown()
         try:
-            # Entries are saved only now, because a date is complete when all its parts have been written.
+            # Entries are saved only now, because an init time is complete when all its parts have been written.
             for date, entry in self._entries.items():
                 entry.save(self._build.entry_file(date))
             return self._build.finalise()
@@ -125,7 +126,7 @@ class StoreWriter:
             raise
 
     def abort(self) -> None:
-        """Remove everything that was written. After `finish`, do nothing."""
+        """Remove everything that was written. This does nothing after `finish`."""
         self._pool.shutdown(cancel_futures=True)
         self._build.remove()
 

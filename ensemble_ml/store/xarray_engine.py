@@ -1,8 +1,8 @@
 """Open a tensor store with `xarray.open_dataset(STORE, engine="ensemble_ml")`.
 
-Fields are decoded to float32 under CF names, and are read when they are used. The forecast of a variable has its short
-name (t, z, t2m ...). Its truth is named `t_truth`, and likewise `t_control`, `t_mean` and `t_spread`. Static fields
-have their own names.
+Fields are decoded to float32, have CF attributes, and are read when they are used. The forecast of a variable has its
+short name (t, z, t2m ...). Its truth is named `t_truth`, and likewise `t_control`, `t_mean` and `t_spread`. Static
+fields have their own names.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class EnsembleBackend(BackendEntrypoint):
     ) -> xr.Dataset:
         """Open the store at `filename_or_obj`.
 
-        Everything is decoded, as by xarray's own decoders. A decoder that is turned off is refused, because this engine
-        cannot return packed values.
+        Values and times are always decoded, because this engine cannot return packed values.
 
         Args:
             filename_or_obj: the folder of the store.
             drop_variables: names of variables to leave out.
-            use_cftime: refused if it is on.
+            use_cftime: must not be true.
             **decoders: xarray's options such as `decode_times`.
 
         Raises:
-            UserError: there is no store, it is damaged, or a decoder is turned off.
+            UserError: there is no store, or it is damaged; `mask_and_scale`, `decode_times` or `decode_timedelta` is
+                false, or `use_cftime` is true.
             TypeError: an option is not known.
         """
         if unknown := decoders.keys() - set(_DECODERS):
@@ -76,7 +76,7 @@ class EnsembleBackend(BackendEntrypoint):
 
 
 def _coordinate(values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> xr.Variable:
-    """Return a coordinate with decoded times, so that `open_dataset` needs no option to decode them."""
+    """Return a coordinate of the Dataset, with times and leads decoded."""
     encoding = {key: attrs[key] for key in ("units", "calendar", "dtype") if key in attrs}
     if dims == ("init_time",):
         times = values.astype("datetime64[s]").astype("datetime64[ns]")
@@ -93,11 +93,11 @@ def _without(attrs: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
-    """Return a source as a Dataset of decoded, lazy, CF-named variables.
+    """Return a source as a Dataset of decoded variables with CF attributes, which are read when they are used.
 
     Args:
-        source: a tensor store, or an archive with the same interface.
-        parts: the parts to show; the names of all but the forecast end with the name of the part.
+        source: a tensor store or an archive.
+        parts: the parts to show. Names of variables of other parts than the forecast end with the name of the part.
     """
     coords = {name: _coordinate(*about) for name, about in coordinates(source.layout).items()}
     coords = {name: value for name, value in coords.items() if name not in ("variable", "surface_variable")}
@@ -127,7 +127,7 @@ def _attributes(source: Source, part: Part, name: str) -> dict[str, Any]:
         attrs["units_metadata"] = f"temperature: {'difference' if part is Part.SPREAD else 'on_scale'}"
     bounds = getattr(source, "lead_bounds", {}).get(name)
     if bounds:
-        # For other variables it is not recorded whether they are means or extremes over their intervals.
+        # For other variables, the store does not record whether they are means or extremes over their intervals.
         over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == GUST else ""
         methods[:0] = [over] if over else []
         attrs["lead_bounds_hours"] = " ".join("none" if pair is None else f"{pair[0]}-{pair[1]}" for pair in bounds)
@@ -162,7 +162,7 @@ class SourceArray(BackendArray):
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[int | slice | np.ndarray, ...]) -> np.ndarray:
-        """Index each axis by itself. An integer drops its axis; a slice or an array keeps it."""
+        """Return the values at an index for each axis. An integer drops its axis; a slice or an array keeps it."""
         index = {
             dim: np.arange(length)[part if isinstance(part, slice) else np.atleast_1d(part)]
             for dim, part, length in zip(self.dims, key, self.shape, strict=True)
@@ -180,9 +180,9 @@ class SourceArray(BackendArray):
         return out[scalar]
 
     def _selection(self, index: dict[str, np.ndarray]) -> tuple[Selection, np.ndarray, np.ndarray]:
-        """Return what to read, and the rows and columns to take from the values read.
+        """Return the selection to read, and the rows and columns to take from the values read.
 
-        A source reads whole columns and contiguous rows, so other rows and columns are cut out afterwards.
+        A source reads all columns of adjacent rows, so the rows and columns wanted are taken afterwards.
         """
         lay, rows = self.source.layout, index["latitude"]
         on_levels = self.name in self.source.layout.variables

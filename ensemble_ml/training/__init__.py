@@ -1,4 +1,4 @@
-"""Training: the fits before the first step, the trainer, the loss, validation, checkpoints, logs."""
+"""Train models: fits before the first step, steps, loss, validation, checkpoints and logs."""
 
 from ensemble_ml.training.checkpoint import load_checkpoint, load_model
 from ensemble_ml.training.climate_fit import fit_climate

@@ -1,4 +1,4 @@
-"""Check that settings and data agree: on all ranks, in a run that is resumed, and with a checkpoint to start from."""
+"""Check that settings and data agree: among ranks, with a resumed run, and with the checkpoint of `init_from`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ensemble_ml.models.points import point_shapes
 from ensemble_ml.store.source import Source
 from ensemble_ml.training.checkpoint import Checkpoint
 
-# These settings may differ when a run is resumed, because they do not change what earlier steps did to the weights. The
-# same store may have another path.
+# These settings may differ when a run is resumed, because the weights so far do not depend on them. The same store may
+# have another path (see `check_same_data`).
 _FREE = (
     "run",
     "output",
@@ -37,37 +37,38 @@ _FREE = (
     "optim.nonfinite",
     "optim.replay",
 )
+# These settings may differ between ranks, because each host has its own.
 _OWN = ("threads", "data.store", *(f"loading.{key}" for key in ("ram", "disk", "folder", "threads", "host", "node")))
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
-# These settings of the groups must not differ: which rank computes a sample decides the vote of each rank, and the
-# order of a sum. Each trainer has a state of its own.
+# These settings of the groups must not differ: votes and the order of sums depend on which rank computes a sample, and
+# each trainer has a state of its own.
 _FIXED = ("loading.assign", "parallel.trainer")
 
 
 def common_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that have to be equal on all ranks. Those that belong to a host are left out."""
+    """Return the settings that have to be equal on all ranks, by dotted key."""
     return {k: v for k, v in flat(plain_config(config)).items() if k not in _OWN}
 
 
 def as_yaml(config: TrainConfig) -> str:
-    """Return the settings as the text of a run's config.yaml."""
+    """Return the settings as text in the form of a run's config.yaml."""
     return OmegaConf.to_yaml(OmegaConf.create(plain_config(config)))
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that decide the weights of a run, given who was in each of its votes."""
+    """Return the settings on which the weights of a run depend, besides the ranks in each of its votes."""
     ours = flat(plain_config(config))
-    # Votes of all ranks come where a run validates and writes checkpoints.
+    # All ranks vote where a run validates or writes a checkpoint.
     return {k: v for k, v in ours.items() if k in ("validate_every", "checkpoint_every") or not _is_free(k)}
 
 
 def _is_free(key: str) -> bool:
-    """Return whether a setting changes nothing of what earlier steps did to the weights."""
+    """Return whether a setting may differ when a run is resumed."""
     return key in _FREE or (key.startswith(_FREE_GROUPS) and key not in _FIXED)
 
 
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
-    """Raise a UserError if a run was begun with other settings, except for those that may change when it is resumed.
+    """Raise a UserError if a run was begun with other settings, except for those that may differ when it is resumed.
 
     Args:
         config: the settings of the resumed run.
@@ -88,25 +89,25 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     }
     for key, value in (later | flat(plain_config(TournamentConfig()), "tournament.")).items():
         theirs.setdefault(key, value)
-    # `auto` became a number when the run began.
+    # The run has replaced `auto` by a number.
     if ours["model.depth"] == "auto":
         ours["model.depth"] = theirs["model.depth"]
     averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value
-    # Momenta are averaged whenever a checkpoint is written, so the steps of checkpoints decide what follows.
+    # Momenta are averaged whenever a checkpoint is written, so later weights depend on the steps of checkpoints.
     if averaged:
         also = (*also, "checkpoint_every", "validate_every")
     free = {k for k in {**ours, **theirs} if _is_free(k)}
     fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
-    # In older runs, settings of votes could be given where they had no effect.
+    # Older runs accepted settings of votes even if they had no effect.
     if not config.optim.votes:
         fixed = [k for k in fixed if k not in OF_VOTES]
-    if config.optim.exchange is ExchangeName.distributed_lion:  # the same holds for these two
+    if config.optim.exchange is ExchangeName.distributed_lion:  # here these two have no effect either
         fixed = [k for k in fixed if k not in ("optim.bits", "optim.scale")]
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:
-        told = "; ".join(f"{k}={ours.get(k)} (was {theirs.get(k)})" for k in differ)
-        raise UserError(f"resume: settings differ from {checkpoint.path}: {told}; give the same, or use init_from")
+        listed = "; ".join(f"{k}={ours.get(k)} (was {theirs.get(k)})" for k in differ)
+        raise UserError(f"resume: settings differ from {checkpoint.path}: {listed}; give the same, or use init_from")
 
 
 def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
@@ -124,7 +125,7 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise a UserError if the spec of a checkpoint to start from differs, and name the differences.
+    """Raise a UserError that names the differences if the spec of a checkpoint to start from is another one.
 
     Args:
         spec: the spec of the new run.
@@ -132,26 +133,26 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members", "config.recompute"]
-    # Equal shapes mean that both models have this network, or that neither has.
+    # If the shapes are equal, `points` made no difference: both models have the same point network, or none.
     if point_shapes(spec) == point_shapes(checkpoint.spec):
         harmless += ["config.points"]
     every = dict.fromkeys([*ours, *theirs])
     differ = [k for k in every if k not in harmless and ours.get(k) != theirs.get(k)]
     if differ:
-        told = "; ".join(f"{k}: {_short(ours.get(k))} here, {_short(theirs.get(k))} there" for k in differ)
-        raise UserError(f"init_from={checkpoint.path}: its layout differs: {told}; use the same settings")
+        listed = "; ".join(f"{k}: {_short(ours.get(k))} here, {_short(theirs.get(k))} there" for k in differ)
+        raise UserError(f"init_from={checkpoint.path}: its model differs: {listed}; use the same settings")
 
 
 def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return the init times that have influenced the weights of a checkpoint.
+    """Return the init times on which the weights of a checkpoint depend.
 
-    Dates of its own run count, and those of the runs that it was initialised from.
+    These are the dates of its own run, and of the runs from which that run was initialised.
 
     Args:
         checkpoint: the checkpoint from which a run begins.
 
     Returns:
-        ISO dates by part: `training` dates were trained on, and `validation` dates chose a checkpoint.
+        ISO dates by use: those of `training` were trained on, and those of `validation` chose a checkpoint.
     """
     meta, parts = checkpoint.meta, ("training", "validation")
     before = meta.get("earlier_dates", {})
@@ -159,9 +160,9 @@ def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 
 def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier: Mapping[str, Sequence[str]]) -> None:
-    """Raise a UserError if validation dates are among the training dates of earlier runs.
+    """Raise a UserError if earlier runs were trained on validation dates of this run.
 
-    The best checkpoint would otherwise be chosen by its score on data that it was trained on.
+    The best checkpoint would be chosen by its score on data that it was trained on.
 
     Args:
         config: the settings of the run, for the message.
@@ -178,7 +179,7 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """Return a configuration as JSON values, nested as its groups."""
+    """Return a configuration as nested dictionaries of JSON values."""
     return _plain(asdict(config))
 
 

@@ -1,7 +1,7 @@
-"""Builds a run: climate, model, precision, optimizer and loss; new, or from the last checkpoint.
+"""Build a run from its settings or from its last checkpoint: climate, model, precision, optimizer and loss.
 
-Over several ranks, each rank holds all weights, and its part of the grid of everything else. All ranks make the fits to
-the training dates together, each from whole fields of its own dates (`training.team`).
+Each rank holds all weights (unless `parallel.shard` divides them) and its part of the grid of the fields. All ranks
+make the fits to the training dates together, each from whole fields of its own dates (`training.team`).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Run:
-    """A run: its settings, data, state and loss, and the facts that each of its checkpoints repeats."""
+    """A run on this rank."""
 
-    config: TrainConfig
-    reader: Reader
-    train_dates: np.ndarray
-    validation_dates: np.ndarray
+    config: TrainConfig  # settings of this trainer
+    reader: Reader  # reads this rank's part of the grid
+    train_dates: np.ndarray  # indices of init times in the store
+    validation_dates: np.ndarray  # likewise
     state: State
     loss: Loss
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what each checkpoint of the run repeats
     session: Session = field(default_factory=solo)
     base: TrainConfig = field(init=False)  # the settings that all trainers of the job have in common
 
@@ -74,7 +74,11 @@ class Run:
             self.take_settings(self.state.varied)
 
     def take_settings(self, varied: int) -> None:
-        """Take the values of `tournament.vary` of one of several trainers."""
+        """Take the values of `tournament.vary` of one of several trainers.
+
+        Args:
+            varied: number of the trainer whose values to take.
+        """
         self.state.varied = varied
         self.config = setup.own_settings(self.base, self.session.topology.place.trainer, varied)
         self.state.schedule = schedule_of(self.config.optim, self.state.steps)
@@ -100,7 +104,7 @@ class Run:
         return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
 
     def part_of(self, batch: Batch, step: int) -> float:
-        """Return which fraction of the samples and cells of a step this rank's batch is.
+        """Return the fraction of the samples and grid points of a step that this rank's batch holds.
 
         Args:
             batch: this rank's batch.
@@ -109,16 +113,16 @@ class Run:
         return len(batch) / (self._order.samples(step) * self.session.topology.spatial)
 
     def ranks_with_samples(self, step: int) -> int:
-        """Return how many ranks have a sample of a step. They are the first ones.
+        """Return how many ranks have a sample of a step; these are the first ones.
 
-        The last batch of an epoch may be too short for all of them.
+        The last batch of an epoch may have fewer samples than there are ranks.
         """
         topology = self.session.topology
         return min(self._order.samples(step), topology.data) * topology.spatial
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return in how many steps all training dates are seen once."""
+        """Return the number of steps that use each training date once."""
         return self._order.steps_per_epoch
 
     @property
@@ -128,7 +132,7 @@ class Run:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Return (which, of how many) parts of a batch this rank takes."""
+        """Return the index of this rank's part of a batch, and the number of parts."""
         return _share(self.session)
 
 
@@ -148,15 +152,15 @@ def assemble(
         checkpoint: the checkpoint to resume from; None for a new run.
         threads: torch's number of threads, which checkpoints record.
         session: the ranks of the job; None for one rank.
-        progress: shows how far the fits are, and bounds their time.
+        progress: shows how far the fits are, and limits their time.
 
     Raises:
-        UserError: settings, store and ranks do not fit together.
+        UserError: settings, store, ranks and checkpoint do not fit together, or too few members or fields are there.
     """
     session, progress = session or solo(), progress or Progress()
     # A batch is divided by samples among the data ranks, so ranks beyond the batch size would get none.
     if (parts := session.topology.data) > config.batch_size:
-        idle = "batch_size=%d: parallel.data=%d share it, so %d compute nothing; give batch_size=%d or more"
+        idle = "batch_size=%d: parallel.data=%d ranks share it, so %d compute nothing; give batch_size=%d or more"
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     train, validation = whole_dates(config, reader, train, validation)
@@ -198,7 +202,7 @@ def assemble(
         "trainer": topology.place.trainer,
         **found,
     }
-    # Where ranks may be steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
+    # If ranks may be some steps apart, each takes the mean over its own samples: a sum over ranks would wait for all.
     sharing = session.mesh.spatial if state.exchange.slack else session.mesh.model
     loss = _loss(config, reader.spec, state, shard, sharing)
     if config.teacher is not None:
@@ -208,27 +212,33 @@ def assemble(
     if config.parallel.overlap == "auto" and shard is not None:
         _settle_overlap(run, overlap, checkpoint)
     if checkpoint is not None:
-        # Which terms a rank keeps to itself is known only after the model is partitioned. After `restore`, an exchange
-        # may wait for gradients, so all timing has to come before.
+        # The state is restored last. Which terms belong to a rank alone is known only after the model is partitioned. A
+        # restored exchange may wait for gradients, so all timing has to come before.
         state.restore(checkpoint)
         run.take_settings(state.varied)
     return run
 
 
 def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
-    """Load the model that this one learns from, with the precision that it had and the partition of this run."""
+    """Load the model that this one learns from, in its own precision, and partition it as this run.
+
+    On a device without bfloat16 it computes in float32.
+
+    Raises:
+        UserError: it has other fields.
+    """
     assert config.teacher is not None
-    given = load_checkpoint(find_checkpoint(config.teacher))
+    teacher = load_checkpoint(find_checkpoint(config.teacher))
     fields = ("variables", "levels", "surface", "leads_in", "leads_out", "latitude", "longitude", "static", "families")
-    differ = [name for name in fields if getattr(spec, name) != getattr(given.spec, name)]
+    differ = [name for name in fields if getattr(spec, name) != getattr(teacher.spec, name)]
     if differ:
         raise UserError(f"teacher={config.teacher}: has other {', '.join(differ)}; give a model of the same fields")
-    model, like = build_model(given.spec, Climate.default(given.spec)), next(state.model.parameters())
-    speed = Speed.from_json(given.meta["precision"])
+    model, like = build_model(teacher.spec, Climate.default(teacher.spec)), next(state.model.parameters())
+    speed = Speed.from_json(teacher.meta["precision"])
     if speed.low and not has_bfloat16(session.device):
         speed = Speed()
     speed.apply(model)
-    load_weights(model, given)
+    load_weights(model, teacher)
     model.to(like.device, like.dtype).eval().requires_grad_(False)
     if isinstance(model, EnsembleModel):
         partition_model(model, session.mesh, overlap)
@@ -238,7 +248,7 @@ def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Sessio
 def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -> None:
     """Switch the overlap of halo exchange and convolution on or off, whichever is faster.
 
-    A run that is resumed over the same mesh keeps its choice, because the choice changes last bits.
+    A run that is resumed on the same mesh keeps its choice, because the choice changes the last bits of results.
     """
     mesh = list(run.session.topology.shape)
     kept = checkpoint.meta.get("overlap") if checkpoint is not None else None
@@ -250,7 +260,7 @@ def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -
 
 
 def _measure_overlap(run: Run, overlap: Overlap) -> None:
-    """Time a forward and backward pass with and without overlap, and take the faster. Weights are not changed."""
+    """Time a forward and backward pass with and without overlap, and set the faster. Weights are not changed."""
     model, batch = run.state.model, run.batches(0, 1).batch(0).to(run.device, run.dtype)
 
     def step() -> None:
@@ -266,7 +276,11 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
-    """Return this rank's part of the grid; None if it holds the whole grid."""
+    """Return this rank's part of the grid; None if it holds the whole grid.
+
+    Raises:
+        UserError: several ranks train a model that cannot be partitioned.
+    """
     topology = session.topology
     # Only our network can be partitioned.
     if topology.size > 1 and spec.config.name != "unet3d":
@@ -279,17 +293,17 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
 
 
 def _share(session: Session) -> tuple[int, int]:
-    """Return (which, of how many) parts of a batch this rank takes."""
+    """Return the index of this rank's part of a batch, and the number of parts."""
     return session.topology.place.data, session.topology.data
 
 
 def whole_dates(
     config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dates that have enough members.
+    """Return the dates that have enough complete members, and warn of settings that leave errors in the model.
 
-    A training date needs as many as the training draws; a validation date needs its first M members. Where a member
-    stands for the truth, each needs one more.
+    A training date needs the smallest of `data.members`, and one more if a member stands for the truth or only the
+    spread is learned. A validation date needs `data.validation_members`, and one more if a member stands for the truth.
 
     Args:
         config: settings of the run.
@@ -299,19 +313,23 @@ def whole_dates(
 
     Returns:
         The training and the validation dates that are left.
+
+    Raises:
+        UserError: no date is left of those that were given.
     """
     least = min(config.data.members, default=1) + reader.spare
     most = min(config.data.validation_members, reader.most) + (reader.full_size - reader.most)
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
-        text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
+        text = "data.validation_members=%d: the store has %d members, so no spread is left to predict; give fewer"
         log.warning(text, config.data.validation_members, reader.full_size)
-    # Errors that follow the sun differ between 00 and 12 UTC, and one bias map cannot hold both.
+    # Errors that depend on local time differ between 00 and 12 UTC, and one bias map cannot hold both.
     hours = np.unique(hour_of_day(reader.source.layout.init_time[train]))
     if len(hours) > 1:
         text = (
-            "data.train: starts at %s UTC: corrections are of all hours together, and errors that follow the sun stay;"
+            "data.train: init times at %s UTC share one correction, so errors that depend on local time stay;"
+            " train a model for each hour (data.hours=[%d])"
         )
-        log.warning(f"{text} train a model for each (data.hours=[%d])", ", ".join(f"{h:02d}" for h in hours), hours[0])
+        log.warning(text, ", ".join(f"{h:02d}" for h in hours), hours[0])
     chosen = reader.usable(validation, most, "validation") if len(validation) else validation
     return reader.usable(train, min(least, reader.full_size), "training"), chosen
 
@@ -321,12 +339,12 @@ def _begin(
     progress: Progress,
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
     """Make the fits and the model of a new run, and choose its precision."""
-    # These refuse impossible settings, and so come before the fits, which may take long.
+    # These three refuse impossible settings, so they come before the fits, which may take long.
     exchange = run_exchange(config, session)
     candidates(session.device, config.model.precision)
     first = batches_of(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
-    # A run that starts from another one must not choose by dates that the other one was trained on.
+    # A run that starts from another one must not choose by dates on which that one was trained.
     if given is not None:
         agreement.refuse_other_layout(reader.spec, given)
         earlier = agreement.earlier_dates(given)
@@ -335,8 +353,8 @@ def _begin(
     fit = kept_fit(config.output, reader, train, validation, members, sizes, config.seed, progress, session)
     if progress.took:
         log.info("fits: done in %s; the longest: %s", duration(fit.seconds), progress.longest())
-    progress.doing("fits are done; the model is put together, and a step of each arithmetic is timed")
-    # The seed is set after the fits, which draw numbers of their own. So the first weights depend on it alone.
+    progress.doing("fits are done; the model is built, and a step in each precision is timed")
+    # The fits draw random numbers, too. The seed is set after them, so that the first weights depend on it alone.
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range)}
@@ -345,8 +363,9 @@ def _begin(
         found["fits_cut"] = True
     if given is not None:
         if config.model.precision is Precision.float64:
-            model.double()  # before the weights are loaded, which would lose their last bits in float32
-        # What was fitted to members says nothing about the truth, nor the other way round, so only weights go over.
+            model.double()  # before the weights are loaded, which would be rounded to float32
+        # A climate that was fitted to members does not hold for the truth, nor the other way round. Then only weights
+        # are taken.
         same = predicts_members(given.meta) is (config.objective is Objective.members)
         load_weights(model, given, climate=same)
         what = "weights and climate" if same else "weights"
@@ -354,7 +373,7 @@ def _begin(
         found["earlier_dates"] = earlier
         found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
     steps = config.steps
-    if isinstance(model, EmosModel):  # it is fitted in one go, so there are no steps to take
+    if isinstance(model, EmosModel):  # it is fitted here, and takes no steps
         steps = 0
         found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
@@ -370,14 +389,14 @@ def _begin(
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
-    """Restore model and state of a run from its checkpoint, with the precision that it had."""
+    """Build model and state of a resumed run from its checkpoint, in the same precision."""
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     was, now = checkpoint.meta.get("device"), device_name(session.device)
     if speed.precision is Precision.bfloat16 and not has_bfloat16(session.device):
         raise UserError(
-            f"resume: {checkpoint.path} computes in bfloat16, as was chosen on {was or 'another device'}, and {now}"
-            " cannot; go on there, or begin another run with init_from"
+            f"resume: {checkpoint.path} computes in bfloat16, chosen on {was or 'another device'}, which {now} cannot;"
+            " resume it on such a device, or begin another run with init_from"
         )
     if was not in (None, now) and session.first:  # the checkpoint records the device of the first rank
         text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
@@ -406,7 +425,7 @@ def batches_of(
         dates: indices of the training dates.
         start_step: the first step.
         steps: the step at which to stop.
-        share: (which, of how many) parts of each batch are returned.
+        share: index of the part of each batch to return, and the number of parts.
     """
     return Batches(
         reader,
@@ -428,7 +447,7 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
 
 
 def _share_weights(config: TrainConfig, state: State, session: Session) -> None:
-    """Shard the weights of the U-Net over ranks, and make the optimizer of what each rank holds then."""
+    """Shard the weights of the U-Net over ranks, and make an optimizer for the weights that this rank keeps."""
     model, shards = state.model, config.parallel.shard
     assert isinstance(model, EnsembleModel)
     shard_weights(model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
@@ -441,11 +460,11 @@ def _share_weights(config: TrainConfig, state: State, session: Session) -> None:
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
     """Raise a UserError if some ranks would vote without ever having a date.
 
-    Their votes are ties, which a mask breaks, and they may outvote the ranks that have gradients.
+    A rank without a gradient has no sign to vote for. Its vote would be arbitrary, and could outvote other ranks.
     """
     parts, most = session.topology.data, min(config.batch_size, dates)
     together = max(1, session.world.local_size // session.topology.spatial) if config.optim.hierarchical else 1
-    if config.optim.votes and parts - together >= most:  # then the last ranks, which vote together, have no date
+    if config.optim.votes and parts - together >= most:  # the last ranks, which vote together, have no date
         raise UserError(
             f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
             f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"
@@ -454,17 +473,17 @@ def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> No
 
 
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
-    """Choose precision and order of axes for a step of this run, set the model to them, and return them.
+    """Choose precision and memory order of axes for a step of this run, set the model to them, and return them.
 
-    A precision that the settings name is taken without timing. Otherwise the speeds are timed. Over several ranks each
-    times a model of its own part of the grid, all at once, and rank 0 decides, among the speeds that all of them have.
-    Two runs may measure differently, and then differ in last bits.
+    A precision that the settings name is taken. Otherwise all are timed: each rank times a model of its own part of the
+    grid, all at the same time, and rank 0 chooses among the precisions that all ranks have. So two runs may choose
+    differently, and then their results differ in the last bits.
     """
     device = session.device
     if config.model.precision is not Precision.auto:
         speed = candidates(device, config.model.precision)[0]
         speed.apply(state.model)
-        log.info("speed: %s, as model.precision sets, channels last", speed.precision.value)
+        log.info("speed: %s, from model.precision, channels last", speed.precision.value)
         return speed
 
     model, spec, batch = state.model, own.spec, first.batch(0)
@@ -497,7 +516,7 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
     """Build the loss of this rank's part of the grid."""
     device = next(state.model.parameters()).device
     area = torch.from_numpy(spec.grid.area_weights()).float()
-    # The areas are those of the whole grid, with mean one there. A rank takes its part of them, so that parts add up.
+    # Area weights have a mean of one over the whole grid. Each rank cuts out its part, so that sums over ranks fit.
     area = area if shard is None else shard.cut(area)
     error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
     return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)

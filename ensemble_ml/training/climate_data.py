@@ -1,4 +1,4 @@
-"""Read single dates for the fits of `climate_fit`, with pressure levels and surface joined into one axis of fields.
+"""Read init times one by one for the fits, with pressure levels and surface joined into one axis of fields.
 
 Axes: M member, T predicted lead, F field (variables and levels, then surface variables), V pressure-level variable,
 S surface variable, Z level, Y latitude, X longitude.
@@ -21,23 +21,23 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
-from ensemble_ml.store.statistics import Moments
+from ensemble_ml.store.statistics import Moments, Statistics
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.team import Team
 
 _KEPT = 256 << 20  # bytes up to which the members of a date are kept in memory
-_STRETCH = 10  # one stretch is held out for every ten training dates, and five at most
-FEWEST_TO_WIDEN = 4  # fewest dates from which a calibration factor is taken
-# A fit may read _MOST_VALUES values. It may always read _ALWAYS dates, and never more than _MOST_DATES. Small fields
-# are therefore read on many dates (320 instead of 200 lowered the CRPS by 0.2 %). Large fields, which take seconds for
-# each date, are read on few.
+_STRETCH = 10  # training dates for each stretch of dates that is held out; there are five stretches at most
+FEWEST_TO_WIDEN = 4  # fewest dates from which a calibration factor is computed
+# A fit reads at most _MOST_VALUES values, but at least _ALWAYS dates (if there are so many) and at most _MOST_DATES. So
+# small fields are read on many dates (320 instead of 200 lowered the CRPS by 0.2 %), and large ones, which take seconds
+# for each date, on fewer.
 _MOST_VALUES, _MOST_DATES, _ALWAYS = 5 * 10**9, 2000, 400
 _SINGLE_MEMBERS = 800  # single members, over all dates, that moments are computed from; at least one of each date
 
 
 @dataclass(eq=False)
 class Sample:
-    """The members of one date, reduced to mean and spread: (T, F, Y, X) float32, NaN where a field is absent."""
+    """The mean and spread of the members of one date: (T, F, Y, X) float32, NaN where a field is absent."""
 
     mean: Tensor  # mean of the M members
     spread: Tensor  # standard deviation of the M members, ddof = 1
@@ -45,7 +45,7 @@ class Sample:
     day: float  # day of the year of the initialisation time
 
     def batch(self, members: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return mean, spread, M and day of the year as a batch of one, in the form that `models.start` takes.
+        """Return mean, spread, M and day of the year with a batch axis of length one, as `models.start` takes them.
 
         Args:
             members: M.
@@ -56,7 +56,7 @@ class Sample:
 class _Latest:
     """A cache of the members of the date read last, if the members of a date take at most `_KEPT` bytes.
 
-    The fits read several subsets of a date's members in succession. Most members are therefore read again soon.
+    The fits use several subsets of a date's members in succession, so most members are needed again soon.
     """
 
     def __init__(self, reader: Reader):
@@ -69,7 +69,7 @@ class _Latest:
         """Return the members at positions `chosen`, (M, T, F, Y, X), NaN where a field is absent."""
         if not self._keeps:
             return self._read(date, chosen)
-        # Only one date is kept, because the fits look at dates one after the other.
+        # Only one date is kept, because the fits take dates one after the other.
         if date != self._date:
             self._date, self._known = date, {}
         # Subsets of the same date overlap. Only members that were in no earlier subset are read.
@@ -89,9 +89,9 @@ class Dates:
 
     Args:
         reader: reads the store.
-        members: M, the number of members of a `Sample`, at most as many as a sample may show.
+        members: M, the number of members of a `Sample`; limited to those that a sample may show.
         seed: seed of the random numbers of the fits.
-        progress: shows how far each fit is, and bounds its time.
+        progress: shows how far each fit is, and limits its time.
         team: the ranks that make the fits together; None for this rank alone.
     """
 
@@ -110,9 +110,9 @@ class Dates:
             members: M.
 
         Returns:
-            A reader that shares the cache of the last date.
+            A reader that shares the cache of the date read last.
         """
-        other = copy.copy(self)  # a shallow copy shares the cache of the last date
+        other = copy.copy(self)  # shares the cache
         other.members = min(members, self.reader.most)
         return other
 
@@ -124,10 +124,9 @@ class Dates:
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
         """Return the mean and the spread of some members of a date, and the spread of all its members.
 
-        By default the first M members that are complete on the date are taken. If fewer than M are complete, the first
-        M members are taken, and a field that one of them lacks is NaN. The member that stands for the truth is never
-        among them. If as many members are taken as the date has complete ones, the spread of all is NaN, because the
-        target must never be an input.
+        By default the first M complete members are taken. If fewer than M are complete, the first M members are taken,
+        and a field that one of them lacks is NaN. The member that stands for the truth is never among them. If as many
+        members are taken as are complete, the spread of all is NaN, because the target must not be an input.
 
         Args:
             date: index of the date.
@@ -138,15 +137,14 @@ class Dates:
             chosen = self._among(date, self.members)[: self.members]
         members = self._latest.members(int(date), chosen)
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
-        # If the model has masked variables, the mean at a point is taken over the members that have a value there. A
-        # field without any value in some member is not masked but absent, so it must be NaN.
+        # For masked variables, the mean at a point is taken over the members that have a value there. A field without
+        # any value in some member is absent, not masked, so it must be NaN.
         if self.spec.masked and len(whole) < len(chosen):
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
         full_spread = self.target(Part.SPREAD, date)
-        # If all members are taken, the spread of all is an input. As a target it would only teach the model to copy its
-        # input.
+        # If all members are taken, the spread of all is an input. As a target it would teach the model to copy it.
         if len(chosen) == len(whole):
             full_spread = torch.full_like(full_spread, torch.nan)
         return Sample(mean, spread, full_spread, day)
@@ -179,7 +177,7 @@ class Dates:
         return every[every != self.reader.withheld(date)]
 
     def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
-        """Yield this rank's part of the dates, and show them as the steps of a stage of the fits.
+        """Yield this rank's part of the dates, and show progress over them as a stage of the fits.
 
         Args:
             stage: name of the stage that progress shows.
@@ -191,7 +189,7 @@ class Dates:
         yield from self.progress.over(stage, self.team.mine(dates.tolist()))
 
     def target(self, part: Part, date: int) -> Tensor:
-        """Return the truth, or the mean or spread of all members, (T, F, Y, X), NaN where a field is absent.
+        """Read the truth, or the mean or spread of all members, (T, F, Y, X), NaN where a field is absent.
 
         Args:
             part: truth, mean or spread.
@@ -208,7 +206,7 @@ class Dates:
             dates: indices of the dates of all ranks.
 
         Returns:
-            (T_in, F); zero for a field that is absent on all dates, such as rain at the initialisation time.
+            (T_in, F) in the fields' units; zero for a field that is absent on all dates, such as rain at lead zero.
         """
         spec = self.spec
         sums, counts = np.zeros((2, len(spec.leads_in), self.shape[1]))
@@ -225,20 +223,18 @@ class Dates:
     def input_moments(self, dates: np.ndarray) -> Moments:
         """Return the moments of the members' values at the input leads, (F,).
 
-        If `dates` are whole years of a tensor store, its own moments are taken. Otherwise values are read, one member
-        at a time, from at most `most_dates` dates. If the dates are few, all members of each are read. If they are
-        many, some members of each are read, in rotation.
+        If `dates` are whole years of a tensor store, the moments in the store are taken. Otherwise values are read, one
+        member at a time, from at most `most_dates` dates: all members if the dates are few, else some, in rotation.
 
         Args:
             dates: indices of the dates of all ranks.
         """
-        # A tensor store holds moments for each year, so the fields need not be read again.
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
             return self._stored_moments(self.reader.source.statistics(years))
         total = Moments.nothing((self.shape[1],))
         chosen, members = spaced(dates, most_dates(self.spec)), self.reader.full_size
-        # With many dates, a few members of each suffice. Successive dates give different members, so that all members
+        # With many dates, a few members of each are enough. Successive dates take different ones, so that all members
         # are read.
         each = max(1, min(members, _SINGLE_MEMBERS // max(1, len(chosen))))
         turns = list(product(enumerate(chosen), range(each)))
@@ -246,7 +242,7 @@ class Dates:
             member = (place * each + turn) % members if each < members else turn
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             for lead, variable in self.reader.zeros:
-                fields.surface[:, lead, variable] = np.nan  # zero by nature; the store's moments leave them out too
+                fields.surface[:, lead, variable] = np.nan  # `zero_by_nature`; the store's moments leave them out, too
             values = torch.from_numpy(fields.joined()).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
         if self.team.alone:
@@ -255,8 +251,8 @@ class Dates:
         by_rank = self.team.joined(torch.from_numpy(np.stack([*total.arrays().values()]))[None]).numpy()
         return reduce(Moments.merge, (Moments(*arrays) for arrays in by_rank))
 
-    def _stored_moments(self, statistics: object) -> Moments:
-        """Return the store's moments of the input leads, in the order of the fields."""
+    def _stored_moments(self, statistics: Statistics) -> Moments:
+        """Return the store's moments merged over the input leads, (F,)."""
         spec, layout = self.spec, self.reader.source.layout
         leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
         total = Moments.nothing((self.shape[1],))
@@ -264,7 +260,7 @@ class Dates:
         levels = [layout.levels.index(z) for z in spec.levels]
         surface = [layout.surface.index(v) for v in spec.surface]
         for lead in leads:
-            pressure, ground = statistics.pressure.at(lead), statistics.surface.at(lead)  # type: ignore[attr-defined]
+            pressure, ground = statistics.pressure.at(lead), statistics.surface.at(lead)
             parts = {
                 name: np.concatenate([values[variables][:, levels].ravel(), ground.arrays()[name][surface]])
                 for name, values in pressure.arrays().items()
@@ -273,7 +269,7 @@ class Dates:
         return total
 
     def refuse_empty(self, count: Tensor, part: Part) -> None:
-        """Refuse fields that are absent on all dates.
+        """Check that each field is present on some date.
 
         Args:
             count: (T, F) number of dates on which each field is present.
@@ -293,7 +289,7 @@ class Dates:
 
 
 def _moments(values: np.ndarray) -> Moments:
-    """Return the moments (F,) of the finite ones of the values (F, N)."""
+    """Return the moments (F,) of the finite values among `values` (F, N)."""
     there = np.isfinite(values)
     count = there.sum(1).astype(float)
     mean = np.where(there, values, 0).sum(1) / np.maximum(count, 1)
@@ -312,7 +308,7 @@ def field_names(spec: ModelSpec) -> list[str]:
 
 
 def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[float]] | list[float]]:
-    """Return the smallest and the largest value by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
+    """Return smallest and largest values by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
 
     Args:
         spec: variables and levels.
@@ -351,7 +347,7 @@ def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[st
 
 
 def present(values: Tensor) -> Tensor:
-    """Return whether each field has a value at one point or more, (...) bool.
+    """Return whether each field has a value at any point, (...) bool.
 
     Args:
         values: (..., Y, X), NaN where there is no value.
@@ -372,7 +368,7 @@ def most_dates(spec: ModelSpec) -> int:
 
 
 def spaced(dates: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` dates, evenly spaced.
+    """Return `dates`, or `most` of them, evenly spaced, if there are more.
 
     Args:
         dates: the dates.
@@ -395,11 +391,10 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
     """
     if len(validation):
         return train, validation
-    # A fifth of fewer than five dates is less than one date.
     if len(train) < 5:
         return train, train[:0]
-    # Neighbouring dates are alike. Whole stretches are held out, so that few held-out dates have a neighbour among the
-    # training dates.
+    # Neighbouring dates have similar weather. Whole stretches are held out, so that few held-out dates have a neighbour
+    # among the training dates.
     stretches = np.array_split(np.arange(len(train)), 5 * min(max(1, len(train) // _STRETCH), 5))
     apart = np.concatenate(stretches[2::5])
     return np.delete(train, apart), train[apart]
@@ -424,8 +419,8 @@ def neighbours(times: np.ndarray) -> np.ndarray:
     """
     if len(times) < 2:
         return np.zeros(len(times), bool)
-    # Correlation between dates is estimated from neighbours only. Two dates on either side of a gap, such as one
-    # between two years, must not count as neighbours.
+    # Correlation between dates is estimated from neighbours only. Dates on either side of a gap, such as a summer that
+    # is left out, must not count as neighbours.
     gaps = np.diff(times).astype(np.int64)
     return np.concatenate([[False], gaps <= 1.5 * gaps.min()])
 

@@ -1,10 +1,10 @@
-"""Compaction: cut a trained model down to an ordinary, smaller one that predicts faster, and train what is left.
+"""Compact a trained model: cut it to an ordinary, smaller one that predicts faster, and train that one further.
 
-1. Importance of channels and hidden units, and what a refit makes up for (`training.importance`).
-2. Widths. Milliseconds of every part of the forward pass are measured at the sizes that are tried, because three
-   channels fewer may save nothing. The cut that loses least importance for each millisecond is made, again and again,
-   until the pass is as fast as was asked for, which is then measured.
-3. What is left begins an ordinary run with a lower learning rate, and learns the forecasts of the whole model too.
+1. Measure the importance of channels and hidden units, and how much of it a refit restores (`training.importance`).
+2. Choose sizes. Every part of the forward pass is timed at the sizes that are tried, because three channels fewer may
+   save nothing. The cut that loses least importance for each millisecond is made, again and again, until the sum of the
+   parts is as fast as requested. The smaller model is then timed as a whole, and cut further if it is too slow.
+3. Train it in an ordinary run with a lower learning rate, by the forecasts of the whole model as well.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ from ensemble_ml.training.trainer import train
 
 log = logging.getLogger(__name__)
 
-_PASSES, _SECONDS = (5, 30), 0.3  # fewest and most timed calls, of which the fastest counts, and how long they may take
-_MARGIN = 1.05  # times the speedup that is asked for is aimed at, because two measurements of a pass differ
-_LEAST = 8  # channels: fewer are slower again
-_SMALL = 0.002  # of the pass: what saves less time saves none
+# Fewest and most timed calls, of which the fastest counts; seconds after which no more than the fewest are made.
+_PASSES, _SECONDS = (5, 30), 0.3
+_MARGIN = 1.05  # factor by which to exceed the requested speedup, because two measurements of a pass differ
+_LEAST = 8  # fewest channels; fewer than these are slower again
+_SMALL = 0.002  # fraction of the time of a pass; a cut that saves less is not made
 
 
 def compact(config: CompactConfig) -> Path:
-    """Compact a model, and train what is left.
+    """Compact a model, and train the smaller one. `docs/compact.md` explains it.
 
     Args:
         config: the settings of `ensemble-ml compact`.
@@ -70,14 +71,15 @@ def compact(config: CompactConfig) -> Path:
         The folder of the new run.
 
     Raises:
-        UserError: the checkpoint cannot be compacted, the run exists, or the speed cannot be reached.
+        UserError: the checkpoint cannot be compacted, the run exists or cannot be resumed, the speed cannot be reached,
+            or several processes were started.
     """
     if read_world(dict(os.environ), Launcher.auto).size > 1:
         raise UserError("compact: runs in one process; start one, then go on with ensemble-ml train on several ranks")
     last = Path(config.output) / config.run / "checkpoints" / "last"
     if config.resume and last.exists():
         meta = load_meta(last)
-        require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; go on there")
+        require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; resume it with train")
         own: dict[str, Any] = {"output": config.output, "run": config.run, "threads": config.threads}
         settings = replace(train_config(meta["config"], config.data.store), resume=True, **own)
         folder, facts = train(settings), meta["compacted"]
@@ -89,17 +91,17 @@ def compact(config: CompactConfig) -> Path:
 
 
 def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
-    """Cut the model. Return the settings of the new run and the state that it begins with."""
+    """Cut the model, and return the settings of the new run and the state that it begins with."""
     path = find_checkpoint(config.checkpoint)
     checkpoint = load_checkpoint(path, training=True)
     _refuse(path, checkpoint)
-    # A teacher of its own, which may be gone, has no part in this.
-    given = replace(train_config(checkpoint.meta["config"], config.data.store), teacher=None)
-    settings = fine_tuning(config, given, checkpoint)
-    setup.open_run(settings)  # refuses a run that exists, before minutes are spent
+    # The teacher of the former run is not needed, and may no longer exist.
+    former = replace(train_config(checkpoint.meta["config"], config.data.store), teacher=None)
+    settings = fine_tuning(config, former, checkpoint)
+    setup.open_run(settings)  # refuses a run that exists; measuring takes minutes
     setup.use_threads(settings)
     reader = Reader(open_store(config.data.store), checkpoint.spec)
-    run = assemble(given, reader, checkpoint, torch.get_num_threads())
+    run = assemble(former, reader, checkpoint, torch.get_num_threads())
     with run.state.predicting() as model:
         assert isinstance(model, EnsembleModel)
         spec, weights, speed, facts = shrink(run, model, config.speedup)
@@ -117,13 +119,13 @@ def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
 
 
 def _refuse(path: Path, checkpoint: Checkpoint) -> None:
-    """Raise a UserError if a checkpoint is of another network, or of no step."""
+    """Raise a UserError if a checkpoint is of a network that cannot be cut, or of step 0."""
     name, step = checkpoint.spec.config.name, checkpoint.meta["step"]
     if name != "unet3d":
-        raise UserError(f"checkpoint {path}: is of model.name={name}; compact works on model.name=unet3d")
+        raise UserError(f"checkpoint {path}: is of model.name={name}; compact needs model.name=unet3d")
     if checkpoint.spec.config.bank:
         raise UserError(
-            f"checkpoint {path}: its kernels share a bank, so none can be cut alone; compact works on model.bank=0"
+            f"checkpoint {path}: its kernels share a bank, so none can be cut alone; compact needs model.bank=0"
         )
     if not step:
         raise UserError(
@@ -132,14 +134,14 @@ def _refuse(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
-    """Return the settings that a checkpoint recorded, on a store of another path.
+    """Return the settings that a checkpoint recorded, for one rank and with another path of the store.
 
     Args:
         plain: the settings as JSON values.
         store: the path of the store.
 
     Raises:
-        UserError: this version has other settings.
+        UserError: a setting is unknown to this version, or has a value that it does not allow.
     """
     try:
         settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), dict(plain)))
@@ -148,23 +150,22 @@ def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
             f"checkpoint: its settings are not those of this version ({str(error).splitlines()[0]})"
         ) from error
     assert isinstance(settings, TrainConfig)
-    # One rank trains one model.
     data = replace(settings.data, store=store)
     return replace(settings, data=data, parallel=ParallelConfig(), tournament=TournamentConfig())
 
 
-def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return the settings of the steps after the cut: a quarter as many, at half the learning rate.
+def fine_tuning(config: CompactConfig, former: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """Return the settings of the training after the cut: by default a quarter of the steps, at half the learning rate.
 
     Args:
         config: the settings of the compaction.
-        given: the settings of the checkpoint.
+        former: the settings of the checkpoint.
         checkpoint: the checkpoint.
     """
     whole = checkpoint.meta["steps"]
     steps = -(-whole // 4) if config.steps is None else config.steps
-    optim, usual = given.optim, OptimConfig()
-    # What votes are made of means nothing to one rank.
+    optim, usual = former.optim, OptimConfig()
+    # Settings of exchanges between ranks have no meaning for one rank.
     alone: dict[str, Any] = {"exchange": ExchangeName.allreduce, "quorum": "all", "bound": usual.bound, "replay": None}
     alone |= {
         key: getattr(usual, key)
@@ -172,8 +173,8 @@ def fine_tuning(config: CompactConfig, given: TrainConfig, checkpoint: Checkpoin
     }
     optim = replace(optim, lr=optim.lr / 2, warmup=optim.warmup // 4, **alone)
     return replace(
-        given, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads, resume=False,
-        init_from=None, max_minutes=0.0, until=0.0, validate_every=max(1, min(given.validate_every, -(-steps // 2))),
+        former, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads, resume=False,
+        init_from=None, max_minutes=0.0, until=0.0, validate_every=max(1, min(former.validate_every, -(-steps // 2))),
         teacher=str(checkpoint.path) if config.distill else None, distill=config.distill,
     )  # fmt: skip
 
@@ -186,13 +187,13 @@ def shrink(
     Args:
         run: the run of the model.
         model: the model, with the weights that predict.
-        speedup: how many times as fast a forward pass has to become.
+        speedup: how many times as fast a forward pass must become.
 
     Returns:
-        The spec, the weights and the speed of the smaller model, and what a checkpoint records of it.
+        The spec, the weights and the speed of the smaller model, and the facts that its checkpoints record.
 
     Raises:
-        UserError: the model cannot become as fast.
+        UserError: the model cannot become so fast.
     """
     log.info("compact: importance of channels and hidden units, on %d batches", BATCHES)
     importance = measure_importance(run, model)
@@ -213,28 +214,28 @@ def shrink(
 def reach(
     clock: Clock, importance: Importance, speedup: float, precision: Precision
 ) -> tuple[EnsembleModel, list[float]]:
-    """Cut the model of a clock until its forward pass is as fast as is wanted.
+    """Cut the model of a clock until its forward pass is as fast as requested.
 
     Args:
         clock: times the passes of the model and its parts.
-        importance: what channels and hidden units are worth.
-        speedup: how many times as fast a forward pass has to become.
-        precision: the setting `model.precision`; `auto` times the smaller model anew.
+        importance: importance of channels and hidden units.
+        speedup: how many times as fast a forward pass must become.
+        precision: the setting `model.precision`; `auto` chooses again for the smaller model.
 
     Returns:
-        The smaller model, and the milliseconds of a pass of the whole one and of this one.
+        The smaller model, and the milliseconds of a pass of the whole model and of the smaller one.
 
     Raises:
-        UserError: the model cannot become as fast.
+        UserError: the model cannot become so fast.
     """
     whole = clock.passes(clock.model)
     wanted = whole / (_MARGIN * speedup)
     sizes, target = dict(clock.sizes), wanted
     lost = cache(partial(importance.lost, clock.model))
-    while True:  # each time smaller, until nothing is left that saves time
+    while True:  # each time smaller, until it is fast enough or no cut saves time
         sizes, reached = choose_sizes(clock, lost, sizes, target, whole)
         small = _built(*cut_to(clock.model, importance, sizes), clock.model)
-        if precision is Precision.auto:  # what was fastest of the whole model need not be of this one
+        if precision is Precision.auto:  # another precision may be fastest for the smaller model
             choose(small, partial(_quietly, small, clock.inputs))
         measured = clock.passes(small)
         if measured <= wanted or not reached:
@@ -244,7 +245,7 @@ def reach(
         return small, [whole, measured]
     raise UserError(
         f"speedup={speedup:g}: {whole / measured:.2f} times is the most (of {whole:.3g} ms the point network takes"
-        f" {clock.points(clock.sizes):.3g}, and not all of the rest gets faster with its channels); give less, or train"
+        f" {clock.points(clock.sizes):.3g}, and parts of the rest do not depend on channels); give less, or train"
         " with a smaller model.points"
     )
 
@@ -277,7 +278,7 @@ def _built(spec: ModelSpec, weights: Mapping[str, Tensor], like: EnsembleModel) 
 
 @torch.no_grad()
 def _quietly(model: nn.Module, inputs: Any) -> Any:
-    """Run a forward pass that keeps nothing for a backward one."""
+    """Run a forward pass without gradients."""
     return model(inputs)
 
 
@@ -307,8 +308,8 @@ def cut_to(
 
     Args:
         model: the model.
-        importance: what says which channels stay.
-        sizes: sizes by group.
+        importance: importance of channels and hidden units, by which some stay.
+        sizes: number of channels or units to keep, by group.
 
     Returns:
         The spec and the weights of the smaller model.
@@ -323,7 +324,7 @@ def cut_to(
 
 
 class Clock:
-    """Milliseconds of the parts of a forward pass of one init time. Each part is timed once for each of its sizes.
+    """A clock for the parts of a forward pass of one init time. Each part is timed once for each of its sizes.
 
     Args:
         model: the model whose parts they are.
@@ -339,11 +340,11 @@ class Clock:
         numbers = [*range(len(self.levels)), *range(len(self.levels) - 1)]
         self.of_block = [level for level in numbers for _ in range(config.blocks)]  # the level of each block
         self.block, self.stem, self.network = cache(self._block), cache(self._stem), cache(self._network)
-        # Widths that are no multiple of a vector of the processor, or of a tile of a GPU, save nothing.
+        # Only multiples of the length of a processor's vectors, or of a GPU's tiles, save time.
         self.unit = 8 if self.device.type == "cuda" else 16
 
     def smaller(self, name: str, size: int) -> list[int]:
-        """Return the sizes that a group may be cut to."""
+        """Return the sizes to which a group of `size` channels or units may be cut, ascending."""
         if name == POINTS:
             return [size * eighths // 8 for eighths in range(1, 8)] if size >= 64 else []
         return [_LEAST] * (size > _LEAST < self.unit) + list(range(self.unit, size, self.unit))
@@ -357,7 +358,7 @@ class Clock:
         return self.network(sizes[POINTS]) if POINTS in sizes else 0.0
 
     def total(self, sizes: Mapping[str, int], whole: float) -> float:
-        """Return the milliseconds of a pass at some sizes, given those of the whole model."""
+        """Estimate the milliseconds of a pass at some sizes from those of the whole model and of the parts."""
         return whole + self._parts(sizes) - self._parts(self.sizes)
 
     def _parts(self, sizes: Mapping[str, int]) -> float:
@@ -375,7 +376,7 @@ class Clock:
         )
 
     def _stem(self, stream: int) -> float:
-        """Time the stem of the variables on pressure levels, or that of the surface where there are none."""
+        """Time the stem of the variables on pressure levels, or that of the surface if there are none."""
         surface = self.model.pressure is None
         channels = self.model.features.channels(surface=surface)
         pad = Padder(self.levels[0])
@@ -397,7 +398,7 @@ class Clock:
         return self._fastest(call)
 
     def _network(self, units: int) -> float:
-        """Time the point network, on one strip after another."""
+        """Time the point network on a strip of points, and scale to all points of the grid."""
         network = copy.deepcopy(self.model.points)
         assert network is not None
         network.first, network.second = network.first[:units].clone(), network.second[:, : units + 1].clone()
@@ -413,7 +414,7 @@ class Clock:
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the milliseconds of the fastest of some calls."""
-        # The processor time of a single thread does not count what other processes do to it.
+        # The processor time of a single thread does not include time that other processes take.
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         now = time.process_time if alone else time.perf_counter
         call()  # loads kernels and fills caches
@@ -430,17 +431,17 @@ class Clock:
 def choose_sizes(
     clock: Clock, lost: Callable[[str, int], float], sizes: Mapping[str, int], target: float, whole: float
 ) -> tuple[dict[str, int], bool]:
-    """Cut what loses least importance for each millisecond, until the pass should be as fast as is wanted.
+    """Cut what loses least importance for each millisecond, until the estimated time reaches the target.
 
     Args:
         clock: times parts of the pass.
-        lost: returns what a group loses that is cut to a size.
+        lost: returns the importance that a group loses if it is cut to a size.
         sizes: the sizes to begin with.
         target: milliseconds to reach.
         whole: milliseconds of the whole model.
 
     Returns:
-        The sizes, and whether the target is reached.
+        The sizes by group, and whether the target is reached.
     """
     found = dict(sizes)
     now = clock.total(found, whole)
@@ -460,7 +461,7 @@ def choose_sizes(
 
 
 def _report(config: CompactConfig, folder: Path, facts: Mapping[str, Any]) -> None:
-    """Log what was gained and lost, and warn if it is more than the limit."""
+    """Log speed and scores before and after, and warn if the CRPS rose by more than the limit."""
     meta = load_meta(folder / "checkpoints" / ("best" if (folder / "checkpoints" / "best").exists() else "last"))
     after, before = meta["scores"].get("crps_ratio"), facts["crps_ratio"]
     log.info("compact: %s", in_words(facts, after))

@@ -2,10 +2,10 @@
 
     global     one set of coefficients for each lead and field
     local      one set for each grid point as well, with a seasonal term
-    shrunk K   local coefficients, drawn to the global ones, which count as much as K dates
+    shrunk K   local coefficients, pulled towards the global ones, which weigh as much as K dates
 
-All forms take the members' mean as an anomaly from its mean over the training dates at the point. So coefficients of
-the whole globe do not depend on how its climate differs from place to place.
+All forms take the members' mean as an anomaly from its mean over the training dates at the point. So the global
+coefficients do not depend on how the climate differs from place to place.
 
 Axes: D date, T lead, F field (variables and levels, then surface variables), P grid point.
 """
@@ -37,10 +37,10 @@ from ensemble_ml.training.validation import NOTHING
 
 log = logging.getLogger(__name__)
 
-STRENGTHS = (0.5, 2.0, 8.0, 32.0)
-_MOST_SAMPLES = 200_000  # for the four numbers of a global fit: all dates, at fewer points
+STRENGTHS = (0.5, 2.0, 8.0, 32.0)  # dates that the global coefficients count for, K
+_MOST_SAMPLES = 200_000  # points times dates of a global fit of four numbers: all dates, at some points
 _AT_ONCE = 4_000_000  # points times dates that are fitted together; each takes 350 bytes
-_MOST_POINTS = 1100  # for the choice of a form; the chosen form is fitted at all points
+_MOST_POINTS = 1100  # points for the choice of a form; the chosen form is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
 _EVERY = slice(None)
 _TINY = 1e-30
@@ -49,17 +49,17 @@ _REFINED = 8  # iterations for another ensemble size, which starts from the coef
 
 @dataclass(eq=False)
 class _Samples:
-    """Some dates as EMOS uses them.
+    """The mean, variance and truth of some dates, as EMOS uses them.
 
-    A value that is missing in the mean, the variance or the truth leaves the truth NaN, and so has no weight.
+    Where one of the three is missing, the truth is NaN, and so has no weight.
 
     Attributes:
         mean: (D, T, F, P) float32, mean of M members.
-        variance: (D, T, F, P) float32, variance of M members.
+        variance: (D, T, F, P) float32, variance of M members, ddof = 1.
         truth: (D, T, F, P) float32, NaN where something is missing.
         season: (D, 2) sine and cosine of the day of the year.
         members: M.
-        reference: (T, F, P), the mean of `mean` over these dates.
+        reference: (T, F, P) float64, the mean of `mean` over these dates.
     """
 
     mean: Tensor
@@ -73,7 +73,7 @@ class _Samples:
 
     @classmethod
     def read(cls, reader: Reader, dates: np.ndarray, members: int, points: slice = _EVERY) -> _Samples:
-        """Read some dates at some points, as their first `members` members show them."""
+        """Read some dates at some points, with mean and variance of `members` members (see `Dates.sample`)."""
         source = Dates(reader, members)
         count = len(range(*points.indices(math.prod(reader.spec.grid.shape))))
         mean, variance, truth = torch.empty(3, len(dates), *source.shape, count).unbind()
@@ -101,7 +101,7 @@ def fit_emos_model(
 ) -> dict[str, object]:  # fmt: skip
     """Fit the coefficients of `model`.
 
-    A field whose truth is known on too few dates for coefficients of a point's own has the global ones at each point.
+    A point where too few dates have a truth takes the global coefficients.
 
     Args:
         model: the model, which is changed.
@@ -109,11 +109,11 @@ def fit_emos_model(
         train: indices of the training dates.
         validation: indices of the validation dates, which choose the form; without any, it is "shrunk 8".
         members: M, at which the forms are compared.
-        sizes: other ensemble sizes to fit for, as far as the model has rows for them.
+        sizes: other ensemble sizes to fit for; the model has rows for some only (see `rows_for`).
         progress: shows how far the fit is.
 
     Returns:
-        The chosen form, and the validation score of each form.
+        {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble}.
     """
     progress = progress or Progress()
     progress.begin(["EMOS: its forms", "EMOS: all points"])
@@ -126,15 +126,15 @@ def fit_emos_model(
         scores = fit.scores(seen, model.heads.typical)
     # Without validation dates no form can be preferred, so one with moderate shrinkage is taken.
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
-    told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
-    fit.tell_of_few(reader.spec)
-    log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
+    listed = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+    fit.warn_few_dates(reader.spec)
+    log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", listed or "none", form)
     # A size gets coefficients only if enough dates have so many members.
     whole = np.array([len(reader.available(int(date))) for date in train])
     wanted = rows_for(samples.members, [s for s in sizes if (whole >= s).sum() >= COEFFICIENTS])
     if wanted[0] > 1 and reader.spec.config.min_members == 1:
-        log.warning("emos: fitted to %s members, and not to one, of which sigma would be too small", wanted)
-    # The model has a fixed number of rows. Rows that are left over repeat the largest size.
+        log.warning("emos: fitted to %s members but not to one, so its sigma for one member is too small", wanted)
+    # The model has a fixed number of rows. Unused rows repeat the largest size.
     spare = len(model.sizes) - len(wanted)
     model.sizes.copy_(torch.tensor([*wanted, *[wanted[-1]] * spare]))
     first = fit.all_points(form, None)
@@ -151,10 +151,10 @@ def fit_emos_model(
 
 
 class _Fit:
-    """The fit of one model, with the samples of the size that is fitted at present."""
+    """The fit of one model, with the samples of the ensemble size that is being fitted."""
 
-    def __init__(self, samples: _Samples, area: Tensor, laws: Sequence[Family], progress: Progress):
-        self.samples, self.area, self.laws, self.progress = samples, area, laws, progress
+    def __init__(self, samples: _Samples, area: Tensor, families: Sequence[Family], progress: Progress):
+        self.samples, self.area, self.families, self.progress = samples, area, families, progress
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -163,12 +163,14 @@ class _Fit:
         return [(lead, field) for lead in range(leads) for field in range(fields)]
 
     def scores(self, validation: _Samples, typical: Tensor) -> dict[str, float]:
-        """Return, for each form, the geometric mean over leads and fields of its CRPS over that of N(m, (1 + 1/M) s^2).
+        """Return for each form the geometric mean over leads and fields of its CRPS divided by the raw ensemble's.
+
+        The raw ensemble is N(m, (1 + 1/M) s^2).
 
         Args:
             validation: the validation dates, only at `some_points`.
-            typical: typical spreads (T, F). A field is left out if the CRPS of the raw ensemble is negligible compared
-                with its typical spread, or with that CRPS on the training dates. There is nothing to predict then.
+            typical: typical spreads (T, F). A field has nothing to predict, and is left out, if its raw CRPS is
+                negligible compared with its typical spread or with its raw CRPS on the training dates.
         """
         logs: dict[str, list[float]] = {}
         for lead, field in self.progress.over("EMOS: its forms", self.columns):
@@ -185,7 +187,7 @@ class _Fit:
         return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
     def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
-        """Return the coefficients of `form` at every point, by lead and field.
+        """Fit `form` at all points, and return the coefficients by lead and field.
 
         Args:
             form: the form to fit.
@@ -194,8 +196,8 @@ class _Fit:
         each = self.progress.over("EMOS: all points", self.columns)
         return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in each}
 
-    def tell_of_few(self, spec: ModelSpec) -> None:
-        """Log the fields that have points without coefficients of their own."""
+    def warn_few_dates(self, spec: ModelSpec) -> None:
+        """Warn of fields with points that take the global coefficients for lack of dates."""
         names, few = field_names(spec), []
         for lead, field in self.columns:
             counts = torch.isfinite(self.samples.truth[:, lead, field]).sum(0)
@@ -203,25 +205,21 @@ class _Fit:
             if without:
                 few.append(f"{names[field]} at +{spec.leads_out[lead]} h ({without} of {int((counts > 0).sum())})")
         if few:
-            log.warning("emos: points with too few dates of a truth for coefficients of their own: %s", ", ".join(few))
+            log.warning("emos: points with the truth of too few dates take global coefficients: %s", ", ".join(few))
 
     def _enough(self, lead: int, field: int) -> bool:
-        """Return whether any point has its truth on as many dates as there are coefficients."""
+        """Return whether any point has a truth on at least as many dates as there are coefficients."""
         return bool((torch.isfinite(self.samples.truth[:, lead, field]).sum(0) >= COEFFICIENTS).any())
 
     def _at_all_points(self, form: str, lead: int, field: int, start: Emos | None) -> Emos:
-        """Fit one lead and field at all points, in several parts if they are too many to fit together.
-
-        A part takes every n-th point.
-        """
+        """Fit one lead and field at all points; if these are many, in n parts of every n-th point."""
         if start is not None and int(torch.isfinite(self.samples.truth[:, lead, field]).sum()) < COEFFICIENTS:
-            return start  # no date with so many members has its truth
+            return start  # too few dates with so many members have a truth
         whole = self._global(lead, field)
         if form == "global" or not self._enough(lead, field):
             return whole
         start = start if start is not None and start.a.ndim else None
         dates, _, _, count = self.samples.mean.shape
-        # All points of a large grid together would take too much memory.
         parts = -(-count * dates // _AT_ONCE)
         slices = [slice(k, None, parts) for k in range(parts)]
         found = [self._local(form, whole, lead, field, s, None if start is None else start.at(s)) for s in slices]
@@ -238,14 +236,14 @@ class _Fit:
     def _global(self, lead: int, field: int) -> Emos:
         """Fit one set of coefficients for the globe."""
         dates, _, _, count = self.samples.mean.shape
-        # Points are drawn at random, so that no meridian and no row counts more than others.
+        # Points are drawn at random, so that no meridian or row counts more than others.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
         points = order[: max(4, _MOST_SAMPLES // dates)].sort().values
         weights = (self.area[points, None] * torch.ones(dates)).flatten()
         chosen = [v.flatten() for v in self.samples.field(lead, field, points)]
         reference = self._reference(lead, field, points).expand(-1, dates).flatten()
         return fit_emos(
-            *chosen, reference=reference, weights=weights, family=self.laws[field], iterations=_ITERATIONS,
+            *chosen, reference=reference, weights=weights, family=self.families[field], iterations=_ITERATIONS,
             tolerance=_TOLERANCE,
         )  # fmt: skip
 
@@ -254,21 +252,20 @@ class _Fit:
         return self.samples.reference[lead, field, points][:, None]
 
     def _local(self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
-        """Fit coefficients for each of some points. Points with too few dates take the global ones."""
+        """Fit coefficients for each of some points. Points with the truth of too few dates take the global ones."""
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
         mean, variance, truth = self.samples.field(lead, field, points)
-        # Points with too few observations take no part in the fit, and get the global coefficients below.
         few = torch.isfinite(truth).sum(-1) < COEFFICIENTS
         found = fit_emos(
             mean, variance, torch.where(few[:, None], torch.nan, truth), season=self.samples.season,
-            reference=self._reference(lead, field, points), prior=whole, family=self.laws[field], strength=strength,
+            reference=self._reference(lead, field, points), prior=whole, family=self.families[field], strength=strength,
             start=start, iterations=_REFINED if start else _ITERATIONS, tolerance=_TOLERANCE,
         )  # fmt: skip
         a, b, c, d = (torch.where(few, getattr(whole, name), getattr(found, name)) for name in "abcd")
         return replace(found, a=a, b=b, c=c, d=d, season=found.season.masked_fill(few[:, None], 0.0))
 
     def _raw(self, known: tuple[Tensor, Tensor, Tensor], members: int) -> float:
-        """Return the mean CRPS of the raw ensemble as N(m, (1 + 1/M) s^2); of one member its mean absolute error."""
+        """Return the mean CRPS of the raw ensemble, N(m, (1 + 1/M) s^2); for one member its mean absolute error."""
         mean, variance, truth = (v.double() for v in known)
         scale = torch.sqrt((1 + 1 / members) * variance).clamp(min=1e-12)
         if members == 1:
@@ -276,27 +273,27 @@ class _Fit:
         return self._mean(distributions.crps(Family.NORMAL, mean, scale, truth), truth)
 
     def _mean(self, scores: Tensor, truth: Tensor) -> float:
-        """Return the area-weighted mean over `some_points` and dates. It is zero if no truth is known."""
+        """Return the area-weighted mean over `some_points` and dates; zero if no date has a truth."""
         weight = torch.where(torch.isfinite(truth), self.area[self.some_points][:, None], 0.0)
         return float((torch.where(weight > 0, scores, 0.0) * weight).sum() / weight.sum().clamp(min=_TINY))
 
     @property
     def some_points(self) -> slice:
-        """Return the points at which forms are compared: every n-th, with n such that they lie on all meridians."""
+        """Return the points at which forms are compared: every n-th point, with n such that all meridians occur."""
         step = -(-len(self.area) // _MOST_POINTS)
-        # A step that shares a factor with the number of points could visit the same meridians again and again.
+        # A step that shares a factor with the number of points could visit only some of the meridians.
         while math.gcd(step, len(self.area)) > 1:
             step += 1
         return slice(None, None, step)
 
 
 def _dates_that_fit(reader: Reader, there: int) -> int:
-    """Return the number of dates to fit to: `most_dates`, or as many as a quarter of the memory holds."""
+    """Return the largest number of dates to fit to: `most_dates`, or fewer if a quarter of the memory holds fewer."""
     spec = reader.spec
     values = len(spec.leads_out) * spec.fields * math.prod(spec.grid.shape)
-    each = 3 * 3 * 4 * values  # for each date: as read, made complete, and of the size before
+    each = 3 * 3 * 4 * values  # bytes of mean, variance and truth: as read, made complete, and of the size before
     most = most_dates(spec)
     found = int(min(most, max(1, memory_limit() // 4 // each)))
     if found < min(there, most):
-        log.warning("emos: memory holds %d of %d training dates, and it is fitted to these", found, there)
+        log.warning("emos: memory holds %d of %d training dates, so it is fitted to these only", found, there)
     return found

@@ -251,7 +251,7 @@ def test_a_builder_of_an_older_archive_does_not_finish_for_another(archive, tmp_
     build = begin(settings, range(DATES))
     plan = build.work / "plan.json"
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"fingerprint": "0" * 16}))
-    with pytest.raises(UserError, match="the archive has changed since this run began, and another builder goes on"):
+    with pytest.raises(UserError, match="the archive has changed since this run began, and another builder uses"):
         build.finalise()
     assert not (tmp_path / "s.zarr").exists()
 

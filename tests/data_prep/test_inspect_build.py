@@ -31,7 +31,7 @@ def test_half_built_and_built(settings, tmp_path, capsys):
     assert not half["complete"] and half["dates"]["done"] == 1 and half["dates"]["count"] == 3
     assert "half-built: 1 of 3 init times are done" in capsys.readouterr().out
     assert half["sizes"]["parts"]["forecast"]["bytes"] > 0 and half["fingerprint"] is None and not half["gaps"]
-    with pytest.raises(UserError, match=r"2 of 3 init times are not built: 2001-01-02T00, 2002-01-01T00; run its"):
+    with pytest.raises(UserError, match=r"2 of 3 init times are not built: 2001-01-02T00, 2002-01-01T00; run prepare"):
         look(tmp_path, complete=True)
     prepare(settings(parts="2/3"))
     prepare(settings(parts="3/3"))

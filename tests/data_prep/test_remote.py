@@ -115,7 +115,7 @@ def test_a_failure_on_the_way_is_tried_again(tmp_path, served, plan):
 @pytest.mark.parametrize(
     ("answers", "text"),
     [({"": 404}, r"neither a Zarr store nor a file of GRIB or NetCDF is there \(404\)"),
-     ({"": 403}, r"access is refused \(403\); only what anybody may read is read")],
+     ({"": 403}, r"access is refused \(403\); only public objects can be read")],
 )  # fmt: skip
 def test_what_is_not_there_or_not_for_all(served, plan, answers, text):
     plan.answers = answers

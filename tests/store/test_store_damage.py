@@ -196,8 +196,8 @@ def test_a_wrong_bit_of_the_root_is_named_at_opening(copy):
     ("number", "remedy"),
     [
         (errno.EMFILE, r"cannot be opened \(Too many open files\); allow more \(`ulimit -n`\)$"),
-        (errno.EACCES, r"cannot be read \(Permission denied\); see that it may be"),
-        (errno.ESTALE, r"cannot be read \(Stale file handle\); see that it may be"),
+        (errno.EACCES, r"cannot be read \(Permission denied\); check its permissions"),
+        (errno.ESTALE, r"cannot be read \(Stale file handle\); check its permissions"),
         (errno.EIO, r"damaged file .*Input/output error"),
     ],
 )

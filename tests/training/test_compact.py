@@ -80,13 +80,13 @@ def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
     assert not (teacher.parent / "fast").exists()
     with pytest.raises(UserError, match="exists; go on with resume=true"):
         compact(settings(teacher, config_of, run="whole"))
-    with pytest.raises(UserError, match="is of a run of train; go on there"):
+    with pytest.raises(UserError, match="is of a run of train; resume it with train"):
         compact(settings(teacher, config_of, run="whole", resume=True))
     start = train(config_of(run="start", steps=0))
     with pytest.raises(UserError, match=r"is of step 0, where no channel"):
         compact(settings(start, config_of, run="b"))
     rival = train(config_of(run="drn", steps=1, model__name="drn", model__spread=False))
-    with pytest.raises(UserError, match=r"is of model.name=drn; compact works on model.name=unet3d"):
+    with pytest.raises(UserError, match=r"is of model.name=drn; compact needs model.name=unet3d"):
         compact(settings(rival, config_of, run="b"))
     shared = train(config_of(run="shared", steps=1, model__bank=0.5))
     with pytest.raises(UserError, match="its kernels share a bank"):

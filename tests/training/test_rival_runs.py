@@ -143,7 +143,7 @@ def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog
     given = {"dates": 20, "members": 4, "shape": (9, 16), "surface": ("tp",), "variables": ("t",), "levels": (850,)}
     store = make_store(tmp_path / "few.zarr", **given, absent=gone)
     run = train(config_of(**settings("emos", data__store=store.path, data__members=[2, 3, 4])))
-    told = "too few dates of a truth for coefficients of their own: tp at +24 h (144 of 144), tp at +48 h (144 of 144)"
+    told = "the truth of too few dates take global coefficients: tp at +24 h (144 of 144), tp at +48 h (144 of 144)"
     assert told in caplog.text
     model, _ = load_model(run / "checkpoints" / "best")
     temperature, rain = model.coefficients[model.row(3)].unbind(2)  # (6, T, Y, X); the first holds each point's mean

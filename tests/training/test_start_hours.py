@@ -20,7 +20,7 @@ def twice_a_day(tmp_path_factory):
 def test_a_run_of_several_hours_is_told_of_and_one_of_each_can_be_made(config_of, twice_a_day, caplog):
     given = {"data__store": twice_a_day.path, "data__members": [2, 4], "steps": 1, "validate_every": 1}
     train(config_of(run="both", **given))
-    assert "starts at 00, 12 UTC: corrections are of all hours together" in caplog.text
+    assert "init times at 00, 12 UTC share one correction" in caplog.text
     caplog.clear()
     run = train(config_of(run="noon", data__hours=[12], **given))
     assert "UTC" not in caplog.text
