@@ -16,7 +16,8 @@ from ensemble_ml.fields import Field
 from ensemble_ml.units import GRAVITY
 
 # The limits for each unit admit any weather, also at 1 hPa and in deserts, and sums over weeks. They exclude -32767 and
-# most values in other units. They also exclude 9999 and -9999, except in geopotential and radiation.
+# most values in other units. They also exclude -9999, except in geopotential, and 9999, except in geopotential and
+# radiation.
 _LIMITS = {
     "K": (100.0, 400.0),
     "Pa": (3e4, 1.2e5),  # at sea level, and at the surface of the highest mountains
@@ -27,7 +28,7 @@ _LIMITS = {
     "s-1": (-1.0, 1.0),
     "m": (-0.1, 9.5),  # water
     "kg m-2": (-10.0, 500.0),
-    "J m-2": (-1e4, 3e9),  # some weeks of sunshine
+    "J m-2": (-9.9e3, 3e9),  # some weeks of sunshine
     "J kg-1": (-1.0, 9.9e3),
     "1": (0.0, 1.0),
 }
@@ -46,7 +47,7 @@ _BEYOND = 1e15
 _HEIGHT_OFF = 2000.0, 0.1
 # Negative sums and fractions outside 0 to 1 are errors, except for rounding. Centres pack rain in steps of up to 0.1 mm
 # (a difference of two sums is off by half a step for each) and clouds in steps of up to 1 %.
-_SUM_BELOW = {"m": 1.5e-4, "J m-2": 1e4}
+_SUM_BELOW = {"m": 1.5e-4, "J m-2": 9.9e3}
 _FRACTION_BEYOND = 0.01
 
 

@@ -11,6 +11,7 @@ import numpy as np
 SHORT_TEXT = 500  # characters of `dates_text` to show in an attribute or on a page, because tools print these in full
 _SERIES = re.compile(r"R(\d+)/([^/]+)/PT(\d+)([HMS])")  # ISO 8601: repetitions, start, duration
 _UNITS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9}  # ns
+_MOST = 10**7  # dates of a series that is read; a damaged file may state any number
 _SHORTEST = 3  # fewest dates of a series; two single dates are as short and easier to read
 _REACH = 16  # how many of the next dates are tried as the second one of a series, because series may alternate
 
@@ -45,14 +46,18 @@ def dates_of(text: str) -> np.ndarray:
         datetime64[ns] dates, sorted, each once.
 
     Raises:
-        ValueError: A word of the text is neither a series nor a date, or a series goes on beyond the year 2262.
+        ValueError: A word of the text is neither a series nor a date, a date lies before 1678 or beyond 2262, or a
+            series has more than ten million dates.
     """
     found: list[int] = []
     for word in text.split():
         series = _SERIES.fullmatch(word)
         start, count, step = (series[2], int(series[1]), int(series[3]) * _UNITS[series[4]]) if series else (word, 1, 1)
         first = int(np.datetime64(start, "ns").astype(np.int64))
-        if first + step * count > np.iinfo(np.int64).max:
+        # Years that nanoseconds cannot count would wrap round.
+        if first // _UNITS["S"] != int(np.datetime64(start, "s").astype(np.int64)):
+            raise ValueError(f"{word}: lies outside of the years 1678 to 2262")
+        if count > _MOST or first + step * count > np.iinfo(np.int64).max:
             raise ValueError(f"{word} goes on for too long")
         found += (first + step * number for number in range(count))
     return np.unique(np.array(found, np.int64)).astype("datetime64[ns]")

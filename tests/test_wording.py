@@ -61,8 +61,17 @@ def test_plain_lists_are_read_too():
 
 
 @pytest.mark.parametrize(
-    "text", ["no 2001-01-01", "R3/2001-01-07T00/P1D", "R3/x/PT48H", "R9/2250-01-01/PT99999H", "2001-13-01"]
+    "text",
+    [
+        "no 2001-01-01",
+        "R3/2001-01-07T00/P1D",
+        "R3/x/PT48H",
+        "R9/2250-01-01/PT99999H",
+        "2001-13-01",
+        "2500-01-01",
+        "R4000000000/2001-01-01/PT1S",
+    ],
 )
 def test_what_is_no_date_is_refused(text):
-    with pytest.raises(ValueError, match=r"date|goes on"):
+    with pytest.raises(ValueError, match=r"date|goes on|outside of the years"):
         dates_of(text)

@@ -22,6 +22,7 @@ from data_prep.simulate.workers import run_years
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import write_whole
+from ensemble_ml.strict_json import strict
 
 FORMAT = 1
 STATEMENT = (
@@ -77,7 +78,7 @@ def simulate(config: SimulateConfig) -> Path:
     for line in report(figures):
         print(line, flush=True)
     # This file is written last, because it marks the archive as complete.
-    write_whole(output / "archive.json", json.dumps(describe(config, years, figures), indent=1))
+    write_whole(output / "archive.json", json.dumps(strict(describe(config, years, figures)), indent=1))
     shutil.rmtree(output / ".parts", ignore_errors=True)
     dates = sum(len(year.written) for year in years)
     print(f"simulated {dates} init times in {time.perf_counter() - began:.0f} s: {output}", flush=True)

@@ -76,8 +76,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
         UserError: before the first forecast, if the checkpoint is damaged; the source does not fit it; something that
             the settings name is not there; a forecast exists already, or `resume` is on without `overwrite` and a
             forecast was made in another way. At the end, if the input of some init times could not be read, or was NaN
-            or infinite; a single process has made all other forecasts then. With several ranks, the first rank that
-            raises also ends the others, and if ranks share a date, the first such date ends the run.
+            or infinite; all other forecasts are made then. If ranks share a date, the first such date ends the run.
     """
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     with start(config.parallel) as session:
@@ -175,6 +174,8 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
                 if path is not None
             ]
         done(writing)
+    # The first rank that raises ends all others, so it waits until they have written their forecasts.
+    job.session.mesh.world.barrier()
     if unread:
         dates, (why, *_) = list(unread), unread.values()
         # If all dates failed, the cause is hardly a single date, so no dates are listed.

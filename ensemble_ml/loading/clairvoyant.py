@@ -144,7 +144,7 @@ class ClairvoyantLoader:
         ram: int | None = None,
         disk: int = 0,
         folder: str | Path | None = None,
-        assign: Assign = Assign.fixed,
+        assign: Assign | str = Assign.fixed,
         threads: int = 4,
         ahead: int = 3,
         start_step: int = 0,
@@ -155,6 +155,12 @@ class ClairvoyantLoader:
         batch_size, epochs, seed, threads, ahead = _whole_numbers(
             batch_size=batch_size, epochs=epochs, seed=seed, threads=threads, ahead=ahead
         )
+        rank, ranks, disk, start_step = _whole_numbers(rank=rank, ranks=ranks, disk=disk, start_step=start_step)
+        ram = None if ram is None else _whole_numbers(ram=ram)[0]
+        try:
+            assign = Assign(assign)
+        except ValueError:
+            raise UserError(f"assign={assign!r}: {', '.join(one.value for one in Assign)} are allowed") from None
         if batch_size < 1 or threads < 1 or ahead < 1:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
         if ranks > 1 and gather is None:
@@ -292,9 +298,10 @@ class ClairvoyantLoader:
         if differ:
             pairs = ", ".join(f"{key}={state.get(key)} (here {mine[key]})" for key in differ)
             raise UserError(f"state of a loader: {pairs}; give the same data, seed and batch size")
-        if not 0 <= int(state["step"]) <= self.steps:
-            raise UserError(f"state of a loader: step {state['step']}, and the run has {self.steps}; give more epochs")
-        self.step = int(state["step"])
+        (step,) = _whole_numbers(step=state.get("step"))
+        if not 0 <= step <= self.steps:
+            raise UserError(f"state of a loader: step {step}, and the run has {self.steps}; give more epochs")
+        self.step = step
 
     def close(self) -> None:
         """End threads and connections, and free the memory. Calling it again does nothing."""

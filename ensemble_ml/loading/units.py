@@ -92,10 +92,6 @@ class Units:
                 shard.close()
         self.store.check_same()
 
-    def reads(self, unit: int) -> int:
-        """Return the number of requests to slow storage that a unit takes."""
-        return len(self._found[unit // self.each].runs[unit % self.each])
-
     def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
         """Return a reader of one sample whose units are in memory.
 

@@ -137,6 +137,7 @@ def open_remote(path: str) -> Any:
 def reopen(path: str) -> None:
     """Forget what is cached of a Zarr store, because it is opened again and may have changed since."""
     _opened.pop(_root(path), None)
+    _asked_head.cache_clear()  # a file that was not there may be there now
 
 
 def remote_stamp(path: str) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import hash_of_code, user_cache, write_whole
 from ensemble_ml.machine import keep_freed_memory, processors
 from ensemble_ml.models import ModelSpec, choose
+from ensemble_ml.models.speed import Speed, device_name, settle
 from ensemble_ml.models.speed import candidates as speeds
-from ensemble_ml.models.speed import device_name, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal
 
@@ -161,11 +162,13 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
     """Return the seconds of a few steps, as `stepper` returns them; each is that of the slowest rank."""
     traffic = Traffic()
     speed = speeds(session.device, job.config.model.precision)[0]
-    rehearsal = Rehearsal(
-        job.config, job.spec, echo_mesh(shape.topology, traffic), shape.samples, speed, session.device, traffic
-    )
+    rehearse = partial(Rehearsal, spec=job.spec, mesh=echo_mesh(shape.topology, traffic), samples=shape.samples,
+                       device=session.device, traffic=traffic)  # fmt: skip
     if job.config.model.precision is Precision.auto:
-        _fastest(rehearsal, session)
+        # As in training, the speed is chosen before weights are sharded, because shards take its precision.
+        whole = replace(job.config, parallel=replace(job.config.parallel, shard=1))
+        speed = _fastest(rehearse(whole, speed=speed), session)
+    rehearsal = rehearse(job.config, speed=speed)
     optim = replace(job.config.optim, hierarchical=False)  # nothing here knows which ranks would share a node
     exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
     step = stepper(optim, rehearsal, exchange)
@@ -202,10 +205,10 @@ def _keep(piece: Piece, path: Path | None) -> None:
         log.warning("plan: times cannot be kept in %s (%s), so they are measured again each time", path, error)
 
 
-def _fastest(rehearsal: Rehearsal, session: Session) -> None:
-    """Set the precision that training would choose; all ranks take that of the first."""
+def _fastest(rehearsal: Rehearsal, session: Session) -> Speed:
+    """Return the speed that training would choose; all ranks take that of the first."""
     own = choose(rehearsal.model, rehearsal.step, wanted=Precision.auto)
-    session.once(lambda: own).apply(rehearsal.model)
+    return session.once(lambda: own)
 
 
 def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Callable[[], list[float]]:
@@ -267,7 +270,7 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     optim = job.config.optim
     facts += [spec, shape.topology.shape, shape.samples, optim.name.value, optim.exchange.value]
     facts += [optim.bucket_mb, optim.bits, optim.scale.value, optim.clip, optim.clip_by.value, optim.rank]
-    facts += [shape.topology.size == session.topology.size]
+    facts += [shape.topology.size == session.topology.size, job.config.parallel.shard]
     facts += [session.world.local_size, _CODE]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
 

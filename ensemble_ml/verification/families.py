@@ -124,7 +124,8 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
     if certain.any():  # all mass lies in one point
         point = np.clip(location, *family.bounds)
         found = cdf(family, location, np.where(certain, 1.0, scale), y, left=left)
-        return np.where(certain, (y > point) if left else (y >= point), found)
+        reached = np.where(np.isnan(point + y), np.nan, (y > point) if left else (y >= point))
+        return np.where(certain, reached, found)
     x, v = location / scale, y / scale
     if family is Family.NORMAL:
         return ndtr(v - x)
@@ -196,7 +197,7 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
     if family is Family.NORMAL:
         return normal
     if family is Family.TRUNCATED_NORMAL:
-        return np.where(y < 0, np.inf, normal + log_ndtr(x))
+        return np.where(y < 0, np.where(np.isnan(x), np.nan, np.inf), normal + log_ndtr(x))
     # A mass may be too small for a float64, while its logarithm is not.
     mass = -log_ndtr(-x) if family in CENSORED else np.inf
     if family in _CENSORED_NORMAL:
@@ -245,7 +246,7 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
     else:
         mean, deviation = _standard_moments(family, location / unit)
         mean = np.where(certain, point, scale * mean)
-    return mean, np.where(certain, 0.0, scale * deviation)
+    return mean, np.where(certain, 0 * location, scale * deviation)
 
 
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:

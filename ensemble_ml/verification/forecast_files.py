@@ -32,7 +32,8 @@ _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
 _ROUNDING = 1e-6  # tolerance, as a share of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF standard names of axes that differ from our names
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
-_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # the form that `inference.contents` writes
+# The form that `inference.contents` writes.
+_SPANS = re.compile(r"\(comment: over lead times (\d+-\d+ h(?:, \d+-\d+ h)*)\)")
 _ORIGIN = (
     "source", "checkpoint_step", "checkpoint_sha256", "training_data_fingerprint", "data_fingerprint", "settings_digest"
 )  # fmt: skip

@@ -122,14 +122,14 @@ def score_members(
     m, shape = len(members), np.shape(members)[1:]
     if np.shape(y) != shape:
         raise UserError(f"y of shape {np.shape(y)}, members of {m} fields of {shape}: give the truth at their points")
-    if weights is not None and np.broadcast_shapes(np.shape(weights), shape) != shape:
-        raise UserError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}")
-    if weights is not None:
-        check_weights(weights)
+    try:
+        w = np.broadcast_to(1.0 if weights is None else weights, shape).reshape(-1)
+    except ValueError:
+        raise UserError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}") from None
+    check_weights(w)
     check_count("members", m, 1, "an ensemble has members")
     dtype = np.float32 if members.dtype == np.float32 else np.float64
     flat, truth = members.reshape(m, -1), np.asarray(y, dtype).reshape(-1)
-    w = np.ones(truth.size) if weights is None else np.broadcast_to(weights, shape).reshape(-1)
     rng = rng or np.random.default_rng(0)
     total, buffers = EnsembleSums.zeros(m), _Buffers(m, dtype)
     for start in range(0, truth.size, _BLOCK):

@@ -352,17 +352,24 @@ def test_works_with_torch_datasets_and_odd_batches():
         ({"rank": -1}, "rank=-1, ranks=1"),
         ({"start_step": -1}, "start_step=-1: the run has 18 steps"),
         ({"start_step": 19}, "start_step=19: the run has 18 steps"),
+        ({"start_step": 1.0}, "start_step=1.0: must be a whole number"),
+        ({"ranks": "2"}, "ranks='2': must be a whole number"),
+        ({"ram": "4GB"}, "ram='4GB': must be a whole number"),
+        ({"assign": "near"}, "assign='near': fixed, locality are allowed"),
     ],
 )
 def test_ranks_and_steps_that_are_none(changes, message):
     with pytest.raises(UserError, match=message):
-        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0, **changes)
+        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, **{"ram": 0, **changes})
 
 
 def test_a_state_beyond_the_run_is_refused():
     loader = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0)
     with loader, pytest.raises(UserError, match="step 19, and the run has 18; give more epochs"):
         loader.load_state_dict(loader.state_dict() | {"step": 19})
+    with pytest.raises(UserError, match="step=None: must be a whole number"):
+        other = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0, assign="locality")
+        other.load_state_dict({key: value for key, value in other.state_dict().items() if key != "step"})
 
 
 def test_ranks_have_to_agree_on_data_and_step():

@@ -1,6 +1,7 @@
 """Forecasts over several ranks: the same NetCDF as from one process, and each rank reads its rows alone."""
 
 import shutil
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
-from ensemble_ml.store import open_store
+from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.training import train
 
@@ -94,6 +95,30 @@ def test_overlap_changes_no_forecast(trained, serial, tmp_path, overlap):
     calls = run_ranks(overlapping, 2, config_of(trained, tmp_path, lat=2, overlap=overlap), lat=2)
     assert all(calls) if overlap is True else not any(calls)  # auto is of training
     same_files(serial, tmp_path)
+
+
+def with_an_unread_date(session, config):
+    """Predict; the second rank cannot read its first date, and the first rank is slow."""
+    read = TensorStore.read
+
+    def failing(self, part, date, selection=None):
+        if part is Part.FORECAST and not session.first and date == 1:
+            raise UserError("damaged")
+        time.sleep(0.3 * session.first)
+        return read(self, part, date, selection)
+
+    TensorStore.read = failing
+    try:
+        return forecast(session, config)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_date_that_cannot_be_read_costs_no_other_rank_its_forecasts(trained, serial, tmp_path):
+    found = run_ranks(with_an_unread_date, 2, config_of(trained, tmp_path, data=2), data=2)
+    names = sorted(p.name for p in serial.iterdir())
+    assert found[0][1] == names and "no forecast, because the input cannot be read: damaged" in found[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name for name in names if name != names[1]]
 
 
 def with_an_old_listing(session, config):

@@ -9,8 +9,8 @@ from models.small_models import make_spec
 from parallel.ranks import run_ranks
 from parallel.test_planner import half_degree
 
-from ensemble_ml.config import ParallelConfig, TrainConfig
-from ensemble_ml.distributed import Topology
+from ensemble_ml.config import DataConfig, ParallelConfig, Precision, TrainConfig
+from ensemble_ml.distributed import Topology, solo
 from ensemble_ml.distributed.planner import Candidate
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
@@ -64,6 +64,18 @@ def test_what_the_planner_measures_with_does_not_stay(monkeypatch):
     monkeypatch.setattr(probing, "measured_links", lambda mesh, *_: mesh.lat.all_reduce(torch.ones(1)) and {})
     for counts, x in run_ranks(counted_groups, 4, data=4):
         assert counts[0] == counts[1] and counts[2] == counts[3] and x == 8
+
+
+def test_a_speed_is_chosen_before_weights_are_sharded(tmp_path):
+    spec = make_spec(9, 16, hidden=8, depth=1, precision=Precision.auto)
+    config = TrainConfig(run="a", data=DataConfig(store="x"), model=spec.config, batch_size=2)
+    topology = Topology(data=2).at(0)
+    found = []
+    for shard in (2, 1):
+        settings = replace(config, parallel=ParallelConfig(shard=shard))
+        job = probing.Job(settings, spec, (probing.Shape(topology, 1),), 0.1, tmp_path, 0.0, False)
+        found.append(probing.probe(job, solo()).pieces[0].seconds)
+    assert min(found) > 0 and len(list(tmp_path.iterdir())) == 2  # times with and without shards are kept apart
 
 
 def test_other_numbers_of_ranks_are_named_that_model_and_optimizer_can_follow(monkeypatch):

@@ -277,6 +277,10 @@ def test_what_misses_has_no_score(family, gone):
     for score in (crps, cdf, log_score, quantile, lambda *a: cdf(*a, left=True), lambda *a: crps_above(*a, 0.2)):
         assert np.isnan(score(family, *given)).all()
         assert np.isnan(score(family, *(np.append(a, a) for a in given[:2]), np.append(0.0, given[2]))[1])
+    assert gone == 2 or np.isnan(log_score(family, *given[:2], np.array([-1.0]))).all()
+    if gone != 1:  # a scale of zero is a point
+        assert np.isnan(cdf(family, given[0], np.zeros(1), given[2])).all()
+    assert gone != 0 or np.isnan(moments(family, given[0], np.zeros(1))[0]).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
