@@ -1,6 +1,6 @@
 """The error of the forecast model, in one place.
 
-It was tuned on the realism gate (`data_prep.simulate.realism`) alone, and was frozen before any training.
+It was tuned on the limits of realism (`data_prep.simulate.realism`) alone, and was frozen before any training.
 
 The values were found on one window of 12 init times (January and February of a model year that no archive contains), at
 48 h and T31:

@@ -67,7 +67,7 @@ class SimulateConfig:
     forecast_minutes: int = opt(60, "time step of the forecast model")
     rows: int = opt(33, "latitudes of the archive, both poles included")
     columns: int = opt(64, "longitudes of the archive")
-    levels: list[int] = opt(lambda: [300, 500, 700, 850], "pressure levels, hPa; the realism gate needs 500 and 850")
+    levels: list[int] = opt(lambda: [300, 500, 700, 850], "pressure levels, hPa; the check of realism needs 500 and 850")
     first_year: int = opt(2001, "first model year; each year is a spin-up of its own")
     train_years: int = opt(1, "model years for training")
     validation_years: int = opt(1, "model years for validation")

@@ -150,7 +150,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
     if starts := found["provenance"].get("gaps", {}).get("starts"):
         # Older stores hold a list of dates instead of a string.
         dates = [hour_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
-        yield f"A regular series but for {_count(len(dates), 'init time')}: {shortened(dates, _STARTS)}"
+        yield f"Regularly spaced except for {_count(len(dates), 'init time')}: {shortened(dates, _STARTS)}"
     for name, share in found["masked"].items():
         yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"
 

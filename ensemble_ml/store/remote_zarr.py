@@ -81,7 +81,9 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         try:
             return await asyncio.shield(self._kept[place])
         except BaseException:
-            self._kept.pop(place, None)
+            # If only this caller was cancelled, the bytes still come, and are kept.
+            if place in self._kept and self._kept[place].done():
+                del self._kept[place]
             raise
 
     async def _checked(self, key: str, wanted: Range) -> bytes | None:

@@ -130,7 +130,7 @@ def test_a_regular_series_without_a_date(tmp_path, caplog):
     looked = inspect(InspectConfig(store=store.path, speed=False))
     for starts in ("2001-01-07T00", ["2001-01-07T00"]):  # as stores had them before
         looked["provenance"]["gaps"]["starts"] = starts
-        assert "A regular series but for 1 init time: 2001-01-07T00" in as_text(looked)
+        assert "Regularly spaced except for 1 init time: 2001-01-07T00" in as_text(looked)
     looked["provenance"]["gaps"]["starts"] = "R40/2001-01-07T00/PT24H"
     assert "for 40 init times: 2001-01-07T00, 2001-01-08T00" in as_text(looked)
 
