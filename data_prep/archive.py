@@ -1,9 +1,8 @@
 """Archives of GRIB, NetCDF or Zarr that are read in place, with the same interface as a tensor store.
 
 Fields are decoded when they are asked for. The leads, variables and levels of an archive are the union over its init
-times and members. A field at a lead that no init time and no member has is taken to be absent on purpose, and reads as
-NaN (z at 850 hPa may exist at one lead only, gusts at three others). A field that some have and others lack is a gap
-(see `data_prep.gaps`).
+times and members. If no init time and no member has a field at a lead, the field is taken to be absent there on
+purpose, and reads as NaN. A field that some have and others lack is a gap (see `data_prep.gaps`).
 
 Axes: D init time, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -64,16 +63,17 @@ _NOTHING, _ABSENT = -1, -2
 class ArchiveSource:
     """A forecast archive with the interface of a store (it implements `ensemble_ml.store.source.Source`).
 
-    `layout` holds the coordinates, and `lead_bounds` are as in a tensor store. `left_out` names the variables that have
-    only sums at lead 0, counted from the start. `cut` describes the variables over intervals of which `leads` skips
-    some intervals (see `data_prep.intervals.cut`). `masked` names the variables that may have points without a value.
+    `layout` and `lead_bounds` are those of a tensor store. `left_out` names the variables that have only sums from the
+    start, at lead 0. `cut` describes the sums, means and maxima of which `leads` skips intervals of the archive (see
+    `data_prep.intervals.cut`). `masked` names the variables that may have points without a value.
 
     Args:
         catalogue: the table of the archive's fields.
         control: whether the control counts as a member.
         variables, levels, leads, dates: the selection; None keeps all.
         derive: variables to derive if their components are present.
-        cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored.
+        cuts: by variable, the hours after the init time at which its sums must end; sums that end at other hours are
+            ignored.
 
     Raises:
         UserError: the archive lacks something that is selected, or has no member; a perturbed member has the number of
@@ -153,7 +153,8 @@ class ArchiveSource:
     def _find_subtrahends(self) -> np.ndarray:
         """Return the catalogue's row of the sum to subtract from each record, (N,).
 
-        It is _NOTHING if no sum is to be subtracted, and _ABSENT if the archive lacks it. A sum from the start of the
+        It is _NOTHING if no sum is to be subtracted, and _ABSENT if the archive lacks that sum, or if the record covers
+        other hours than those of its lead. A sum from the start of the
         forecast is brought to the interval of its lead by subtracting the sum up to the lead before (see
         `data_prep.intervals`).
         """
@@ -327,7 +328,7 @@ class ArchiveSource:
         return self.catalogue.static()
 
     def fingerprint(self) -> str:
-        """Return a hash of file names, sizes and keys of all fields, as 16 hexadecimal digits."""
+        """Return a hash of file names, sizes, and keys and packing of all fields, as 16 hexadecimal digits."""
         return self.catalogue.fingerprint()
 
     def date_fingerprint(self, date: int) -> str:
@@ -353,7 +354,8 @@ def open_archive(
     """Open a forecast archive of GRIB, NetCDF or Zarr: a file, a folder, a glob pattern, or a list of them.
 
     Args:
-        paths: files, folders, globs, URLs or open Datasets; a folder with archive.json stands for its ensemble/.
+        paths: files, folders, globs, URLs or open Datasets; of a folder with archive.json, its sub-folder
+            ensemble/ is read.
         control: whether an unperturbed member counts as a member.
         variables: names of the variables to keep; None keeps all. Wind speed (ws, ws10), if it is named, is derived for
             each member from its components, unless the archive has it.
@@ -361,11 +363,12 @@ def open_archive(
         leads: leads to keep, hours; None keeps all.
         dates: init times to keep, each a year, a date, a time, or a range of these; None keeps all.
         change: the grid on which fields are wanted; None keeps their own.
-        index: keeps the tables of GRIB files, and which fields of NetCDF and Zarr are all NaN; None keeps none, and
-            looks for no such fields.
+        index: keeps the tables of GRIB files, and which fields are all NaN. These are searched for only if its `look`
+            is true. None keeps nothing, and does not search.
         derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).
-        cuts: for a variable, the hours at which its sums are cut; sums that end at other hours are ignored. Sums of
-            other variables are cut at each lead that the archive has of them, whatever `leads` keeps.
+        cuts: by variable, the hours after the init time at which its sums must end; sums that end at other hours are
+            ignored. For other variables, each sum covers the hours since the archive's lead before, even if `leads`
+            does not keep that lead.
         overrides: what the user states of NetCDF and Zarr variables.
         several_grids: whether to open an archive whose files are on several grids, to describe it. Its values can only
             be read if `change` regrids all to one grid.
@@ -396,7 +399,7 @@ def open_archive(
 
 
 def _check_catalogue(catalogue: Catalogue, variables: Sequence[str], several_grids: bool) -> None:
-    """Refuse a variable that is asked for but was left out because its file states no units, and a reduced grid."""
+    """Raise a UserError if a selected variable has no units in its file, or if the grid is reduced."""
     present = {FIELDS[index].name for index in np.unique(catalogue.records["field"]).tolist()}
     asked = set(variables) - present
     lacking = {theirs: ours for theirs, ours in catalogue.without_units.items() if ours in asked}
@@ -413,7 +416,7 @@ def _warn_unstated_leads(source: ArchiveSource) -> None:
     """Warn if no field states a lead: the times may be the valid times of forecasts."""
     # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
     if source.layout.lead_hours == (0,) and not all(reader.keyed for reader in source.catalogue.readers):
-        text = "%s: no field states a lead, so all are taken for +0 h: right for a truth; forecasts need a coordinate"
+        text = "%s: no field states a lead, so all get lead 0. This is right for a truth. Forecasts need a coordinate"
         log.warning(f"{text} of leads, or forecast_reference_time", source.path)
 
 
@@ -424,12 +427,14 @@ def _warn_unstated_sums(source: ArchiveSource) -> None:
     names = [FIELDS[index].name for index in np.unique(records["field"][open_sums]).tolist()]
     names = [name for name in names if name in source.layout.names]
     if names:
-        text = "%s: no interval is stated of %s; taken as sums from the start of the forecast"
-        log.warning(f"{text}; else give intervals={{%s: 6}}", source.path, ", ".join(names), names[0])
+        text = "%s: no file states the interval of %s, so they are read as sums from the start of the forecast"
+        log.warning(f"{text}. If that is wrong, give intervals={{%s: 6}}", source.path, ", ".join(names), names[0])
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
-    """Return the mean or spread over the members that are present, NaN where there are fewer than two.
+    """Return the mean or spread over the members that have the field.
+
+    It is NaN if fewer than two have it, and at points where one of them has no value.
 
     Args:
         values: members (M, T, ..., Y, X), NaN where absent.

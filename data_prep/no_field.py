@@ -1,8 +1,8 @@
 """Check that a variable's attributes and coordinates allow it to be a field. Otherwise it is left out with a reason.
 
-Coordinates, grid mappings and keys of GRIB messages are compared with lists of those that do no harm. Any other may
-make the values another quantity (a percentile, an error, soil at a depth), so the variable is left out. The attributes
-are those of the CF conventions and those that cfgrib copies from GRIB messages.
+Coordinates, grid mappings and the values of some GRIB keys must be in lists of harmless ones, and names and
+descriptions must hold no word of another quantity (a percentile, an error, soil at a depth). The attributes are those
+of the CF conventions and those that cfgrib copies from GRIB messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _OTHER = {  # words in names that mark a statistic of a variable, or another qua
     "wet", "dew", "dewpoint", "potential", "virtual", "index", "soil",
 }  # fmt: skip
 _SHARES = (*SHARES, "prob")
-# `p90`, `tmax`, `t2max`, `ensmean`; ECMWF's `mx2t6` and `mn2t`; `tx`, `tn` and `tg` of observations.
+# Names that join a statistic to a variable without a separator: `p90`, `tmax`, `t2max`, `ensmean`; ECMWF's `mx2t6` and
+# `mn2t`; `tx`, `tn` and `tg` of observations.
 _JOINED = re.compile(
     r"p\d{1,2}|(?:ens|t|t2|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)(?:2m)?|m[xn]2t\d*|t[xng]|mx|mn"
 )
@@ -223,7 +224,7 @@ def is_height(axis: xr.DataArray) -> bool:
 
 
 def heights_of(field: Field) -> set[float]:
-    """Return the height in m of a surface variable, or those of all surface variables of a quantity; empty for none.
+    """Return the heights in m of a variable: a pressure variable has those of all surface variables of its quantity.
 
     With 2 m, the 1.5 m of the Met Office is returned as well.
     """
@@ -240,8 +241,10 @@ def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool)
     Args:
         array: the data variable.
         field: the variable that its names suggest.
-        upper: whether it has an axis of pressure levels. Scalar heights then belong to other variables of the file.
-        placed: whether its name or GRIB parameter implies its height. Scalar kinds of level then belong to others.
+        upper: whether it has an axis of pressure levels. A scalar height is then ignored, because it belongs to another
+            variable.
+        placed: whether its name or GRIB parameter implies its height. A scalar coordinate that is named after a kind of
+            level is then ignored, because it belongs to another variable.
     """
     sized = [dim for dim in array.dims if array.sizes[dim] > 1]
     for name, axis in array.coords.items():
@@ -267,13 +270,16 @@ def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
 
 
 def _heights(field: Field, *, shared: bool) -> set[float]:
-    """Return the heights in m that a coordinate of a variable may have; more if other variables may share it."""
+    """Return the heights in m that a coordinate of a variable may have.
+
+    There are more if other variables may share the coordinate, or if the variable has no height.
+    """
     own = heights_of(field)
     return own | _NEAR if shared or not own else own
 
 
 def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: bool) -> str:
-    """Return a text on a coordinate along an axis if it makes `field` another quantity, as percentiles or depths do.
+    """Return the name and first values of a coordinate that makes `field` another quantity, as percentiles do.
 
     The text is empty if the coordinate only describes the axis, such as the months of its times.
     """
@@ -286,7 +292,7 @@ def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: boo
 
 
 def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
-    """Return whether a surface variable implies its height, by its GRIB parameter or by a name of the registry.
+    """Return whether a surface variable implies its height, by its GRIB parameter or by one of the names in `_PLACED`.
 
     Args:
         array: the data variable.
@@ -307,7 +313,7 @@ def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Fi
     along_known = bool(axis.dims) and name not in axis.dims  # it describes an axis of length one
     of_area = field.static and name in _AREA_TYPES
     if name == YEAR and name in array.dims and "valid_time" in array.coords:
-        return name in array.coords["valid_time"].dims  # hindcasts of one year (see `data_prep.axes.by_hindcast_year`)
+        return name in array.coords["valid_time"].dims  # years of hindcasts (see `data_prep.axes.by_hindcast_year`)
     return name in _PLAIN or about.get("standard_name") in _ROLES or mapping or along_known or of_area
 
 
@@ -319,7 +325,7 @@ def flags(array: xr.DataArray, field: Field) -> bool:
 def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
     """Refuse a variable whose grid mapping is not latitude and longitude.
 
-    A variable that names no mapping is on one of those in the file, if there are any.
+    A variable that names no mapping is accepted if the file has none, or one of latitude and longitude.
 
     Raises:
         OfSomethingElse: the variable is on another grid, or on an unknown one.
@@ -356,7 +362,7 @@ def _in_degrees(array: xr.DataArray) -> bool:
 @cache
 def _note_absent(name: str) -> None:
     """Log that a grid mapping is not in the file. Log it only once, because there may be thousands of files."""
-    text = "the grid mapping %s is named, but not in the file; by their units the axes are latitude and longitude"
+    text = "the grid mapping %s is named, but is not in the file; the axes are taken as latitude and longitude"
     log.warning(text, name)
 
 

@@ -1,4 +1,4 @@
-"""Lay out the init times of an archive: model years of each split, each with chains of 48 h cycles in its windows."""
+"""Lay out the init times of an archive. A split has model years, and a year has series of init times, 48 h apart."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longe
         config: settings of the archive.
         year: the model year.
         split: train, validation or test.
-        dates: init times to keep in each window.
-        longest: the largest number of init times of any split.
+        dates: number of init times to keep in each window.
+        longest: the largest `dates` of all splits.
     """
     cycles: list[Cycle] = []
     for window in config.windows:

@@ -2,13 +2,14 @@
 
 Hooks on the blocks of the U-Net allocate and free what FSDP2 does (torch 2.13), in its order:
 
-    forward    gather: the shards of all ranks, then the same as kernels; a block's shards stay until the next gather
-    backward   kernels are made of the shards; the shards of the next block are gathered ahead; gradients are copied
-               into one buffer, which stays until that of the next block; this rank's part of their sum stays
+    forward    The shards of all ranks are gathered, and stay until the next block has gathered its own. Kernels are
+               made from them, and freed after the block.
+    backward   Kernels are made from the shards. The shards of the next block are gathered ahead. Gradients are copied
+               into one buffer, which is freed when the next block needs its own. This rank keeps its part of their sum.
 
 Kernels are contiguous, which FSDP2 asks for. Gloo copies what it sends.
 
-On fake tensors this costs nothing; `models.ledger.Ledger` counts it.
+With fake tensors nothing is really allocated; `models.ledger.Ledger` counts the bytes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class EchoShards:
     shards: int
     traffic: Traffic
     gloo: bool = True
-    _gathered: dict[int, Tensor] = field(default_factory=dict)  # shards of all ranks, by unit
+    # Shards of all ranks, by unit: a block, or the rest of the network.
+    _gathered: dict[int, Tensor] = field(default_factory=dict)
     _kernels: dict[int, Tensor] = field(default_factory=dict)
     _sums: list[Tensor] = field(default_factory=list)
     _buffer: Tensor | None = None
@@ -84,7 +86,7 @@ class EchoShards:
 
     @property
     def held(self) -> int:
-        """Return how many sharded weights the first rank holds, which has the most, because rows are not split."""
+        """Return how many sharded weights the first rank holds. It has the most, because whole rows are shared out."""
         return sum(-(-len(p) // self.shards) * (p.numel() // len(p)) for some in self._params for p in some)
 
     def _elements(self, unit: int) -> int:
@@ -95,7 +97,7 @@ class EchoShards:
         return torch.empty(self._elements(unit), dtype=dtype or like.dtype, device=like.device)
 
     def _note(self, kind: str, whole: Tensor) -> None:
-        """Note a collective, with the copy of it that gloo makes meanwhile."""
+        """Count the message of a collective. For gloo, also allocate and free a copy of its data."""
         if self.gloo:
             torch.empty_like(whole)
         sent = whole.nbytes * (self.shards - 1) // self.shards
@@ -123,7 +125,7 @@ class EchoShards:
 
     def _turn(self, unit: int) -> None:
         """Gather a unit for the backward pass, and the one that comes after it."""
-        if len(self._order) == len(self._params):  # the backward pass begins, and nothing is left of the forward pass
+        if len(self._order) == len(self._params):  # the backward pass begins: free what the forward pass left
             self._gathered.clear()
         self._gather(unit)
         self._kernels[unit] = self._new(unit)

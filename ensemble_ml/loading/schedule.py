@@ -25,7 +25,8 @@ class Turn:
     Attributes:
         step: Number of optimizer steps done before it.
         validation: Whether it belongs to a validation.
-        shares: Samples of each data coordinate. A share may be empty.
+        shares: Samples of each data coordinate, which is the number of a share of the batch. The ranks of one
+            coordinate read the same samples. A share may be empty.
         stand_in: Sample that a data coordinate with an empty share of a training batch reads instead. It has weight
             zero.
     """
@@ -55,8 +56,8 @@ class Schedule:
         validate_every: Number of steps between validations. A validation always follows the last step.
         validate_first: Whether the run begins with a validation.
         parts: Number of data coordinates.
-        holders: (F,) data coordinate to which each training date should go if possible; None cuts each batch in its
-            own order.
+        holders: (F,) data coordinate to which each training date should go if possible; None cuts each batch into
+            consecutive shares, in the order in which its dates were drawn.
     """
 
     batches: Batches
@@ -93,8 +94,8 @@ class Schedule:
         """Return the data coordinate that holds each of `dates`, an array of the same length.
 
         For a training date it is the coordinate that uses the date in epoch 0 when every batch is cut in its own order.
-        For other dates it is the coordinate that reads the date first in a validation. The lengths of the shares of a
-        batch differ by at most one, so the coordinates hold about equally many training dates.
+        For other dates it is the coordinate that reads the date first in a validation. Shares of a batch differ
+        by at most one sample. The first ones get the extra samples, so their coordinates may hold more dates.
         """
         found: dict[int, int] = {}
         order = self.batches.order

@@ -1,5 +1,8 @@
 """Hold the packed units of one rank as its plan says.
 
+A unit is one member, or the targets, of an init time (`units.py`). A use is one reading of a unit by a data coordinate,
+and a turn is one batch of the schedule (`schedule.py`).
+
 A unit comes from the caches of this rank, from another rank, or from slow storage.
 
 A unit that is to enter a cache first stays in other memory (`_coming`) until all ranks have passed the turn that reads
@@ -106,7 +109,7 @@ class UnitCache:
         return self.again(unit)
 
     def again(self, unit: int) -> np.ndarray:
-        """Read a unit from slow storage although the plan has it in a cache or from another rank; count a fallback.
+        """Read a unit from slow storage that the plan expected in a cache or from another rank; count a fallback.
 
         This happens if its holder has failed or is late, if a copy is damaged, or if a disk was too full to keep it.
 
@@ -125,9 +128,9 @@ class UnitCache:
         return self._own(use)[0]
 
     def _own(self, use: int) -> tuple[np.ndarray, bool]:
-        """Return the unit, and whether it came from where the plan has it.
+        """Return the unit, and whether it came from the place that the plan names.
 
-        The second value is False where the plan has the unit in a cache, but the cache could not keep it (full disk).
+        The second value is False where the plan names a cache, but the cache could not keep the unit (full disk).
         The unit is then read again.
         """
         brought = int(self.plan.source[use])
@@ -155,8 +158,8 @@ class UnitCache:
     def _answered(self, use: int) -> None:
         """Count that one more user has received a unit that no cache keeps, and release the unit after the last one.
 
-        Without this, all units of a validation would stay in memory until its last turn, since its turns are passed
-        together.
+        Without this, all units of a validation would stay in memory until its end: over several ranks, its turns count
+        as passed only at a later training step.
         """
         with self._lock:
             left = self._waited_for.get(use, len(self.plan.users(use))) - 1

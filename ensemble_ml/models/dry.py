@@ -10,16 +10,21 @@ sometimes rains where no member has rain. So mean and scale are changed near zer
     mean    mean before the change
     u       mean / sigma, and zero where that is negative
     m       max(mean, 0)
-    b       mean, as a multiple of sigma', for which the chance of rain is that of the truth where u = 0
-    a       factor of sigma for which the mean amount of rain is also that of the truth where u = 0
+    b       mean' / sigma' where u = 0, chosen so that the chance of rain there is that of the truth
+    a       sigma' / sigma where u = 0, chosen so that the mean amount of rain there is that of the truth, too
 
 a and b are two numbers for each lead, variable and level, fitted in `training.truth_fit`. From u = 1 up, a does not
-change the scale, and the mean gains at most (a b)^2 / u scales. With a = 1 and b = 0 the mean is max(mean, 0).
+change the scale, and the mean grows by at most (a b)^2 sigma / u. With a = 1 and b = 0 the mean is max(mean, 0).
 
-The formula of mean' has a sigma, the value of sigma' at u = 0. With sigma' at each u, which grows with u, means that
-are right already would be raised, too: on the embedded archive, the truth equals the mean on average from u = 0.5 up.
-Forecasts of the fitted start had 5 % too much rain on unseen dates with a sigma, and 16 % with sigma'; with a point
-network 2 % and 8 %. The CRPS of rain was 1.6 % lower with a sigma, and 0.6 % with a point network.
+The formula of mean' has the product a sigma, which is sigma' where u = 0. Elsewhere sigma' is larger, and would also
+raise means that are right already: on the archive of `simulate`, they are right on average from u = 0.5 up. Models
+that were fitted but not trained forecast too much rain on unseen dates of it:
+
+    formula with      a sigma    sigma'
+    no point network     5 %      16 %
+    point network        2 %       8 %
+
+With a sigma, the CRPS of rain was lower by 1.6 % without a point network, and by 0.6 % with one.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ from ensemble_ml.fields import Family
 
 AT_ZERO = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # these have a mass at zero and no upper bound
 _SHARES, _MOST = (0.05, 1.0), 1.0  # bounds of a, and the largest b
-# Least scale (and least b in a fit), and least 2 b: hypot has no gradient where both of its arguments are zero.
+# _TINY is the least scale that divides, and the least fitted b. _LEAST is the least 2 b, because hypot has no gradient
+# where both of its arguments are zero.
 _TINY, _LEAST = 1e-30, 1e-6
 
 

@@ -46,7 +46,7 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
 
     Args:
         position: the result of `position_planes`.
-        count: (B,) M.
+        count: (B,) number of members.
         day_of_year: (B,) 1 to 366.
     """
     numbers = torch.stack([1 / count, torch.log(count), *seasonal_terms(day_of_year).unbind(-1)], 1)

@@ -27,8 +27,8 @@ def pit(
 ) -> np.ndarray:
     """Return the probability integral transform F(y) of the truth, in [0, 1].
 
-    Where a censored distribution has a point mass, F jumps. The value is then drawn within the jump, because the PIT of
-    a calibrated forecast would not be uniform otherwise (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
+    Where a censored distribution has a point mass, F jumps. A random value within the jump makes the PIT of a
+    calibrated forecast uniform (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
 
     Args:
         family: Family of the distribution.
@@ -95,8 +95,8 @@ def flatness(counts: np.ndarray) -> np.ndarray:
 def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndarray:
     """Return the pinball loss (1{y < q} - level) (q - y) of a predicted quantile q, in the units of `y`.
 
-    Twice its mean over all levels is the CRPS. It is equation 42 of Gneiting & Raftery (2007),
-    doi:10.1198/016214506000001437, with the sign reversed, so that smaller is better.
+    The loss is equation 42 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437, with the sign reversed, so
+    that smaller is better. Twice its mean over all levels is the CRPS.
 
     Args:
         forecast: Predicted quantile in the units of `y`.
@@ -217,8 +217,8 @@ class Reliability:
         kept = self.weight > 0
         w, total = self.weight[kept], self.weight.sum()
         p, o = self.forecast[kept] / w, self.event[kept] / w
-        # The score comes from sums of squares and is exact. The first three parts know only the means of each bin;
-        # `within` is the difference.
+        # Reliability and resolution use only the means of the bins. `within` makes the parts add up to the exact score;
+        # it is computed from sums of squares and products.
         base = self.event.sum() / total
         score = (self.square.sum() - 2 * self.both.sum() + self.event.sum()) / total
         variance = (self.square[kept] / w - p * p) - 2 * (self.both[kept] / w - p * o)

@@ -144,7 +144,7 @@ class TestIntervals:
         np.testing.assert_allclose(read, sums(24, 48).tp.values[0], rtol=1e-4, atol=1e-7)
         assert "no interval is stated" not in caplog.text
         open_archive(path)
-        assert "no interval is stated of tp; taken as sums from the start" in caplog.text
+        assert "no file states the interval of tp, so they are read as sums from the start" in caplog.text
         assert "else give intervals={tp: 6}" in caplog.text
 
     def test_nothing_is_before_the_start(self, tmp_path):

@@ -235,7 +235,7 @@ def test_times_beside_a_scalar_lead_are_valid_times_where_both_are_named_in_term
 def test_a_forecast_that_states_no_lead_is_told_of(tmp_path, caplog):
     dataset().isel(step=0, drop=True).to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.lead_hours == (0,)
-    assert "no field states a lead, so all are taken for +0 h" in caplog.text
+    assert "no field states a lead, so all get lead 0" in caplog.text
 
 
 def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):

@@ -140,7 +140,7 @@ def test_axes_in_degrees_north_are_plain_unless_the_mapping_that_is_lost_says_ot
     source, skipped = opened(data, tmp_path)
     assert set(source.layout.surface) == ({"t2m", "skt"} if plain else {"skt"})
     assert skipped == ([] if plain else [f"t2m (grid mapping {mapping})"])
-    assert (f"the grid mapping {mapping} is named, but not in the file" in caplog.text) is plain
+    assert (f"the grid mapping {mapping} is named, but is not in the file" in caplog.text) is plain
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ class TestSums:
         with caplog.at_level("WARNING"):
             source, _ = opened(self.rain(), tmp_path)
         assert source.lead_bounds == {"tp": [[0, 120]]}
-        assert "no interval is stated of tp; taken as sums from the start of the forecast" in caplog.text
+        assert "no file states the interval of tp, so they are read as sums from the start" in caplog.text
 
     def test_hours_that_contradict_each_other(self, tmp_path):
         with pytest.raises(UserError, match="tp6: name and long_name call it a sum over 6 h and 24 h"):
