@@ -228,6 +228,8 @@ def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) 
 
 def _plain(value: Any) -> Any:
     """Return numbers of NumPy as those of Python, and whatever holds several values as a list."""
+    if getattr(value, "ndim", None) == 0:
+        return str(value) if isinstance(value, np.datetime64) else value.item()
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         return [_plain(one) for one in value]
-    return value.item() if isinstance(value, np.number) else value
+    return value

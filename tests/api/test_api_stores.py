@@ -116,7 +116,7 @@ def test_settings_of_another_type(tmp_path, wrong, said):
 
 def test_numbers_of_numpy_are_numbers(here, tmp_path):
     ensemble = eml.open("archive/ensemble")
-    how = {"levels": np.array([850]), "leads": (np.int64(24),), "workers": "1", "variables": {"t"}}
+    how = {"levels": np.array([850]), "leads": (np.int64(24),), "workers": np.array(1), "variables": {"t"}}
     store = eml.open(eml.prepare(ensemble, None, tmp_path / "a.zarr", **how))
     assert store.level.values.tolist() == [850] and store.sizes["lead_time"] == 1 and "t2m" not in store
 
