@@ -23,17 +23,17 @@ _CYCLE_50R1 = np.datetime64("2026-05-12T06", "s")  # first init time of ECMWF's 
 
 
 def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], role: str) -> None:
-    """Make ECMWF's deterministic run the control of an ensemble that has none. Otherwise it gets no member number.
+    """Make ECMWF's deterministic run the control of an ensemble without one. Else the run gets no member number.
 
-    Before IFS cycle 50r1 the ensemble had a control of its own. Since then the control and the deterministic run are
-    the same forecast, and ECMWF distributes only the latter (ECMWF, "Find out how to access ECMWF real-time open data",
-    May 2026).
+    This applies from IFS cycle 50r1 on. Before, the ensemble had a control of its own. Since then the control and the
+    deterministic run are the same forecast, and ECMWF distributes only the latter (ECMWF, "Find out how to access ECMWF
+    real-time open data", May 2026).
 
     Args:
         path: the archive, for messages.
         table: (N,) RECORD, of which `kind` and `numbered` are changed.
         origins: the origins that the table points to.
-        role: role of the archive, such as `FORECAST`.
+        role: role of the archive. Only in the role `FORECAST` does the run become a control.
     """
     single = table["kind"] == SINGLE
     if not single.any():
@@ -51,11 +51,11 @@ def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], 
 
 
 def of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table`, (N,) RECORD, without values over time of a variable that also has instantaneous values.
+    """Return `table`, (N,) RECORD, without values over hours of a variable that also has instantaneous values.
 
-    NetCDF gives both the same name: the Met Office has files of the temperature at each hour, and of its maximum in the
-    hour before. They are different quantities. If any lead has both, the instantaneous values are kept, but of gusts
-    the largest. Records that are left out are counted in `skipped`.
+    NetCDF and Zarr give both the same name: the Met Office has files of the temperature at each hour, and of its
+    maximum in the hour before. They are different quantities. If any lead has both, only the instantaneous values are
+    kept, at all leads; of gusts only the largest over hours. Records that are left out are counted in `skipped`.
     """
     named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # in GRIB the parameters differ
     if not named.any():

@@ -1,9 +1,9 @@
 """Detection of fields of a Zarr variable that were never written.
 
 A missing chunk reads as the array's fill value. If that is NaN, or if an attribute declares it as missing, the values
-are NaN already. Otherwise they look like those of any other field: 0 K, or `add_offset`. So a field counts as unwritten
-if one of its chunks is missing. It also does if all its values equal the fill value, because it may share a chunk with
-an init time that was written.
+are NaN already. Otherwise they look like real values: 0 K, or `add_offset`. So a field counts as unwritten if one of
+its chunks is missing. If the field shares a chunk with an init time that was written, the chunk exists. So a field also
+counts as unwritten if all its values equal the fill value.
 
 Chunks of Zarr version 3 may be stored together in a file, a shard, whose index lists the chunks that exist.
 """
@@ -26,10 +26,10 @@ from ensemble_ml.store.remote import has_object, is_remote, open_zarr_array, rea
 
 
 class Written:
-    """The chunks that exist of a variable in a Zarr store, used to find fields that were never written.
+    """The existing chunks of a variable in a Zarr store, used to find fields that were never written.
 
-    `doubtful` is True if this search is needed, because the values do not show it. It is not needed for quantities
-    that may be zero over a whole chunk (rain, cloud, humidity, land) if a missing chunk reads as zero: the writer may
+    `doubtful` is True if fields have to be checked, because unwritten values are not NaN. Quantities that may be zero
+    over a whole chunk (rain, cloud, humidity, land) are not checked if a missing chunk reads as zero: the writer may
     have left the chunk out on purpose. Other quantities, such as temperature, never have a field of equal values.
 
     Args:
@@ -68,7 +68,7 @@ class Written:
 
         Args:
             values: (member, lead, level, Y, X) of one init time.
-            leading: the array's dimension for init time, member, lead and level, None if it has none.
+            leading: the array's dimensions for init time, member, lead and level; None for each that it lacks.
             first: (4,) positions of the first field along these dimensions.
 
         Raises:
@@ -83,7 +83,7 @@ class Written:
         return values
 
     def _equals_fill(self, values: np.ndarray) -> bool:
-        """Return whether a field equals everywhere what a missing chunk reads as."""
+        """Return whether all values of a field equal what a missing chunk reads as."""
         first = values.flat[0]
         return self._unwritten is not None and bool(
             np.isclose(first, self._unwritten, rtol=1e-6) and (values == first).all()

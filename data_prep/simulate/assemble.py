@@ -1,4 +1,4 @@
-"""Assemble the parts of single init times into an archive in ENS-10's layout.
+"""Assemble an archive in ENS-10's layout from parts, each of which holds one init time.
 
 In this layout, a file holds one calendar date of all years.
 """
@@ -39,7 +39,7 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
         for cycle in year.written:
             part = year.part(output, cycle)
             starts[f"{cycle.start:%m%d}"].append((part, 0))
-            # The last valid time of a cycle is the first of the next one, and both have the same state.
+            # A cycle ends at the valid time at which the next one begins. The truth is the same in both parts.
             truths |= {time: (part, k) for k, time in enumerate(valid_times(cycle))}
     by_date: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     for time in sorted(truths):
@@ -56,7 +56,8 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
     """Write the messages of several parts to one file, in one step."""
     path.parent.mkdir(exist_ok=True)
-    # Two machines may write the same file at once, so each has its own temporary file, which is removed with the parts.
+    # Two machines may write the same file at once, so each has its own draft. Drafts of killed runs are removed with
+    # the parts.
     draft = draft_of(path.parent.parent / ".parts" / path.name)
     with open(draft, "wb") as file:
         for part, key in pieces:

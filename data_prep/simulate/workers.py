@@ -22,12 +22,12 @@ from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 
-_SILENCE = 30.0  # seconds without a line after which one is printed
+_SILENCE = 30.0  # seconds without output, after which a line is printed
 _GO_ON = "finished parts are kept; run the same command again to go on"
 
 
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
-    """Run the model years that are missing, the longest first, in `config.workers` processes, else one for each core.
+    """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
 
     Args:
         config: the settings of the simulation.
@@ -35,7 +35,7 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
         years: all years, for the progress.
 
     Raises:
-        UserError: a worker failed, with its message, or was killed.
+        UserError: a worker failed or was killed; the message gives its error or exit status.
     """
     context = multiprocessing.get_context("spawn")  # jax does not survive a fork
     tasks, events = context.Queue(), context.Queue()
@@ -60,8 +60,8 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
 class _Progress:
     """The display of the progress: a bar on a terminal, lines elsewhere.
 
-    A line is printed for every twentieth part of the init times, for each step that completes none (of a nature run, or
-    to warm up), and if none was printed for a while.
+    A line is printed at each twentieth of the init times, at each step that completes no init time (of a nature run or
+    a warm-up), and after half a minute without a line.
     """
 
     def __init__(self, total: int, before: int):
@@ -97,7 +97,7 @@ class _Progress:
 
 
 def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None:
-    """Show progress until every worker has reported that it is done."""
+    """Show progress until all workers are done. Raise a UserError if one fails or is killed."""
     done = sum(year.part(output, cycle).exists() for year in years for cycle in year.written)
     progress = _Progress(sum(len(year.written) for year in years), done)
     running = len(workers)
@@ -130,8 +130,8 @@ def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before jax chooses the size of its thread pool
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # On a busy machine XLA takes minutes to compile a model, and then asks in the terminal for a bug report. Only this
-    # variable turns that off. Errors that end a run are still raised as exceptions.
+    # On a busy machine XLA takes minutes to compile a model, and then prints a request for a bug report. Only this
+    # variable turns the request off. Errors that end a run are still raised as exceptions.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def progress(text: str, finished: bool) -> None:

@@ -34,8 +34,8 @@ def index_in_place(*, look: bool = True) -> FileIndex:
     """Return the index of archives that are read in place.
 
     Args:
-        look: whether the index searches for fields that are present but all NaN. xarray writes absent fields in that
-            way, so this search makes them count as absent here, too.
+        look: whether to search for fields that are present but all NaN. xarray writes absent fields in that way, and
+            the search makes them count as absent.
     """
     return FileIndex(user_index().folder, look=look)
 
@@ -43,8 +43,8 @@ def index_in_place(*, look: bool = True) -> FileIndex:
 def holds_dataset(paths: Any) -> bool:
     """Return whether one or more of the inputs is an open Dataset.
 
-    The search for fields that are all NaN would compute every field of a lazy Dataset before anything is asked for.
-    Callers therefore leave it out for Datasets.
+    The search for fields that are all NaN would compute every field of a lazy Dataset at once. Opening an archive and
+    prediction therefore leave it out for Datasets.
 
     Args:
         paths: a path, a Dataset, or a list of either.
@@ -91,7 +91,7 @@ def open_verified(config: EvaluateConfig) -> Pair:
         Both together, brought to the grid of the first forecast if `config.regrid` is on.
 
     Raises:
-        UserError: one of them cannot be read, or they do not fit each other.
+        UserError: an input cannot be read, or the inputs do not fit each other.
     """
     from ensemble_ml.verification import open_forecasts
 
@@ -116,10 +116,11 @@ def open_ground(config: EvaluateConfig, both: Pair) -> Heights | None:
         both: the ensemble and the truth, whose grid the orographies have to fit.
 
     Returns:
-        The two orographies, or None if `config` names none.
+        The two orographies, or None if `config` names none. If it names only that of the forecast model, the truth's is
+        the one in `both`.
 
     Raises:
-        UserError: a file holds no orography, or one of another grid.
+        UserError: a file cannot be read, holds no orography, or one of another grid; or the truth's is missing.
     """
     from ensemble_ml.verification import Heights
 
@@ -139,7 +140,7 @@ class Reopened:
     Workers of Dask receive only the opener and its argument, because an open file cannot be sent to another process.
 
     Args:
-        opener: a function at the top level of a module that opens the source; pickle sends only its name.
+        opener: a function that opens the source, at the top level of a module; pickle sends only its name.
         config: the argument of the opener.
         logged: texts of notices about these data that have been logged before, and are not logged again.
     """
@@ -168,7 +169,7 @@ class Reopened:
         return getattr(self.source, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to open the source. It does not log the same notices again."""
+        """Return what another process needs to open the source, without logging the same notices again."""
         return {"_opener": self._opener, "_config": self._config, "_source": None, "_logged": self._logged}
 
     def __deepcopy__(self, _: Any) -> Reopened:
@@ -189,7 +190,7 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
         An instance of `cls`; settings that nobody gives keep their defaults.
 
     Raises:
-        UserError: there is no such setting, or a value is not allowed.
+        UserError: a setting is unknown, refused or one of `ours`, or its value is not allowed.
     """
     known = {part.name: part.default for part in fields(cls)}  # type: ignore[arg-type]
     types, made, schema = get_type_hints(cls), dict(ours), OmegaConf.structured(cls)
@@ -207,7 +208,7 @@ def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) 
     """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text.
 
     Raises:
-        UserError: It is no such choice, or of another type.
+        UserError: the value is not one of the choices, or is of another type.
     """
     if isinstance(default, Enum) and not isinstance(value, Enum):
         try:
@@ -227,7 +228,7 @@ def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) 
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of NumPy as those of Python, and whatever holds several values as a list."""
+    """Convert NumPy's numbers to Python's, and iterables other than texts and mappings to lists."""
     if getattr(value, "ndim", None) == 0:
         return str(value) if isinstance(value, np.datetime64) else value.item()
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):

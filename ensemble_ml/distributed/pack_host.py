@@ -1,8 +1,8 @@
-"""Signs packed by NumPy, for tensors in host memory: the same words as in `pack`, several times as fast.
+"""Pack signs with NumPy, for tensors in host memory: the same words as in `pack`, several times as fast.
 
 A block is compared with its thresholds and packed while it lies in the second-level cache, so each number is read from
-memory only once. NumPy's comparisons and `packbits` use vector instructions, while torch's comparison
-on a CPU writes its booleans one by one.
+memory only once. NumPy's comparisons and `packbits` use vector instructions, while torch's comparison on a CPU writes
+its booleans one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-# Numbers packed at a time: 0.5 MB of float32, as much of thresholds (which stay in the cache), and the booleans.
+# Numbers packed at a time. As float32 they take 0.5 MB, and their thresholds as much; the booleans take 0.13 MB.
 _PART = 1 << 17
 
 
@@ -28,7 +28,7 @@ def usable(x: Tensor) -> bool:
 
 
 def pack_above(x: Tensor, even: float, odd: float) -> Tensor:
-    """Pack x (64 w,) into (w,) words: 1 above `even` (elements 0, 2, ...) or `odd` (elements 1, 3, ...)."""
+    """Pack x (64 w,) into (w,) words: a bit is 1 above `even` (elements 0, 2, ...) or `odd` (elements 1, 3, ...)."""
     values, packed = x.numpy(), np.empty(x.numel() // 8, np.uint8)
     size = min(_PART, len(values))
     limits = _limits(even, odd, size, values.dtype.str)
@@ -45,7 +45,7 @@ def pack_above(x: Tensor, even: float, odd: float) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
-    """Fill `out` (64 w,) with +1 or -1 for each bit of the words `packed` (w,), and return it."""
+    """Fill `out` (64 w,) with +1 for each bit 1 and -1 for each bit 0 of the words `packed` (w,). Return `out`."""
     held, rows = packed.contiguous().numpy().view(np.uint8), out.numpy().reshape(-1, 8)
     table = _table(rows.dtype.str)
 
@@ -60,7 +60,7 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
 
 
 def _in_threads(work: Callable[[int, int], None], elements: int) -> None:
-    """Run `work(first, last)` over whole parts, in as many threads as torch uses.
+    """Run `work(first, last)` on ranges of whole parts, in at most as many threads as torch uses.
 
     Threads help because NumPy releases the interpreter lock in these functions.
     """
@@ -80,7 +80,7 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), "pack")
 
 
-# A forked child does not have the parent's threads and makes its own.
+# A forked child does not have the parent's threads, so it makes its own pool.
 os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 

@@ -1,7 +1,8 @@
 """The rank layout of a job: pure functions of (rank, degrees), without processes, devices or torch.
 
-A job of P ranks is a mesh with the axes (trainer, data, lat, lon). Longitude varies fastest, so the ranks of one
-spatial group have consecutive numbers, and a launcher that fills nodes in order keeps a group inside one node.
+A job of P ranks is a mesh with the axes (trainer, data, lat, lon). Longitude varies fastest, so the ranks that share a
+sample have consecutive numbers. A launcher that fills nodes in order keeps them on one node if their number divides the
+number of ranks of a node.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Topology:
         return replace(self, rank=rank)
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks whose coordinates differ from this rank's along `axes` only, ascending, this one included.
+        """Return, ascending, this rank and all ranks whose coordinates differ from its own only along `axes`.
 
         Args:
             axes: names out of `AXES`.
@@ -113,7 +114,7 @@ def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
 def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
     """Return the coordinates of `rank` in a mesh of `shape`."""
     found = []
-    # The last axis varies fastest, so coordinates come off the rank number from the last axis to the first.
+    # The last axis varies fastest, so its coordinate is found first, as the remainder of a division by its degree.
     for degree in reversed(shape):
         rank, coordinate = divmod(rank, degree)
         found.append(coordinate)
@@ -123,8 +124,8 @@ def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
 def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
     """Build the mesh that `config` asks for, over `size` ranks.
 
-    `parallel.data=auto` takes the ranks that the other degrees leave. If the planner is to choose latitude or
-    longitude, all ranks lie along the data axis until it has chosen.
+    With `parallel.data=auto`, the data degree is `size` divided by the product of the others. If the planner is to
+    choose latitude or longitude, all ranks lie along the data axis until it has chosen.
 
     Args:
         config: the degrees, or `auto`.
@@ -182,7 +183,7 @@ def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
         )
     share, extra = divmod(blocks, parts)
     larger = set(range(extra))
-    # If most shards have one block, the last one would be the short block alone. It gets one of the extra blocks.
+    # If smaller shards have one block, the last one would be the short block alone. It gets one of the extra blocks.
     if share == 1 and extra and rows % block:
         larger = {*range(extra - 1), parts - 1}
     found, start = [], 0

@@ -1,7 +1,7 @@
 """The data variables and dimensions of a forecast, and their attributes under CF-1.11.
 
-Axes: T lead (behind an axis of the one init time in the file), Z level, Y latitude, X longitude, P point, M member,
-K quantile or threshold.
+Axes: T lead (after the axis of init times, which has length one in a file), Z level, Y latitude, X longitude, P point,
+M member, K quantile or threshold.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Output:
     Attributes:
         name: short name of the field, such as t2m.
         kind: the kind of values, which may add an axis K or M in front.
-        values: ([K | M,] T, [Z,] Y, X) or ([K | M,] T, [Z,] P), in SI units; a probability is a fraction.
+        values: ([K | M,] T, [Z,] Y, X) or ([K | M,] T, [Z,] P), in the registry's units; a probability is a fraction.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Output:
 
 
 class Dates:
-    """Init times that had a part in training, sorted, and a short text of them for an attribute.
+    """Init times used in training, sorted, and a short text of them for an attribute.
 
     The text is empty if there are no dates, or if they are too irregular for a short text.
 
@@ -114,10 +114,10 @@ class Header:
         quantiles: levels of the quantiles, between 0 and 1.
         thresholds: thresholds of each variable, in its units.
         members: numbers of the members written; empty if none are.
-        lead_bounds: for a variable over intervals, the first and last hour for each of `leads`, or None for a moment.
+        lead_bounds: for each variable over intervals, the first and last hour for each lead, or None where it has none.
         families: distribution of each variable, if it is not that of the registry.
         attributes: global attributes of the file.
-        dates: init times that had a part in training, by the name of the attribute.
+        dates: init times used in training, by the name of the attribute.
     """
 
     init_time: np.datetime64 | np.ndarray
@@ -142,14 +142,14 @@ class Header:
         return found.pop() if len(found) == 1 else None
 
     def interval(self, name: str) -> tuple[str, str]:
-        """Return how a value of `name` relates to time, and over which leads.
+        """Return how values of `name` relate to time, and over which intervals.
 
         Args:
             name: short name of a variable.
 
         Returns:
             Two texts. The first is the method: "sum", "maximum", "point", or empty if no method is stated. The second
-            lists the intervals in words; it is empty if time_bnds states them, or if there are none.
+            lists the intervals in words. It is empty without intervals or method, or if time_bnds states the intervals.
         """
         methods = {"sum": registered(name).accumulated, "maximum": name == _MAXIMUM}
         method = next((word for word, fits in methods.items() if fits), "")
@@ -157,13 +157,13 @@ class Header:
         # without bounds is instantaneous, which has to be stated only if the time axis has bounds.
         if name not in self.lead_bounds:
             return "point" if self.shared_bounds and not method else "", ""
-        # A variable with bounds but no method is a mean or an extreme; the file does not know which.
+        # A variable with bounds but no method is a mean or an extreme; the header does not state which.
         if not method or self.shared_bounds:
             return method, ""
         return method, ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
 
     def _bounds(self, name: str) -> tuple[tuple[int, int], ...]:
-        """Return the (first, last) hour of a variable for each lead. A moment begins and ends at its lead."""
+        """Return the (first, last) hour of a variable for each lead. Without an interval, both are the lead."""
         pairs = zip(self.leads, self.lead_bounds[name], strict=True)
         return tuple((lead, lead) if pair is None else (int(pair[0]), int(pair[1])) for lead, pair in pairs)
 

@@ -20,10 +20,10 @@ from ensemble_ml.inference.contents import TIME_AXES, Header, Output, attributes
 from ensemble_ml.inference.coordinates import Coordinate, coordinates, global_attributes, height_of
 from ensemble_ml.training.checkpoint import sync
 
-# HDF5 serves only one thread at a time, and another thread may be reading an archive through xarray. xarray's own lock
-# keeps the two apart.
+# HDF5 serves only one thread at a time, and another thread may be reading an archive through xarray. So this module
+# uses xarray's own lock.
 _LOCK = NETCDF4_PYTHON_LOCK
-_CHUNK = 1 << 20  # bytes of a chunk; a chunk of a small grid also holds several levels and leads
+_CHUNK = 1 << 20  # bytes of a chunk, unless its last two axes take more; a small grid leaves room for levels and leads
 
 
 def file_name(init_time: np.datetime64) -> str:
@@ -142,7 +142,7 @@ def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> Non
 
 
 def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a chunk: one horizontal field, and further whole axes as long as it fits into `_CHUNK`."""
+    """Return the shape of a chunk: the last two axes, and further whole axes as long as the chunk fits `_CHUNK`."""
     chunks, size = [1] * len(shape), 4
     for axis in reversed(range(len(shape))):
         if axis < len(shape) - 2 and size * shape[axis] > _CHUNK:

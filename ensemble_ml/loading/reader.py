@@ -55,7 +55,7 @@ class Reader:
         return other
 
     def within(self, window: tuple[Span, Span]) -> Reader:
-        """Return the same reader for a part of the grid, as `window` of the class."""
+        """Return the same reader for a part of the grid, given like `window` of the class."""
         return Reader(self.source, self.spec, window=window, withhold=self.withhold)
 
     @property
@@ -74,7 +74,7 @@ class Reader:
 
     @property
     def most(self) -> int:
-        """Return the largest number of members that fits and validation may show of a date."""
+        """Return the largest number of members of a date that validation and fits may use."""
         return self.members - (self.withhold is not None)
 
     def forecast(
@@ -95,11 +95,11 @@ class Reader:
 
         Returns:
             Fields (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X) float32. They are NaN at points of variables in
-            `spec.masked` that have no value.
+            `spec.masked` that have no value and, if `strict` is off, where a field is missing.
 
         Raises:
-            UserError: In strict mode, a field is missing, or a value is infinite, or NaN where its variable has no
-                mask.
+            UserError: A field cannot be decoded. In strict mode also: a field is missing, or a value is infinite, or
+                NaN where its variable has no mask.
         """
         positions = np.asarray(members)
         fields = self._read(Part.FORECAST, date, positions, leads)
@@ -122,12 +122,12 @@ class Reader:
         return self._there[date]
 
     def withheld(self, date: int) -> int | None:
-        """Return the position of the member that stands for the truth of a date in fits and validation, or None."""
+        """Return the position of the member that is the truth of a date in fits and validation; None if none is."""
         whole = self.available(date)
         return withheld_member(self.withhold, 0, date, whole) if self.withhold is not None and len(whole) else None
 
     def shown(self, date: int) -> np.ndarray:
-        """Return the positions of the members that fits and validation may show of a date: not the withheld one."""
+        """Return the positions of a date's complete members that validation and fits may use: not the withheld one."""
         whole, withheld = self.available(date), self.withheld(date)
         return whole if withheld is None else whole[whole != withheld]
 
@@ -201,7 +201,7 @@ class Reader:
     def selection(
         self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Selection:
-        """Return the coordinate values that are read of a part, without the columns, which are cut after reading.
+        """Return what is read of a part of a date. Columns are not included, because they are cut after reading.
 
         Args:
             part: Part of the source.
@@ -226,7 +226,7 @@ class Reader:
             fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
             hours = leads or self.spec.leads_in
-            # Accumulated variables are not stored at lead zero, where they are zero by definition.
+            # Accumulated variables need not be stored at lead zero, where they are zero by definition.
             for lead, variable in self.zeros:
                 if self.spec.leads_in[lead] in hours:
                     fields.surface[:, hours.index(self.spec.leads_in[lead]), variable] = 0
@@ -235,7 +235,7 @@ class Reader:
     def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return mean and spread over the members (M, ...).
 
-        Where the model has masked variables, each point uses the members that have a value there.
+        If the model has masked variables, each point uses the members that have a value there.
         """
         return masked_mean_and_spread(values) if self.spec.masked else mean_and_spread(values)
 
@@ -263,7 +263,7 @@ class Reader:
         """Raise a UserError for the first field that is not good.
 
         Args:
-            good: Whether each field is good, bool (M, T, V, Z) or (M, T, S).
+            good: bool (M, T, V, Z) or (M, T, S), False for a field that is missing or has a value that is not allowed.
             names: Names of the variables along the third axis.
             date: Index of the init time.
             positions: (M,) positions of the members.

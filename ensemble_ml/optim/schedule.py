@@ -20,7 +20,7 @@ Schedule = Callable[[int], float]
 def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: float) -> float:
     """Return the learning rate of `step`: a linear warm-up, then half a cosine down to `final * peak`.
 
-    The schedule is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. The warm-up takes at most
+    The cosine is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. The warm-up takes at most
     half of the run. Steps beyond the last one keep the final rate. In a run of a single step the rate is `peak`.
 
     Args:

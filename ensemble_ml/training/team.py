@@ -1,9 +1,9 @@
-"""Divides the fits before the first step among all ranks.
+"""Divide the fits before the first training step among all ranks.
 
-Every rank runs the same fit on a contiguous block of the training dates. So a pass over the dates reads each date on
-one rank, except for neighbours at the edges of blocks and dates that show which targets exist. Sums over dates are then
-summed over ranks, and all ranks compute the same numbers from them. Because clocks differ, the first rank decides when
-the fit of a network stops, and if time is over on any rank before such a fit begins, all ranks leave it out.
+Every rank runs the same fit on a contiguous block of the dates. So a pass reads each date on one rank, except for dates
+at the edges of blocks and dates that show which targets exist. Sums over dates are then summed over ranks, so all ranks
+compute the same numbers. Because clocks differ, the first rank decides when the fit of a network stops. If time is over
+on any rank before the first step of such a fit, all ranks leave the fit out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Team:
     """A group of ranks that make a fit together.
 
     Args:
-        ranks: all of them; None for a single rank. They must call the methods in the same order.
-        on_host: how many of them share this host's memory.
+        ranks: communicator of all ranks, which call the methods in the same order; None for a single rank.
+        on_host: number of ranks that share this host's memory.
     """
 
     def __init__(self, ranks: Communicator | None = None, on_host: int = 1):
@@ -80,7 +80,7 @@ class Team:
         counts = torch.zeros(self._ranks.size, dtype=torch.int64)
         counts[self._ranks.rank] = len(rows)
         self.add_up(counts)
-        # `all_gather` wants the same size from every rank, so all rows are padded to the longest.
+        # `all_gather` needs the same size from every rank, so all rows are padded to the longest.
         padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
         padded[: len(rows)] = rows
         found = padded.new_empty(self._ranks.size * padded.numel())
