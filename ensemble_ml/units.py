@@ -1,7 +1,7 @@
-"""Converts the units of files, in the spellings of CF, UDUNITS and GRIB, to the units of the registry.
+"""Convert units as files spell them (CF, UDUNITS and GRIB) to the units of the registry.
 
 Spellings that archives are known to use are in tables. All others are parsed as by UDUNITS: products and quotients of
-powers of units, with prefixes and numbers. Their scale and dimensions follow from those of their units.
+powers of units, with prefixes and numbers.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _RATES = {  # (units of the rate, units of the sum) -> factor: sum over one seco
 
 
 class Quantity(NamedTuple):
-    """A unit as a multiple of the SI's.
+    """A unit as a multiple of SI units.
 
     Attributes:
-        factor: its size in units of the SI.
+        factor: its size in SI units.
         dimensions: its powers of metre, kilogram, second and kelvin.
     """
 
@@ -91,7 +91,7 @@ _BASE = {  # units that take prefixes, by symbol
     "J": _JOULE, "W": _JOULE.by(_SECOND, -1), "Pa": _PASCAL, "bar": _times(1e5, _PASCAL),
     "Hz": Quantity(1.0, (0, 0, -1, 0)),
 }  # fmt: skip
-_NAMES = {  # their symbols, by name
+_NAMES = {  # symbols of these units, by name
     "metre": "m", "meter": "m", "gram": "g", "second": "s", "sec": "s", "kelvin": "K", "newton": "N", "joule": "J",
     "watt": "W", "pascal": "Pa", "hertz": "Hz",
 }  # fmt: skip
@@ -122,7 +122,7 @@ _TERM = re.compile(r"(?P<unit>[A-Za-z_\N{MICRO SIGN}]+)(?P<power>[+-]?\d+)?|(?P<
 
 @cache
 def _quantity(text: str) -> Quantity | None:
-    """Return scale and dimensions of units that `_plain` returned; None if one of their words is not known."""
+    """Return size and dimensions of units from `_plain`; None if a word is not known."""
     found, sign = _ONE, 1
     for word in re.sub(r"\bper\b", "/", text).replace("/", " / ").split():
         if word == "/":
@@ -144,7 +144,7 @@ def _quantity(text: str) -> Quantity | None:
 
 
 def _named(word: str) -> Quantity | None:
-    """Return the unit of a symbol or a name, with a prefix or without; None if there is none."""
+    """Return the unit of a symbol or a name, which may have a prefix; None if there is none."""
     single = word.removesuffix("s") if len(word) > 3 else word  # plural of a name; short words are symbols
     for name in (word, single):
         if name in _BASE or name in _PLAIN_UNITS:
@@ -159,7 +159,7 @@ def _named(word: str) -> Quantity | None:
 
 
 def _plain(units: str) -> str:
-    """Return `units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2 and m2 s{-2} are m2 s-2."""
+    """Return `units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2, m2 s{-2} become m2 s-2."""
     factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", re.sub(r"\*\*|[\^{}]", "", units))
     return " ".join(factors.split())
 
@@ -188,7 +188,7 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
 
 
 def rate_conversion(found: str, wanted: str) -> float | None:
-    """Return the factor in sum over one second = factor * rate; None if `found` are not units of such a rate.
+    """Return the factor that turns a rate into its sum over one second; None if `found` are no units of such a rate.
 
     Args:
         found: units of the rate, in any known spelling.
@@ -210,10 +210,12 @@ def rate_conversion(found: str, wanted: str) -> float | None:
 def same_units(one: str, other: str, *, differences: bool = False) -> bool:
     """Return whether two spellings mean the same unit.
 
+    Units that convert to none of the registry's are the same only if they are spelled alike.
+
     Args:
         one: a spelling.
         other: another spelling.
-        differences: values are differences, so the zero point does not matter, and K and degC are the same.
+        differences: values are differences: the zero point does not matter, so K and degC are the same.
     """
     if _plain(one) == _plain(other):
         return True

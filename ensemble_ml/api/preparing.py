@@ -21,17 +21,17 @@ from ensemble_ml.store import TensorStore, open_store, select_dates
 if TYPE_CHECKING:
     from ensemble_ml.api.model import Model
 
-_SIZES = (1, 2, 3, 5, 8, 10)  # sizes of reduced ensembles to fit corrections to, if they are smaller than the full one
+_SIZES = (1, 2, 3, 5, 8, 10)  # sizes of reduced ensembles to fit corrections to; only those below the full size count
 _VALIDATION = 5  # the last fifth of the init times is for validation
-_FEWEST = 4  # least number of init times for validation; from fewer, no calibration factors are fitted
+_FEWEST = 4  # least number of init times for validation; calibration factors need as many
 
 
 def prepare(ensemble: Any, truth: Any, output: str | os.PathLike[str], **settings: Any) -> Path:
     """Convert an ensemble and its truth to a tensor store, which training reads.
 
-    The store is that of `ensemble-ml prepare`, bit for bit. Packed integers of GRIB are kept for a path, and for a
-    Dataset of `open` that was not changed. Other Datasets are computed date by date with the active Dask scheduler, and
-    packed into 16 bits. After an interruption, the same call continues where it stopped.
+    The store is that of `ensemble-ml prepare`, bit for bit. Packed integers of GRIB are kept for a path and for an
+    unchanged Dataset of `open`. Any other Dataset is computed date by date with the active Dask scheduler, and packed
+    into 16 bits. After an interruption, the same call continues where it stopped.
 
     Args:
         ensemble: a Dataset of `open`, any Dataset of an ensemble (a list of them if variables lie in several), or a
@@ -77,9 +77,9 @@ def calibrate(
     output: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Model:
-    """Fit only the statistical stages of a model: bias, inflation, a linear correction, and their calibration.
+    """Fit only the statistical stages of a model: bias, inflation, a linear correction, and calibration factors.
 
-    This is `ensemble-ml train steps=0`. The training of the whole model begins with the same fits. They need no GPU.
+    This is `ensemble-ml train steps=0`. Training of the whole model begins with the same fits. They need no GPU.
 
     Args:
         ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path. An archive is first prepared into a
@@ -87,10 +87,10 @@ def calibrate(
         truth: the same for the truth; None takes that of a tensor store.
         train: init times to fit on: a year, an ISO date or a range, or a list of these; None takes all dates that are
             not for validation.
-        validation: init times that choose penalties and calibration factors; None takes all that `train` leaves, or the
-            last fifth if that is None as well.
+        validation: init times that choose penalties and calibration factors; None takes all that `train` leaves, or
+            the last fifth if `train` is None too.
         networks: whether to fit the point network, too, which takes minutes.
-        output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it as long as the model lives.
+        output: a folder to keep the run in, e.g. "runs/calibrated"; None keeps it only as long as the model exists.
         **settings: for an archive, other settings of `ensemble-ml prepare` by their names: `static`, `variables`,
             `levels`, `leads`, `gaps` ...
 
@@ -125,10 +125,10 @@ def calibrate(
 
 
 def _store_of(ensemble: Any, truth: Any, path: Path, settings: dict[str, Any]) -> TensorStore:
-    """Open the tensor store that `ensemble` is, or prepare one at `path`."""
+    """Open the tensor store `ensemble`, or prepare one at `path`."""
     paths, _ = resolve(ensemble)
     if is_store_path(paths):
-        # A store already has its truth and settings, so what is given here would silently be ignored.
+        # A store already has its truth and settings, so any given here would be ignored without a word.
         if truth is not None or settings:
             given = "truth" if truth is not None else min(settings)
             raise UserError(f"{given}: {paths} is a tensor store, made with its own truth and settings; leave it out")
@@ -171,13 +171,13 @@ def _fits(
 def split_dates(
     store: TensorStore, train: str | list[str] | None, validation: str | list[str] | None
 ) -> tuple[list[str], list[str]]:
-    """Choose the init times to fit on and those for validation.
+    """Choose the init times for the fits and those for validation.
 
     If one of the two is given, the other gets all remaining dates. If neither is given, the last fifth is for
     validation.
 
     Raises:
-        UserError: given dates match no init time, or a fifth of all is fewer than four.
+        UserError: given dates are wrong or match no init time, or a fifth of all is fewer than four.
     """
     times = store.layout.init_time
     every = np.arange(len(times))

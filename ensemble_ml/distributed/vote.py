@@ -1,18 +1,17 @@
-"""A vote of all ranks on the sign of each element, at p bits an element out and one bit back.
+"""A vote of all ranks on the sign of each element: p bits an element are sent, and one bit comes back.
 
     code  = clamp(floor(u / delta), -2^(p-1), 2^(p-1) - 1)
     vote  = 2 code + 1
-    delta = c_p mean|u|                 (the scale `l1`)
+    delta = c_p mean|u|  (the scale `l1`), or 2^(1-p) max|u|  (`linf`)
 
     u      the update that a rank proposes, before its sign is taken
     p      bits of a code
     c_p    a constant for each p (`_STEP`)
 
-A rank sends slice r of its codes to rank r (all_to_all), which adds the votes, takes the sign and sends that one bit to
-all ranks (all_gather). This puts (p + 1) / 8 bytes an element on the wire, and precision does not fall with the number
-of ranks. p = 1 is a vote of signs. It is counted bit by bit on packed words: the words of each rank go through
-carry-save adders, 64 elements an operation. Ties and exact zeros fall by a mask that alternates with element and step
-and is the same on every rank.
+Each rank sends slice r of its codes to rank r (all_to_all). Rank r adds the votes, takes the sign and sends this one
+bit to all ranks (all_gather). This puts (p + 1) / 8 bytes an element on the wire. Precision does not fall with the
+number of ranks. p = 1 is a vote of signs, which carry-save adders count on packed words, 64 elements an operation.
+Ties and exact zeros fall by a mask that alternates with element and step and is the same on every rank.
 
 The method follows Lion Cub (Ishikawa et al. 2024, arXiv:2411.16462), with the vote in place of their sum of scaled
 int8.
@@ -46,7 +45,7 @@ from ensemble_ml.distributed.pack import (
 # normal and for a Laplace distribution.
 _STEP = {2: 1.38, 4: 0.52, 8: 0.052}
 _TINY = 2.0**-126  # the smallest normal number of float32
-_PIECE = 1 << 22  # elements that are packed while the piece before travels
+_PIECE = 1 << 22  # elements of a piece, which is packed while the piece before travels
 
 
 def sign_allreduce(
@@ -66,7 +65,7 @@ def sign_allreduce(
         group: the ranks that vote.
         step: number of the step, which decides how ties fall.
         scale: what delta is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit whatever `bits` is.
-        out: memory that the result may use, (n,) float32 with n at least `room(u.numel(), ranks)`.
+        out: (n,) float32 memory for the result, n at least `room(u.numel(), ranks)`; None allocates it.
 
     Returns:
         +1 or -1 in the shape of `u`, the same on every rank.
@@ -78,7 +77,7 @@ def sign_allreduce(
     if bits > 1:
         magnitude = flat.abs().mean() if scale is VoteScale.l1 else flat.abs().amax()
         factor = inverse(magnitude * unit(bits, scale))
-    # Large tensors go in pieces: each is packed while the votes on the piece before travel.
+    # Large tensors go in pieces: each is packed while the ballots of the piece before travel.
     rounds = Rounds([group], bits, step)
     piece = room(_PIECE, group.size)
     for start in range(0, size, piece):
@@ -100,9 +99,9 @@ def room(elements: int, ranks: int) -> int:
 
 
 def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
-    """Return one-bit ballots (ranks, w) as `cast` does, from any number of floats, which are left unchanged.
+    """Return ballots of one bit, words (ranks, w), from any number of floats, which are left unchanged.
 
-    Elements that pad the last word of `flat` count as exact zeros. Further words that pad the slices are 0.
+    Elements that pad the last word of `flat` count as exact zeros. Words that pad the slices are 0.
     """
     whole = len(flat) // WORD
     packed = torch.zeros(room(len(flat), ranks) // WORD, dtype=torch.int64, device=flat.device)
@@ -126,18 +125,18 @@ def unit(bits: int, scale: VoteScale) -> float:
 def inverse(delta: Tensor) -> Tensor:
     """Return 1 / delta, or 0 if delta is below the smallest normal number.
 
-    There 1 / delta may be infinite, and an exact zero times infinity is NaN. With 0 all elements count as zero.
+    Below it 1 / delta may be infinite, and zero times infinity is NaN. With 0 all elements count as zero.
     """
     return torch.where(delta >= torch.finfo(delta.dtype).tiny, 1 / delta, 0.0)
 
 
 def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:
-    """Return this rank's ballots, words (ranks, bits w), one row for each rank that counts.
+    """Return this rank's ballots: words (ranks, bits * w), one row for each rank that counts votes.
 
     Args:
-        flat: (ranks 64 w,) floats in units of delta; they are overwritten if `bits` is above 1.
+        flat: (ranks * 64 * w,) floats in units of delta; overwritten if `bits` is above 1.
         bits: bits of a code.
-        ranks: number of ranks that count.
+        ranks: number of ranks that count votes.
         step: number of the step, which decides how exact zeros fall.
     """
     if bits == 1:
@@ -159,7 +158,7 @@ def send(ballots: Tensor, group: Communicator) -> Tensor:
 
 
 def tell(winner: Tensor, group: Communicator) -> Tensor:
-    """Send this rank's words (w,) to all ranks and return the words of all ranks, (ranks w,)."""
+    """Send this rank's words (w,) to all ranks and return the words of all ranks, (ranks * w,)."""
     everywhere, pending = _tell(winner, group)
     pending.wait()
     return everywhere
@@ -188,7 +187,7 @@ class _Flight:
 
     Attributes:
         pending: the collective that moves `words`.
-        words: the ballots that this rank counts, (ranks, bits w), or the winning words of all ranks, (ranks w,).
+        words: the ballots that this rank counts, (ranks, bits * w), or the winning words of all ranks, (ranks * w,).
         heads: (ranks, h) headers that came with the ballots.
         take: receives the outcome.
     """
@@ -211,7 +210,7 @@ class Rounds:
             words, in the order of the groups.
         bits: bits of an element in a ballot.
         step: number of the step, which decides how ties fall.
-        voters: number of ranks, the first ones, whose ballots count; None for all.
+        voters: the ballots of the first `voters` ranks count; None counts all.
     """
 
     def __init__(self, groups: Sequence[Communicator], bits: int, step: int, voters: int | None = None):
@@ -223,8 +222,8 @@ class Rounds:
         """Send row r of `ballots` (ranks, head + words) to rank r, and advance the earlier votes.
 
         Args:
-            ballots: a row for each rank that counts, each beginning with the header.
-            head: words of the header.
+            ballots: a row for each rank that counts votes; each row begins with the header.
+            head: number of words of the header.
             take: receives the outcome once it has arrived, in a later call of `cast` or `finish`.
         """
         received, sizes = torch.empty_like(ballots), [ballots.shape[1]] * len(ballots)
@@ -232,7 +231,7 @@ class Rounds:
         self._advance(_Flight(pending, received[:, head:], received[:, :head], take))
 
     def finish(self) -> None:
-        """Return when all outcomes have been taken."""
+        """Finish all votes that are under way; all outcomes have then been taken."""
         self._advance(None)
         self._advance(None)
 
@@ -258,7 +257,7 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
     """Return the winning bits, (w,) words.
 
     Args:
-        ballots: (ranks, bits w) words.
+        ballots: (ranks, bits * w) words.
         bits: bits of an element in a ballot.
         step: number of the step, which decides how ties fall.
     """

@@ -41,10 +41,10 @@ def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, An
 
 
 def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
-    """Return the content of scores.json, reduced to the forecasts that one checkpoint made.
+    """Return the content of scores.json, reduced to the forecasts of one checkpoint.
 
-    Claims and strata name their forecast. Notes and headlines are plain sentences, which begin with the label of the
-    forecast that they are about, so their first words decide.
+    Claims and strata name their forecast. Notes and headlines are plain sentences. They begin with the label of their
+    forecast, so the first words decide.
     """
     every = [one["label"] for one in scores["forecasts"] if not one.get("baseline")]
     mine = {one["label"] for one in scores["forecasts"] if sha256 in one.get("checkpoints", ())}
@@ -61,7 +61,7 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
 
 
 def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
-    """Return the table of what the model predicts, from which inputs, and how it was trained."""
+    """Return a table: what the model predicts, from which inputs, and how it was trained."""
     every = meta.get("full_members")
     predicts = [f"the full ensemble's spread{f', of {every} members' if every else ''}"] * spec.config.spread
     of = "another member, in place of the truth" if predicts_members(meta) else "the truth"
@@ -81,7 +81,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the row on the larger model that this one was compacted from; an empty list if there was none."""
+    """Return the table row on the larger model that this one was cut out of; an empty list if there was none."""
     facts = meta.get("compacted")
     if facts is None:
         return []
@@ -91,7 +91,7 @@ def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _shown(meta: Mapping[str, Any]) -> str:
-    """Return in words how many members training used. With other numbers of members, a forecast extrapolates."""
+    """Return in words with how many members the model was trained. With other numbers, a forecast extrapolates."""
     sizes = _sizes(meta)
     return f"; trained with {_listed(sizes)}" if sizes else ""
 
@@ -102,11 +102,11 @@ def _sizes(meta: Mapping[str, Any]) -> list[int]:
 
 
 def _of(meta: Mapping[str, Any]) -> str:
-    """Return in words which weights were calibrated; an empty text if they are those of the checkpoint."""
+    """Return in words which weights were calibrated; an empty text if none, or those of the checkpoint."""
     step = meta.get("validated_step", meta["step"])
     if not meta.get("widths") or step == meta["step"]:
         return ""
-    # No validation has changed the factors that the run began with.
+    # No validation of this run has changed the factors that it began with.
     if step is None:
         return " (of the run that this one began from)"
     return f" (of the weights of step {step}; these are of step {meta['step']})"
@@ -169,7 +169,7 @@ def _over(meta: Mapping[str, Any], name: str) -> str:
 
 
 def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the section on the dates of training, validation and test, and on test dates that training has seen."""
+    """Return the section on the dates of training, validation and test, with the test dates that training has seen."""
     rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
     # The weights may have been initialised from another run, whose dates they have seen as well.
     earlier = meta.get("earlier_dates", {})
@@ -190,7 +190,7 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
 
 
 def _tournaments(meta: Mapping[str, Any]) -> list[str]:
-    """Return the section on competing trainers; an empty list if the run has held no tournament."""
+    """Return the section on competing trainers; an empty list without a tournament."""
     rounds = meta.get("tournaments") or []
     if not rounds:
         return []
@@ -221,7 +221,7 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
             claim["claim"],
             f"{claim['value']:.4g} {claim['unit']}",
             _interval(claim),
-            # As in the report, a claim is compared with no gain at all, and not with the targets of the benchmarks.
+            # As in the report, a claim is compared with no gain, and not with the targets of the benchmarks.
             "yes" if (claim["value"] < 1 if claim["unit"] == "ratio" else claim["value"] > 0) else "**no**",
             _certain(claim),
         )
@@ -271,9 +271,9 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
 
 
 def _worse(scores: Mapping[str, Any]) -> list[str]:
-    """Return a line for each case in which a forecast is significantly worse than what it is compared with.
+    """Return a line for each case in which a forecast has a significantly worse CRPS than its reference.
 
-    A line names the forecast and the part of the world, of the year or of the weather.
+    A line names the forecast, the region, season or kind of weather, and the lead.
     """
     rows = scores.get("strata", ())
     about = {row["forecast"] for row in rows}
@@ -282,7 +282,7 @@ def _worse(scores: Mapping[str, Any]) -> list[str]:
     for row in rows:
         if row["metric"] == "crps" and row.get("worse"):
             size = sizes[row["forecast"]]
-            # If two forecasts have the same number of members, the number does not identify one, so the label is used.
+            # Two forecasts with the same number of members are told apart by their labels.
             alone = size and list(sizes.values()).count(size) == 1
             who = f"From {size} member{'s' * (size != 1)}" if alone else row["forecast"]
             where = f"{row['stratum']}, {row['lead_hours']} h"
@@ -302,7 +302,7 @@ def _ranges(meta: Mapping[str, Any]) -> str:
 
 
 def _use(meta: Mapping[str, Any]) -> str:
-    """Return the section that shows the command for a forecast, with a number of members that training has seen."""
+    """Return the section with the command for a forecast, for a number of members that training has seen."""
     sizes = _sizes(meta)
     members = 5 if 5 in sizes or not sizes else sizes[len(sizes) // 2]
     command = f"ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in={members} output=forecast"

@@ -1,8 +1,8 @@
-"""Offer init times of a tensor store as samples of a loader.
+"""Offer the init times of a tensor store as samples of a loader.
 
 Only the chunks that are used are read and moved, packed as they lie on disk.
 
-Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: F sample, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StoreItems:
         dates: Indices of init times, or a mask of them; None takes all.
 
     Raises:
-        UserError: The store lacks something selected, a shard is damaged, or `dates` are out of range or none.
+        UserError: The store lacks something selected, a shard is damaged, or `dates` are empty or out of range.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class StoreItems:
         return found
 
     def _plan(self, date: int) -> tuple[Piece, ...]:
-        """Find the byte ranges of an init time in its shards."""
+        """Find the byte ranges that an init time needs in its shards."""
         pieces = []
         for part in self.parts:
             for spec, path, numbers in self.store.chunks(part, date, self.selection):
                 shard = ShardFile(path)
                 try:
                     _, spans = chunk_spans(shard, spec, numbers)
-                    # The index is kept, so that later reads of the sample need no request for it. It has 16 bytes for
-                    # each chunk, and a crc32c.
+                    # The index is kept, so that later reads of the sample need not request it. It has 16 bytes for each
+                    # chunk, and a crc32c.
                     tail = int(np.prod(spec.chunks)) * 16 + 4
                     index = shard.read(shard.size - tail, tail)
                 finally:
@@ -127,7 +127,7 @@ class StoreItems:
         return tuple(pieces)
 
     def read(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the runs of all shards of a sample, one after another."""
+        """Fill `out` with the runs of bytes of all shards of a sample, one after another."""
         self.read_from(0, sample, out)
 
     def read_from(self, start: int, sample: int, out: memoryview) -> None:
@@ -155,7 +155,7 @@ class StoreItems:
         self.store.check_same()
 
     def shards(self, sample: int, packed: memoryview) -> dict[str, PackedShard]:
-        """Return the shards of a sample by path, over its packed bytes."""
+        """Return the shards of a sample by path, as views of its packed bytes."""
         data, start, found = np.frombuffer(packed, np.uint8), 0, {}
         for piece in self._pieces[sample]:
             found[piece.path] = PackedShard(piece, data[start : start + piece.bytes])
@@ -170,7 +170,7 @@ class StoreItems:
         """Read the arrays of a sample into `out`.
 
         Args:
-            store: This store, with chunks from memory in the place of those on disk.
+            store: This store, with chunks from memory instead of those on disk.
             sample: Number of the sample.
             out: Arrays to fill, by name.
         """
@@ -189,7 +189,7 @@ class StoreItems:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
     def opened(self) -> OpenedItems:
-        """Return the same samples in a form that a cache holds decompressed."""
+        """Return the same samples for a cache that holds them decompressed."""
         return OpenedItems(self)
 
     def name(self, sample: int) -> str:
@@ -214,7 +214,7 @@ class PackedShard:
         self._starts = np.cumsum([0, *(size for _, size in piece.runs)])
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Return `size` bytes of the file from `start` on, (size,) uint8, where one run or the index holds them."""
+        """Return `size` bytes of the file from `start` on, (size,) uint8. One run or the index must hold them."""
         if start == self.size - len(self._index):
             return self._index
         run = int(np.searchsorted(self._offsets, start, side="right")) - 1
@@ -230,8 +230,7 @@ class OpenedItems:
     """The samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
 
     The chunks lie one after another as stored integers (Z, rows, X), in the order of their files. Rows beyond the grid,
-    which fill up the last block on disk, are left out. Decoding is then one multiplication and one addition for each
-    value.
+    which fill up its last block on disk, are left out. So decoding takes one multiplication and one addition a value.
 
     `stored` (F,) holds the bytes of each sample on slow storage, `sizes` (F,) those in a cache.
     """
@@ -279,7 +278,7 @@ class OpenedItems:
             start += places.size
 
         def given(path: str, _: ArraySpec, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray | None]]:
-            """Yield the decompressed chunks in place of those of the file."""
+            """Yield the decompressed chunks instead of those of the file."""
             views = held[path]
             return ((number, views.get(number)) for number in numbers.tolist())
 
@@ -298,7 +297,7 @@ class OpenedItems:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """The places of the decompressed chunks of one shard: their `numbers`, in the order in which they lie."""
+    """The decompressed chunks of one shard: their `numbers`, in the order in which they lie in memory."""
 
     spec: ArraySpec
     path: str
@@ -306,7 +305,7 @@ class Places:
 
     @classmethod
     def of(cls, spec: ArraySpec, path: str, found: tuple[np.ndarray, np.ndarray]) -> Places:
-        """Return the places of the chunks that exist, from the result of `chunk_spans`."""
+        """Make the places of the chunks that exist from the result of `chunk_spans`."""
         numbers, spans = found
         return cls(spec, path, numbers[: len(spans)].astype(np.int32))
 

@@ -1,15 +1,15 @@
 """Padding: the values that a convolution reads beyond the edges of a grid on the sphere.
 
-Padding is a separate step, and convolutions pad nothing in Y and X. So a partitioned model can replace it by a halo
-exchange.
+Padding is a separate step, and convolutions pad nothing in Y and X. So a partitioned model can replace this step by a
+halo exchange.
 
 Longitude wraps only if the points close the circle. Beyond a pole, the rule `cross` continues a field with the row on
 the other side of the pole, rolled by half the circle; `replicate` repeats the outermost row; `zero` puts zeros there.
 At any other edge the outermost row or column is repeated.
 
-Mirror rule. On a level with rows 2^l apart, row -1 would stand one spacing north of row 0. Seen from the other side of
-the pole, that is a point at a known distance from the pole, and so are row 0 and row 1 (a pooled row stands at the mean
-of the rows it holds). The mirror starts at the nearer of these two, or at row 0 if they are equally near. Therefore:
+Mirror rule. On a level with rows 2^l apart, the row beyond the pole would stand one spacing north of row 0. Mirrored at
+the pole, it lies near row 0 or row 1 (a pooled row stands at the mean of the rows it holds). The mirror starts at the
+nearer of these two, or at row 0 if they are equally near. Therefore:
 
 - a row on the pole itself is left out at the finest level;
 - a pooled row that lies only partly on the pole is used, although it stands one fine row from where it should;
@@ -82,7 +82,7 @@ def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
         depth: number of poolings.
 
     Raises:
-        UserError: the longitudes do not divide as often as wrapping, or crossing the pole, needs.
+        UserError: the number of longitudes cannot be halved as often as `pole` and `depth` need.
     """
     _check_longitudes(grid, pole, depth)
     positions = np.arange(grid.shape[0], dtype=np.float64)
@@ -109,7 +109,7 @@ def _pooled(positions: np.ndarray) -> np.ndarray:
 
 
 def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, spacing: float) -> EdgeRule:
-    """Return the rule of a northern edge; `positions` ascend away from it."""
+    """Return the rule of an edge; `positions` ascend inwards from it."""
     if edge is Edge.OPEN or pole is Pole.replicate:
         return EdgeRule(Beyond.REPLICATE)
     if pole is Pole.zero:
@@ -129,8 +129,8 @@ def deepest(grid: Grid, pole: Pole) -> int | None:
     if not grid.wraps:
         return None
     columns = grid.shape[1]
-    # The number of factors of two in the number of columns. Crossing a pole rolls a row by half the circle, so at the
-    # coarsest level one factor must be left.
+    # The number of factors of two in the number of columns. Crossing a pole rolls a row by half the circle, so one
+    # factor must be left at the coarsest level.
     twos = (columns & -columns).bit_length() - 1
     return max(0, twos - 1) if _crosses(grid, pole) else twos
 
@@ -189,7 +189,7 @@ class Padder(nn.Module):
 
 
 class _Pad(torch.autograd.Function):
-    """The padding as one copy into a larger tensor, then its borders.
+    """A copy into a larger tensor, whose borders are then filled.
 
     `torch.cat` and `F.pad` took 5 to 100 times as long.
     """
@@ -240,14 +240,14 @@ def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _source_row(row: int, rule: EdgeRule, rows: int) -> int:
-    """Return which row gives the values beyond the first row (`row` = 0) or the last row (`row` = -1)."""
+    """Return which row gives the values beyond the first (`row` = 0) or the last row (`row` = -1)."""
     # A grid of one row has no second row that a mirror could use.
     source = min(rule.source(1), rows - 1)
     return source if row == 0 else rows - 1 - source
 
 
 def _beyond(x: Tensor, row: int, rule: EdgeRule, sign: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Return the values (B, C, X, Z) beyond the first row (`row` = 0) or the last row (`row` = -1)."""
+    """Return the values beyond the first (`row` = 0) or the last row (`row` = -1): (B, C, X, Z), or a scalar zero."""
     if rule.beyond is Beyond.ZERO:
         return x.new_zeros(())
     values = x[:, :, _source_row(row, rule, x.shape[2])]

@@ -1,11 +1,11 @@
-"""The choice of precision and of the order of axes in memory, by timing what the hardware offers.
+"""Choose the precision and the order of axes in memory by timing what the hardware offers.
 
-With channels first in memory, torch's float32 conv3d does not use oneDNN for some shapes, and is then about ten times
-slower. With channels last this did not happen on the machines that were measured, and bfloat16 is up to twice as fast
-again where the CPU has it. A 2D convolution with the levels as samples or channels was not faster.
+With channels first in memory, torch's float32 conv3d does not use oneDNN for some shapes and is then about ten times
+slower. This did not happen with channels last on the machines that were measured. bfloat16 is up to twice as fast as
+float32 where the CPU has it. A 2D convolution with the levels as samples or channels was not faster.
 
-The fastest choice depends on machine and shape. So it is measured on the real shapes, and a checkpoint records it. A
-resumed run uses the recorded choice, so its results are equal bit for bit.
+The fastest choice depends on machine and shape. So each is timed on the real shapes, and a checkpoint records the
+choice. A resumed run uses it again, so its results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class Speed:
     def apply(self, model: nn.Module) -> None:
         """Set a model to this speed: the memory order of its kernels, its dtype for float64, and `model.speed`.
 
+        For the whole process, TF32 is turned off and cuDNN takes deterministic kernels.
+
         Args:
             model: the model, changed in place.
         """
         for module in model.modules():
-            # A kernel that is made of a bank (`blocks.bank`) is no parameter, and has channels last anyway.
+            # A kernel made from a bank (`blocks.bank`) is no parameter, and has channels last anyway.
             if isinstance(module, nn.Conv3d | nn.Conv2d) and isinstance(module.weight, nn.Parameter):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
@@ -69,9 +71,9 @@ class Speed:
         # each pass.
         if self.precision is Precision.float64:
             model.double()
-        # With TF32, a GPU would round the mantissas of float32 to ten bits. bfloat16 is the choice for speed.
+        # With TF32, a GPU would round the mantissas of float32 to ten bits. For speed there is bfloat16.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.deterministic = True  # also while timing, so that the time is that of the training
+        torch.backends.cudnn.deterministic = True  # also for the timing, which is then that of the training
         model.speed = self  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, Any]:
@@ -96,10 +98,10 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
         wanted: the setting `model.precision`.
 
     Returns:
-        Speeds, those that are most likely fast first: channels last before channels first, bfloat16 before float32.
+        Speeds, probably fast ones first: channels last before channels first, bfloat16 before float32.
 
     Raises:
-        UserError: bfloat16 is asked for on a device without it.
+        UserError: bfloat16 is wanted, and `has_bfloat16` is False.
     """
     low = has_bfloat16(device)
     if wanted is Precision.bfloat16 and not low:
@@ -160,11 +162,11 @@ def choose(
             chosen.
         seconds: limit for all trials together. A speed that takes four times as long as the best is not repeated. On a
             GPU, the first run of each speed, which loads and compiles kernels, does not count.
-        record: turns `step` into a CUDA graph that does the same, as training does where possible
+        record: on a GPU, turns `step` into a CUDA graph that does the same, as training does where possible
             (`training.recorded`).
 
     Raises:
-        UserError: `wanted` is bfloat16, and the device does not have it.
+        UserError: `wanted` is bfloat16, and `has_bfloat16` is False.
         torch.OutOfMemoryError: the step does not fit into the GPU at any speed.
     """
     device = next(model.parameters()).device
@@ -172,8 +174,7 @@ def choose(
     running = Running(model)
     deadline = time.perf_counter() + seconds
     for speed in candidates(device, wanted):
-        # Channels-last speeds are listed first. Each precision is timed at least once that way, however slow the
-        # machine.
+        # Channels-last speeds come first. So each precision is timed at least once, however slow the machine is.
         if time.perf_counter() > deadline and not speed.channels_last:
             continue
         speed.apply(model)
@@ -181,7 +182,7 @@ def choose(
             play, spent = _prepared(model, step, record) if device.type == "cuda" else (step, 0.0)
             deadline += spent
             tried[speed] = _milliseconds(play, device, deadline, min(tried.values(), default=float("inf")))
-        except torch.OutOfMemoryError as error:  # bfloat16 may still fit where float32 does not
+        except torch.OutOfMemoryError as error:  # bfloat16 may fit where float32 does not
             log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
             lacking = error.with_traceback(None)  # the frames of a traceback would keep the tensors of the pass alive
         play = step  # a recording is dropped, which frees its memory
@@ -199,7 +200,7 @@ def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) 
     """Let a GPU load and compile its kernels, and record the step.
 
     Returns:
-        The call that is to be timed, and the seconds that this took.
+        The call to time, and the seconds that compiling and recording took.
     """
     began, play = time.perf_counter(), step
     step()
@@ -208,14 +209,14 @@ def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) 
     if record is not None:
         try:
             play, _ = record(step)
-        # Memory is short, or something cannot be recorded. Training will fail to record it as well, and log why.
+        # There is too little memory, or something cannot be recorded. Training will fail here as well, and log why.
         except RuntimeError:
             model.zero_grad(set_to_none=True)
     return play, time.perf_counter() - began
 
 
 def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float, fastest: float) -> float:
-    """Return the time of the fastest of up to three runs after a warm-up, or of the warm-up if time was out then."""
+    """Return the time of the fastest of up to three runs after a warm-up, or of the warm-up if no run followed."""
     found: list[float] = []
     for _ in range(4):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """The start of a model: everything before its U-Net, which is fitted to the training dates before training.
 
-The formulas stand in `models.heads`, `models.linear` and `models.points`. The fits (`training.climate_fit`) fill its
-arrays one after another, and each fit applies what is already fitted in the same way as the model.
+The formulas stand in `models.heads`, `models.linear` and `models.points`. The fits (`training.climate_fit`) fill the
+arrays one after another. Each fit applies what is already fitted in the same way as the model does.
 
 Axes: B initialisation time, C channel of the linear correction, T lead, F field (variables and levels, then surface
 variables), Y latitude, X longitude.
@@ -26,7 +26,7 @@ class Start(nn.Module):
 
     Args:
         spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the training dates; during the fits, those fitted so far.
+        climate: statistics of the training dates; during the fits, those computed so far.
         local_terms: give each grid cell learned terms of its own.
 
     Attributes:
@@ -48,7 +48,7 @@ class Start(nn.Module):
         Args:
             mean: (B, T, F, Y, X) mean of the members at the predicted leads.
             spread: spread of the members, the same shape.
-            count: (B,) M.
+            count: (B,) number of members M.
         """
         assert self.linear is not None
         return self.linear.padded(self.heads.departures(mean, spread, count).flatten(1, 3))
@@ -57,8 +57,8 @@ class Start(nn.Module):
         """Return what the linear correction adds to mean and spread, in typical spreads, (B, KINDS, T, F, Y, X).
 
         Args:
-            padded: anomalies of `anomalies`.
-            count: (B,) M.
+            padded: result of `anomalies`.
+            count: (B,) number of members M.
         """
         assert self.linear is not None
         return self.linear(padded, count).unflatten(1, (KINDS, *self.heads.typical.shape))
@@ -67,8 +67,8 @@ class Start(nn.Module):
         """Return the outputs of the point network (`models.points`), (B, 1 or 3, T, F, Y, X).
 
         Args:
-            padded: anomalies of `anomalies`.
-            count: (B,) M.
+            padded: result of `anomalies`.
+            count: (B,) number of members M.
             day_of_year: (B,) day of the year of the initialisation time.
         """
         assert self.points is not None
@@ -81,12 +81,12 @@ class Start(nn.Module):
     def corrections(
         self, mean: Tensor, spread: Tensor, count: Tensor, day_of_year: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return `linear_part` and `point_part`; None for a part that is off.
+        """Return `linear_part` and `point_part`; None for a part that the model lacks.
 
         Args:
             mean: (B, T, F, Y, X) mean of the members at the predicted leads.
             spread: spread of the members, the same shape.
-            count: (B,) M.
+            count: (B,) number of members M.
             day_of_year: (B,) day of the year of the initialisation time.
         """
         if self.linear is None:

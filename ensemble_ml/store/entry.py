@@ -1,7 +1,7 @@
 """Keep what a build must remember of a finished init time, in one file.
 
-The file is written by rename when all shards of the init time are there. It holds the packing factors of every field,
-the moments of the fields, the shards with their checksums, the parts of the archive that were read, and the
+The file is written by rename when all shards of the init time exist. It holds the packing factors of every field, the
+moments of the fields, the shards with their checksums, the parts of the archive that were read, and the
 quantisation error. `Build.finalise` makes the store's own arrays and statistics from these entries.
 """
 
@@ -37,8 +37,8 @@ class DateEntry:
         masked: Variables with points that have no value.
         masks: Names of the mask arrays that have a shard.
         sources: Files and fields from which each part was read.
-        plan: Digest of the settings that it was built for (`BuildPlan.of_date`).
-        fingerprint: Fingerprint of the archive from which it was built; None for fields in memory.
+        plan: Digest of the settings for which the init time was built (`BuildPlan.of_date`).
+        fingerprint: Fingerprint of the archive that was read; None for fields in memory.
     """
 
     files: dict[str, Entry] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class DateEntry:
     fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
-        """Add the entry of other parts of the same init time."""
+        """Add an entry of other parts of the same init time, in place."""
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments
@@ -79,7 +79,7 @@ class DateEntry:
             "fingerprint": self.fingerprint,
             "sources": {part: [one.checksum, one.files] for part, one in self.sources.items()},
         }
-        # Everything that is not a number is kept as JSON bytes in an array, so that loading never unpickles.
+        # All that is not an array is kept as JSON bytes in one, so that loading never unpickles.
         arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
         for name, factors in self.factors.items():
             arrays |= {f"factor/{name}/{key}": values for key, values in factors.items()}
@@ -97,7 +97,7 @@ class DateEntry:
         """Read an entry.
 
         Raises:
-            UserError: It is damaged or cannot be read; then the cause is an OSError.
+            UserError: The file is damaged, or cannot be read (then the cause is an OSError).
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -113,7 +113,7 @@ class DateEntry:
             The attribute `files`, the stamps of the source files, and the attributes `plan` and `fingerprint`.
 
         Raises:
-            UserError: It is damaged or cannot be read.
+            UserError: The file is damaged or cannot be read.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:

@@ -1,35 +1,35 @@
 """Scores on the validation dates, which choose `checkpoints/best`.
 
-They are scores of forecasts from the first M members (`training.widths` asks for other numbers of members too).
+They are scores of forecasts from the first M members (for other numbers M, see `training.widths`).
 
     crps_ratio     CRPS over that of the raw members' distribution N(m, (1 + 1/M) s^2)
     spread_ratio   RMSE of the predicted spread over that of the size-corrected raw spread s c4(N) / c4(M);
                    for M = 1 over that of the climatological spread
-    score          geometric mean of those of the two that exist; lower is better
+    score          geometric mean of these two, or the one that exists; lower is better
 
     m, s   mean and spread of the M members
     N      members of the full ensemble
     c4     E[s] / sigma of independent normal values
 
-Each ratio is one of means over dates and area, for every lead, variable and level, and then a geometric mean over
-these. A field in which there is nothing to predict is left out: for example, no rain fell on these dates, nor was any
-forecast.
+For every lead, variable and level, a ratio of two means over dates and area is taken. A score is the geometric mean of
+these ratios. A field is left out if there is nothing to predict: for example, if no rain fell on these dates, nor was
+any forecast.
 
-Calibration factors (`widths` in the code) are computed beside the scores. Each is the factor of a field's predicted
-standard deviation at which the mean variance equals the mean squared error of the mean, which is what calibration means
-(Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1). Training by the CRPS leaves them above one where errors have heavier
-tails than the distribution. For a normal distribution the factor follows from these two means.
+Calibration factors (`widths` in the code) are computed beside the scores. Each multiplies the predicted scale of a
+field, so that the mean variance equals the mean squared error of the mean (Fortin et al. 2014,
+doi:10.1175/JHM-D-14-0008.1). Training by the CRPS leaves them above one where errors have heavier tails than the
+distribution. For a normal distribution the factor follows from these two means.
 
 The standard deviation of a distribution that ends at a bound grows more slowly than its scale. So it is computed for a
-few factors, and the one that reaches the error is interpolated. Where the standard deviation stops growing before it
-reaches the error, the factor is the one with the least CRPS.
+few factors, and the factor at which it equals the error is interpolated. Where that result cannot be trusted, the
+factor is the one with the least CRPS.
 
-For rain, the factor is always the one with the least CRPS. Where its distribution is nearly dry, most of the variance
-lies in amounts that no sample shows: at location / scale = -4 its standard deviation is the scale, and it rains one
-time in 600,000. The same holds for a log-normal distribution of small mean.
+For rain and for log-normal distributions, the factor is always the one with the least CRPS. Where they are nearly zero,
+most of the variance lies in values that no sample shows. For rain at location / scale = -4 the standard deviation is
+the scale, and it rains one time in 600,000.
 
 The factors depend on the number of members, because sigma may follow the spread that more members would have. They are
-computed for the number of members that the validation uses. `training.widths` computes those of other numbers with each
+computed for the number of members that the validation uses. `training.widths` computes those of other numbers for each
 best model.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), G field with a bound,
@@ -56,13 +56,13 @@ from ensemble_ml.models.inputs import by_family
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
 from ensemble_ml.training.losses import crps
 
-NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below this, there is nothing to predict
-_WIDEST = 3.0  # largest factor of a scale: a larger one would be no matter of calibration
+NOTHING = 1e-3  # typical spreads; where the raw CRPS or RMSE is below this, there is nothing to predict
+_WIDEST = 3.0  # largest factor of a scale; a larger one would mean more than a lack of calibration
 _BY_CRPS = SKEWED  # distributions whose factor is always the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # factors that are tried; their logarithms are evenly spaced, for a parabola through them
-_FURTHEST = 2.0  # most steps of the logarithm from one to the minimum of the parabola
-_REACH = 3.0  # most steps to where the parabola reaches the error, for this to be believed
-_LIKE_NORMAL = 0.95  # fraction of a normal distribution's slope above which the bound has no effect
+_FURTHEST = 2.0  # most steps, each a factor of 1.25, from one to the minimum of the parabola
+_REACH = 3.0  # most steps to where the parabola reaches the error, if the result is to be trusted
+_LIKE_NORMAL = 0.95  # fraction of a normal distribution's slope above which the bound is taken to have no effect
 
 
 def c4(n: int) -> float:
@@ -85,7 +85,7 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        scores: `crps_ratio`, `spread_ratio` and `score`, each if its target exists; empty without any target.
+        scores: `crps_ratio`, `spread_ratio` and `score`, each if a field of its target can be scored.
         widths: (T, F) calibration factors of the predicted scales; None without a truth.
     """
 
@@ -130,7 +130,7 @@ class Scoring:
         self._model, self._full_size, self._laws = model, full_size, spec.families
         self._crps, self._spread, self._width = (_Sums(area, fields, mesh) for _ in range(3))
         self._bounded = [position for position, law in enumerate(self._laws) if law is not Family.NORMAL]
-        # Distributions with a bound need their variance and CRPS at a few factors. For a normal one, two sums suffice.
+        # Distributions with a bound need their variance and CRPS at a few factors. The normal one needs two sums only.
         self._tried = [_Sums(area, (fields[0], len(self._bounded)), mesh) for _ in _TRIED if self._bounded]
         self._least = NOTHING * model.heads.typical.to(area.device).double()
 
@@ -172,8 +172,8 @@ class Scoring:
             scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
         widths = self._width.roots()
         if widths is not None and bounded:
-            # A field with a bound takes one of two factors. Which one depends on its distribution, and on whether
-            # the first can be believed.
+            # A field with a bound takes the factor from its variance, unless its distribution forbids that or the
+            # factor cannot be trusted. Then it takes the factor with the least CRPS.
             by_crps = torch.tensor([self._laws[position] in _BY_CRPS for position in bounded], device=widths.device)
             means = zip(*(sums.means() for sums in self._tried), strict=True)
             crps_WTG, variance_WTG = (torch.stack(values) for values in means)
@@ -183,7 +183,7 @@ class Scoring:
 
 
 class _Sums:
-    """A pair of sums over dates of area means for every field: ours, and the one to compare with."""
+    """A pair of sums over dates of area means for every field: ours, and the one to compare it with."""
 
     def __init__(self, area: Tensor, fields: tuple[int, int], mesh: Mesh):
         self.area, self.mesh = area, mesh
@@ -196,17 +196,17 @@ class _Sums:
     ) -> None:
         """Add maps (B, T, F, Y, X) of some dates.
 
-        A cell without a target counts for nothing, in both sums alike. Nor does a field of a date on which the mean of
-        `told` is not above `least` (T, F): there was nothing to predict.
+        A cell without a target adds nothing to either sum. A field of a date adds nothing if the mean of `told` is not
+        above `least` (T, F): there was nothing to predict.
         """
         known = torch.isfinite(target)
         weight = (known * self.area).double()
         maps = (ours, raw) if told is None else (ours, raw, told)
         sums = [(torch.where(known, values, 0.0) * weight).sum((-2, -1)) for values in maps]
         parts = torch.stack([*sums[:2], weight.sum((-2, -1)), *sums[2:]])  # (3 or 4, B, T, F)
-        # Sums over cells are completed over the ranks that share the grid, before anything is divided.
+        # Sums over cells are completed over the ranks that share the grid before anything is divided.
         self.mesh.spatial.all_reduce(parts)
-        # A dry day says nothing of how wide rain should be, and would enter with a ratio of two tiny numbers.
+        # A dry day does not show how wide rain should be, and would enter with a ratio of two tiny numbers.
         if least is not None:
             parts = parts[:3] * (parts[3] > least * parts[2])
         self.sums += (parts[:2] / parts[2].clamp(min=1e-12)).sum(1)
@@ -214,9 +214,9 @@ class _Sums:
         self.dates += len(target)
 
     def ratio(self, least: Tensor, power: float = 1.0) -> float | None:
-        """Return the geometric mean over fields of (ours / raw)^power.
+        """Return the geometric mean over fields of (ours / raw)^power, where ours is at least `least`.
 
-        Only fields whose raw mean is above `least` (T, F) are scored; None if there is none, or no date.
+        Only fields whose raw mean is above `least` (T, F) count; the result is None without any such field or date.
 
         Raises:
             NotFiniteForecast: a sum of ours is not finite.
@@ -234,7 +234,7 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> Tensor | None:
-        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; one if too few dates have it, None without any."""
+        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; one where too few dates count, None without a date."""
         found = self._over_ranks()
         if found is None:
             return None
@@ -246,7 +246,7 @@ class _Sums:
         return roots.clamp(1 / _WIDEST, _WIDEST)
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Return the means of ours and of the other, (T, F): NaN for a field that too few dates have."""
+        """Return the means of ours and of the other, (T, F); NaN where too few dates have the field."""
         found = self._over_ranks()
         assert found is not None
         ours, other, known = found
@@ -264,7 +264,7 @@ class _Sums:
 def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return squared error of the predicted mean, predicted variance, truth, and how uncertain each point was.
 
-    The last one is the absolute error of the members' mean plus their spread. All are (B, T, F, Y, X).
+    The last is the absolute error of the members' mean plus their spread. All are (B, T, F, Y, X).
     """
     truth, location, scale = _distribution(batch, prediction)
     mean, deviation = torch.empty_like(location), torch.empty_like(scale)
@@ -305,7 +305,7 @@ def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: floa
 def _least(crps_WTG: Tensor) -> Tensor:
     """Return the factor with the least CRPS, (T, G), by a parabola through those tried.
 
-    It is one for a field that too few dates have.
+    The factor is one where too few dates have the field.
     """
     before, here, after = crps_WTG
     bend, slope = before - 2 * here + after, (before - after) / 2
@@ -315,12 +315,12 @@ def _least(crps_WTG: Tensor) -> Tensor:
 
 
 def _reaching(variance_WTG: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor at which the mean variance is `roots`^2 times as large, and whether it can be believed: (T, G).
+    """Return the factor at which the mean variance is `roots`^2 times as large, and whether to trust it: (T, G).
 
-    The factor comes from a parabola through the logarithms of the variances at the factors tried. That of a normal
-    distribution is the line 2 log(factor). Between two bounds, a distribution of a given mean has a largest variance,
-    and beyond the factors tried it is unknown how near that is. So a result far away is believed only if the slope is
-    almost that of a normal distribution. The factor is one if too few dates have the field.
+    The factor comes from a parabola through the logarithms of the variances at the factors tried. For a normal
+    distribution this is the line 2 log(factor). Between two bounds, the variance has a largest value for a given mean,
+    and outside the factors tried it is unknown how near it is. So a result far away is trusted only if the slope is
+    almost that of a normal distribution. The factor is one where too few dates have the field.
     """
     unit = math.log(_TRIED[2])
     before, here, after = variance_WTG.clamp(min=1e-300).log()

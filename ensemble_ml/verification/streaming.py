@@ -1,8 +1,8 @@
 """Score a raw ensemble in one pass over its fields, block by block, for archives far larger than memory.
 
 One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS, squared
-error, variance and ranks. Sums are float64. The summands are computed in the type of the members, as differences from
-the truth, so float32 loses nothing that the fields hold.
+error, variance and ranks. Sums are float64. The terms are computed in the type of the members, from differences to the
+truth. Float32 is precise enough for these.
 
 This file is for users of the library. `evaluate` does not use it, because it needs more statistics.
 """
@@ -17,7 +17,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.verification.checks import check_count, check_weights
 from ensemble_ml.verification.members import pair_sum, sort_members
 
-_BLOCK = 8192  # points of a block, of which ten members in float32 fill a third of a megabyte
+_BLOCK = 8192  # points of a block: ten members in float32 fill a third of a megabyte
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class EnsembleSums:
 
     @property
     def spread_skill(self) -> float:
-        """Return the root of (M + 1) / M times the mean variance, divided by the RMSE; NaN for one member.
+        """Return sqrt((M + 1) / M * mean variance) / RMSE; NaN for one member.
 
         Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
         """
@@ -114,7 +114,7 @@ def score_members(
         members: (M, ...). Float32 is computed in float32, all other types in float64.
         y: (...) truth.
         weights: Weights that broadcast to `y`, such as cell areas (Y, X); None weights all points equally.
-        rng: Generator that breaks ties of the truth with members (dry points); None takes seed 0.
+        rng: Generator that breaks ties of members with the truth (dry points); None takes seed 0.
 
     Raises:
         UserError: Truth or weights do not fit the points of the members, weights are negative, or there is no member.
@@ -166,8 +166,8 @@ class _Buffers:
         mean = distance.sum(0)
         mean /= m
         total.points += n
-        # The mean of the distances is finite only if all members and the truth are. Other points get zero weight, and
-        # also zero distance, because a NaN would spread to the sums even with zero weight.
+        # The mean of the distances is finite only if all members and the truth are. Other points get weight zero. Their
+        # distances are set to zero too, because NaN times a zero weight would still be NaN.
         good = np.isfinite(mean)
         if not good.all():
             total.left_out += int(n - good.sum())
@@ -183,7 +183,7 @@ class _Buffers:
             np.less(row, 0, out=below)
             rank += below
             ties = ties or bool(spare.min() == 0)
-        # Random numbers are drawn only for blocks that have ties.
+        # Random numbers are drawn only for blocks with ties; a point that is left out counts as one.
         if ties:
             equal = (distance == 0).sum(0)
             rank += np.floor(rng.random(n) * (equal + 1)).astype(np.uint16)

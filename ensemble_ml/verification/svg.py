@@ -1,8 +1,9 @@
 """Draw charts and maps as SVG within the report's page. Nothing is fetched and no script is needed.
 
-A map is an image of one pixel a point, in the colours of a palette, below coasts and region that all maps of a page
-share (`Atlas.shared`). Style and colour bars stand in `style`. Colours are those of Okabe & Ito, which colour-blind
-readers can tell apart. Blue is better and orange is worse throughout, except that maps of gain use red for worse.
+A map is an image with one pixel a point, in the colours of a palette. Over it lie the coasts and the veil of a region,
+which all maps of a page share (`Atlas.shared`). Style and colour bars stand in `style`. Curves have the colours of
+Okabe & Ito, which colour-blind readers can tell apart. Blue is better and orange is worse; in maps of gain, red is
+worse.
 
 Axes: Y latitude, X longitude; y and x are those of the maps' coarse grid.
 """
@@ -30,8 +31,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 400, 230, 58, 8, 34  # of a chart and it
 _LEVELS = 64  # colours of a palette
 _DOTTED = 120  # most rows or columns of a map in which each point may have a dot of its own
 _MISSING = (187, 187, 187)
-_DASHES = ("none", "7 3", "2 3", "7 3 2 3")  # with the colours, no two of the first 28 curves look alike
-# Red is worse and blue is better in gains; all of these maps of colours are safe for colour-blind readers.
+_DASHES = ("none", "7 3", "2 3", "7 3 2 3")  # with the seven colours, the first 28 curves all look different
+# In gains red is worse and blue is better. Colour-blind readers can tell the colours of all palettes apart.
 PALETTES = ("RdBu", "viridis", "magma", "PuOr", "RdBu_r")
 
 
@@ -70,13 +71,13 @@ def style() -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The ranges of the two axes of a chart, which take values to pixels."""
+    """The ranges of both axes of a chart, which turn values into pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
 
     def at(self, x: float, y: float) -> str:
-        """Return a place as two numbers of a path, in whole pixels, as a page may have a million of them."""
+        """Return a place as two numbers of a path. Whole pixels save bytes: a page may have a million places."""
         across, down = (x - self.x[0]) / (self.x[1] - self.x[0]), (self.y[1] - y) / (self.y[1] - self.y[0])
         return f"{_LEFT + across * (_WIDTH - _LEFT - 8):.0f},{_TOP + down * (_HEIGHT - _TOP - _BOTTOM):.0f}"
 
@@ -123,10 +124,10 @@ def chart(
     Args:
         curves: Curves by name.
         title: Title, which says what the values are, with units.
-        label: What x is, with units.
-        ticks: The only places of x that have values, such as leads; curves then stand side by side there.
+        label: Name of x, with units.
+        ticks: The only values of x, such as leads; curves then stand side by side there. None chooses ticks.
         level: A value of y to mark by a dashed line.
-        diagonal: Whether to mark where x and y are equal. Both axes then begin at zero.
+        diagonal: Whether to mark where x and y are equal. Both axes then include zero.
 
     Returns:
         HTML of a figure; empty without a finite value.
@@ -138,7 +139,7 @@ def chart(
         return ""
     ends = [] if level is None else [level]
     frame = _Frame(_range([*x, *([0.0] if diagonal else [])]), _range([*y, *ends, *([0.0] if diagonal else [])]))
-    # Points of one place stand side by side, so that their intervals can be told apart.
+    # Points of the same x stand side by side, so that their intervals can be told apart.
     apart = 0.0 if ticks is None else 0.012 * (frame.x[1] - frame.x[0])
     parts, names = [frame.axes(ticks, label)], []
     lines = [] if level is None else [((frame.x[0], level), (frame.x[1], level))]
@@ -205,7 +206,7 @@ class Atlas:
 
     Attributes:
         grid: Grid of the fields.
-        size: Rows and columns of the grid that make one of the maps (`pictures.cells_together`).
+        size: Rows and columns of the grid in one point of the maps (`pictures.cells_together`).
         land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
         regions: (Y, X) bool masks by name.
         numbers: Numbers for the ids of maps, each used once.
@@ -267,11 +268,11 @@ class Atlas:
         Returns:
             HTML of a figure.
         """
-        # The reference is perfect where the gain is infinite, and the forecast is not.
+        # Where the gain is minus infinity, the reference is perfect and the forecast is not.
         level = _level(np.where(np.isneginf(gain), -limit, gain), (-limit, limit), _LEVELS)
         if sure is not None:
-            # On a small map, each significant point has a dot of a ninth of its area. On large and coarse maps, one
-            # point in nine can be a dot as a whole: a dot in each point would double the bytes of a map.
+            # On a small map, each significant point has a dot of a ninth of its area. On large or coarse maps, only one
+            # point in nine may be a dot, as a whole: a dot in each point would double the bytes of a map.
             own = self.size == 1 and max(sure.shape) <= _DOTTED
             parts = np.ones((3, 3) if own else (1, 1), np.uint8)
             level, dotted = np.kron(level, parts), np.kron(sure, parts).astype(bool)
@@ -281,7 +282,7 @@ class Atlas:
     def _figure(
         self, title: str, level: np.ndarray, palette: str, ends: tuple[float, float], units: str, cross: str = ""
     ) -> str:
-        """Return the figure of a map from the numbers of its colours: of the palette, then missing, then black."""
+        """Return the figure of a map from numbers of colours: the palette's, then missing, then black."""
         west, east = self.grid.longitude_bounds()[[0, -1]]
         north, south = self.grid.latitude_bounds()[[0, -1]]
         name = escape(title)
@@ -290,9 +291,9 @@ class Atlas:
             f'<use class="veil"/><use href="#coasts"/>{cross}'
         )
         if self.grid.wraps:
-            # A map from 0 to 360 degrees would cut Europe and Africa in two. So the map is drawn a second time, one
-            # turn further west, and the middle of both is shown. The second one lies below, because its last column
-            # may reach into the first.
+            # A map from 0 to 360 degrees would cut Europe and Africa in two. So it is drawn a second time, one turn
+            # further west, and the middle of both is shown. The second map lies below, because its last column may
+            # reach into the first map.
             west, east, number = west - 180, east - 180, next(self.numbers)
             drawn = f'<use href="#map{number}" x="-360"/><g id="map{number}">{drawn}</g>'
         box = f"{west:g} {-north:g} {east - west:g} {north - south:g}"
@@ -301,7 +302,7 @@ class Atlas:
         return f'<figure class="map"><figcaption>{name}</figcaption>{picture}{legend}</figure>'
 
     def _image(self, uri: str) -> str:
-        """Return an image of one pixel a point of the maps, whose last row and column may reach beyond the grid."""
+        """Return an image with one pixel a point of the maps. Its last row and column may reach beyond the grid."""
         (lat, lon), (rows, columns) = (self.grid.latitude, self.grid.longitude), self.grid.shape
         high, wide = np.ptp(lat) / max(rows - 1, 1), np.ptp(lon) / max(columns - 1, 1)
         y, x = -(-rows // self.size) * self.size, -(-columns // self.size) * self.size
@@ -327,7 +328,7 @@ def natural_coasts() -> list[np.ndarray]:
         (N, 2) longitude and latitude of the points of each line, in degrees.
     """
     stored = np.load(Path(__file__).with_name("coasts.npz"))["points"]
-    marker = np.iinfo(stored.dtype).max  # parts one line from the next
+    marker = np.iinfo(stored.dtype).max  # separates the lines
     ends = np.flatnonzero(stored[:, 0] == marker)
     return [line[line[:, 0] != marker] / 10 for line in np.split(stored, ends) if len(line) > 1]
 
@@ -341,7 +342,7 @@ def _colours(palette: str) -> list[tuple[int, int, int]]:
 
 
 def _level(values: np.ndarray, ends: tuple[float, float], levels: int) -> np.ndarray:
-    """Return the number of the colour of each value, from 0 to levels - 1; `levels` stands for a missing one."""
+    """Return the number of the colour of each value, from 0 to levels - 1; `levels` for a missing value."""
     there = np.isfinite(values)
     share = (np.where(there, values, ends[0]) - ends[0]) / (ends[1] - ends[0])
     return np.where(there, np.clip(share * levels, 0, levels - 1), levels).astype(np.uint8)
