@@ -160,7 +160,10 @@ def _named(word: str) -> Quantity | None:
 
 def _plain(units: str) -> str:
     """Return `units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2, m2 s{-2} become m2 s-2."""
-    factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", re.sub(r"\*\*|[\^{}]", "", units))
+    scaled = re.sub(r"(?<![\w.])10(?:\*\*|\^)\{?([+-]?\d+)\}?", r"1e\1", units)
+    # Only after a letter: the digits of another number and its power would become one number.
+    powers = re.sub(r"(?<=[^\W\d_])(?:\*\*|\^)|[{}]", "", scaled)
+    factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", powers)
     return " ".join(factors.split())
 
 
@@ -218,6 +221,9 @@ def same_units(one: str, other: str, *, differences: bool = False) -> bool:
         differences: values are differences: the zero point does not matter, so K and degC are the same.
     """
     if _plain(one) == _plain(other):
+        return True
+    of_one, of_other = _quantity(_plain(one)), _quantity(_plain(other))
+    if of_one is not None and of_one == of_other and any(of_one.dimensions):
         return True
     for wanted in _SAME_UNITS:
         try:

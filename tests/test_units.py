@@ -52,12 +52,12 @@ def spelled(units: str) -> list[str]:
 
 # A lawful spelling of each of the registry's dimensions, as UDUNITS has them.
 LAWFUL = {
-    "Pa": "kPa, daPa, MPa, N m-2, N/m2, J m-3, kg m-1 s-2, bar, dbar, atm, 100 Pa, kilopascal, hectopascals",
+    "Pa": "kPa, daPa, MPa, N m-2, N/m2, J m-3, kg m-1 s-2, bar, dbar, atm, 100 Pa, 10^3 Pa, 10**2 Pa, kilopascal, hectopascals",
     "Pa s-1": "hPa s-1, Pa/min, hPa/h, mbar hour-1, kPa day-1",
     "m s-1": "km h-1, km/h, knot, knots, cm s-1, ft/s, m min-1, kilometers per hour, feet/second, dm.s-1",
     "m2 s-2": "kJ kg-1, N m kg-1, km2 s-2, J/g",
     "m": "km, dm, ft, feet, inch, inches, micrometer, um, 0.01 m, nautical_mile, mile, kilometre",
-    "s-1": "h-1, 1/h, min-1, Hz, kHz, day-1, 1e-5 s-1, 10 s-1",
+    "s-1": "h-1, 1/h, min-1, Hz, kHz, day-1, 1e-5 s-1, 10^-5 s^-1, 10 s-1",
     "kg m-2": "g cm-2, g m-2, kg/m2, mg/cm2, kg.m-2",
     "J m-2": "kJ m-2, MJ/m2, W s m-2, W h m-2, J cm-2, kW h m-2",
     "J kg-1": "kJ/kg, m2 s-2, J g-1",
@@ -113,7 +113,13 @@ def test_numbers_without_dimensions_are_those_of_the_tables():
 
 
 def test_the_same_unit_in_two_spellings():
+    assert same_units("W m-2", "W/m2") and not same_units("W m-2", "J m-2") and not same_units("1", "%")
     assert same_units("km/h", "km h-1") and same_units("kPa", "kilopascal") and not same_units("kPa", "hPa")
+
+
+def test_a_power_of_another_number_is_not_read_as_its_digits():
+    with pytest.raises(UserError, match="cannot be converted"):
+        unit_conversion("2^3 Pa", "Pa")
 
 
 def test_a_symbol_has_no_plural():
