@@ -24,16 +24,16 @@ def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.
 
     Args:
         array: the data variable.
-        field: the registry's variable that it is.
-        level: the level that its name states, hPa; 0 for none.
+        field: its variable in the registry.
+        level: the level in its name, in hPa; 0 for none.
 
     Raises:
-        UserError: init, lead and valid times contradict each other, or a time is absent.
+        UserError: init, lead and valid times contradict each other, one is absent, or leads are not in whole hours.
         OfSomethingElse: it has no init time, and is not static.
     """
     axes = {role: find_axis(array, role) for role in LEADING}
     if field.surface or field.static:
-        axes["level"] = None  # a scalar coordinate that other variables of the file need
+        axes["level"] = None  # a scalar level belongs to other variables of the file
     elif level:
         axes["level"] = xr.DataArray(float(level), name=array.name, attrs={"units": "hPa"})
     lead_of_valid_time(array, axes)
@@ -49,33 +49,36 @@ def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.
 class Variable:
     """A data variable whose leading axes are converted to (init, member, lead, level).
 
-    Any of these axes may have length one. A value in the registry's units is `factor` times the file's plus `shift`.
+    Any of these axes may have length one. Values in the registry's units are `factor` times the file's, plus `shift`.
     """
 
     name: Hashable
     base: int  # number of its first field among all fields of the file
     dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
     shape: tuple[int, ...]  # of the leading axes
-    rows: np.ndarray  # (Y,), and (X,) for columns: where the file has our rows and columns
-    columns: np.ndarray
+    rows: np.ndarray  # (Y,) positions of our rows in the file
+    columns: np.ndarray  # (X,) positions of our columns in the file
     factor: float
     shift: float
     step: float  # step of packed integers in the registry's units; 0 for floats
     limits: tuple[float, float]  # valid values, in the file's units
-    written: Written | None  # of a Zarr store whose values do not show which fields were never written
-    fixed: Mapping[Hashable, int]  # position along further dimensions
+    written: Written | None  # chunks of a Zarr variable; None if the values show which fields were never written
+    fixed: Mapping[Hashable, int]  # positions along further dimensions
     levels: np.ndarray  # (level,), hPa
 
     def decoded(self, values: np.ndarray, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Return a block of one init time in the registry's units, (member, lead, level, Y, X) float32.
 
-        Points that were never written or lie outside the valid limits are NaN.
+        Points that were never written, or whose values lie outside `limits`, are NaN.
 
         Args:
-            values: the block as it was read, with axes in our order.
+            values: the block as read, with those axes it has in the order (init, member, lead, level, Y, X).
             rows: (Y,) positions of our rows in the block.
             first: (4,) position of the block's first field along the leading axes.
             last: (4,) positions one after its last field.
+
+        Raises:
+            UserError: the index of a Zarr shard cannot be read.
         """
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
             values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
@@ -91,7 +94,7 @@ class Variable:
         return values.astype(np.float32, copy=False)
 
     def checked(self, path: str, record: np.void, values: np.ndarray, step: float) -> RawField:
-        """Return the values of a field after a check for missing and implausible ones.
+        """Check a field for missing and implausible values, and return it.
 
         Args:
             path: the file, for an error.

@@ -1,9 +1,9 @@
 """The closed forms of the forecast distributions at scale one, for tensors and for arrays alike.
 
 A formula takes its functions from `m`, a `Maths`: `distributions` gives those of torch, `verification.families` those
-of NumPy and SciPy. Each side keeps its own, because torch has gradients, and SciPy more digits: in float64, torch's
-incomplete gamma function and its softplus are good to 4e-10 and 1e-9, and the standard deviations of censored
-distributions that come from its `ndtr` to 6e-8 of the scale.
+of NumPy and SciPy. Each side keeps its own, because torch has gradients and SciPy has more digits. In float64, torch's
+incomplete gamma function is good to 4e-10, its softplus to 1e-9, and the standard deviation that its `ndtr` gives for a
+censored distribution to 6e-8 of the scale.
 
     phi, Phi   density and distribution function of the standard normal distribution
     y          observation
@@ -18,7 +18,7 @@ Sources of the CRPS:
 
 - normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
 - normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- normal censored at zero (all mass below zero is put at zero), and also at one: Jordan et al. (2019),
+- normal censored at zero (all mass below zero is moved to zero), or at zero and one: Jordan et al. (2019),
   doi:10.18637/jss.v090.i12, appendix A;
 - log-normal: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4. Its mean is scale r(x), its standard deviation the
   scale. So sigma_log^2 = log(1 + 1 / r^2), and mu_log = log(mean) - sigma_log^2 / 2;
@@ -27,9 +27,9 @@ Sources of the CRPS:
   its own scale is scale / r. From r = 100 on it is scored as a normal distribution, whose score differs by at most two
   thousandths of the scale there.
 
-The CRPS is written so that float32 keeps its digits. Where zero lies in the upper tail (l > 0), that of the truncated
-normal goes through the Mills ratio Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), and not through a quotient of
-two vanishing numbers. Both branches of every `where` are finite, and so are their gradients.
+The CRPS is written so that float32 keeps its digits. Where zero lies above the location (l > 0), the CRPS of the
+truncated normal is computed from the Mills ratio Phi(-t) / phi(t) = sqrt(pi / 2) erfcx(t / sqrt(2)), and not from a
+quotient of two numbers near zero. Both branches of every `where` are finite, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ from typing import Any
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 
 SKEWED = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
-LOWEST, HIGHEST = -8.0, 100.0  # below, a skewed distribution is as good as zero; above, the gamma is as good as normal
-TINY = 1e-290
+# Below the first x, a skewed distribution is as good as zero. From the second x + c, the gamma is as good as normal.
+LOWEST, HIGHEST = -8.0, 100.0
+TINY = 1e-290  # takes the place of zero in logarithms and divisors
 _SQRT2 = math.sqrt(2.0)
 _ROOT_PI = math.sqrt(math.pi)
 _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
-_SERIES = 100.0  # l from which two terms give the moments of the truncated normal to seven digits
+_SERIES = 100.0  # l from which two terms of a series give the moments of the truncated normal to seven digits
 _NOTHING = 40.0  # standard units beyond which the tail of a normal distribution is zero in float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maths:
-    """The functions of one library. Values are its tensors or arrays.
+    """The functions of one library, for its tensors or arrays.
 
     `at_least` and `at_most` clip by a number, `double` converts to float64, `like` to the type of its second argument,
     and `ratio` is r(x). `incomplete` and `next_incomplete` are the regularised lower incomplete gamma functions of
-    shapes k and k + 1; the third argument of `next_incomplete` is the value of `incomplete`.
+    shapes k and k + 1; the third argument of `next_incomplete` is the value of `incomplete`. `gammainc` equals
+    `incomplete`, but in torch it has no derivative by the shape.
     """
 
     where: Any
@@ -110,7 +112,7 @@ def crps_censored(m: Maths, z: Any, l: Any, above: Any) -> Any:
     It is that of the uncensored distribution, less the integral of Phi^2 below l. `above` is z - l, which the caller
     gives exactly: the difference of two large numbers would lose digits.
     """
-    # Both branches are computed at every point. Clamped arguments keep the unused one finite, and so its gradient.
+    # Both branches are computed at every point. Clamped arguments keep the unused one and its gradient finite.
     low_l, high_l = m.at_most(l, 0), m.at_least(l, 0)
     low = crps_normal(m, z) - square_below(m, low_l)
     # For l > 0 the large terms of both integrals cancel to z - l. What is left are tails, which are small.
@@ -130,7 +132,7 @@ def crps_truncated(m: Maths, z: Any, l: Any, above: Any) -> Any:
     low = low / mass**2
     # Integrals of the survival function S through the Mills ratio:
     # 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z mills(z)) / mills(l).
-    # In float64, because terms as large as l cancel to a score of 1 / l and slopes of 1 / l^2.
+    # They are computed in float64, because terms as large as l cancel to a score of 1 / l and slopes of 1 / l^2.
     above = m.double(above)
     high_z = high_l + above
     ratio = mills(m, high_l)
@@ -158,7 +160,7 @@ def censored_moments(m: Maths, lower: Any, nearest: Any, upper: Any) -> tuple[An
 
 def excess(m: Maths, start: Any, end: Any) -> tuple[Any, Any]:
     """Return the integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
-    # Beyond this the tail is zero in float64, and x * ndtr(-x) would be infinity times zero.
+    # Beyond `_NOTHING` the tail is zero in float64, and x * ndtr(-x) would be infinity times zero.
     start, end = (m.at_most(x, _NOTHING) for x in (start, end))
     first = [phi(m, x) - x * m.ndtr(-x) for x in (start, end)]
     second = [(1 - x * x) * m.ndtr(-x) + x * phi(m, x) for x in (start, end)]
@@ -167,9 +169,9 @@ def excess(m: Maths, start: Any, end: Any) -> tuple[Any, Any]:
 
 
 def excess_between(m: Maths, location: Any, mean: Any, scale: Any) -> tuple[Any, Any]:
-    """Return how far the mean of the distribution censored at zero and one exceeds `mean`, and its slope.
+    """Return the mean of the normal distribution censored at zero and one, less `mean`, and its slope.
 
-    The slope is the derivative of that mean by the location. All arguments are in the units of the variable.
+    The slope is the derivative by the location. All arguments are in the units of the variable.
     """
     lower, upper = -location / scale, (1 - location) / scale
     return scale * excess(m, lower, upper)[0] - mean, m.at_least(m.ndtr(-lower) - m.ndtr(-upper), TINY)
@@ -215,12 +217,12 @@ def quantile_lognormal(m: Maths, x: Any, p: Any) -> Any:
 
 
 def gamma_ratio(m: Maths, x: Any) -> Any:
-    """Return r(x + c) of the censored shifted gamma distribution, at most that from which it is taken as normal."""
+    """Return r(x + c) of the censored shifted gamma distribution, with x + c at most `HIGHEST`."""
     return m.ratio(m.at_most(x + GAMMA_SHIFT, HIGHEST))
 
 
 def is_normal(x: Any) -> Any:
-    """Return True where the gamma distribution is taken as a normal one."""
+    """Return True where a normal distribution takes the place of the gamma distribution."""
     return x + GAMMA_SHIFT >= HIGHEST
 
 

@@ -1,9 +1,9 @@
 """Handle Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2: finish the current step, and let the run save its state.
 
-If a job asks for it, SLURM sends SIGUSR1 ahead of the time limit, and submitit SIGUSR2. A run that gets one of them
-exits with a status that asks for a restart. Before the first step there is nothing to finish: a resumed run has its
-checkpoint already, and a new run starts again from the beginning, a few times at most. SIGHUP means that the terminal
-is gone, for example because a connection broke. A process that was started to ignore it (nohup) goes on.
+If a job asks for it, SLURM sends SIGUSR1 ahead of the time limit, and submitit sends SIGUSR2. A run that gets one of
+them exits with a status that asks for a restart. Before the first step there is nothing to finish: a resumed run has
+its checkpoint already, and a new run starts again from the beginning, a few times at most. SIGHUP means that the
+terminal is gone, for example because a connection broke. A process that was started to ignore SIGHUP (nohup) goes on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TWICE = (*_AHEAD, signal.SIGHUP)  # signals that may come twice: to the batch s
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_TWICE)
 _OUTPUTS = (1, 2)
 _REQUEUE = 1_000_000  # a vote for a restart, larger than the sum of all other votes can be
-# Restarts of a run that has no checkpoint. Without this limit, a job would restart forever if the fits before the first
-# step take longer than its time limit.
+# Limit of restarts of a run that has no checkpoint. Without it, a job would restart forever if the fits before the
+# first step take longer than its time limit.
 _FRESH = 3
 
 _noted: list[int] = []
@@ -35,7 +35,7 @@ def restarts() -> int:
 
 
 def ignored(number: int) -> bool:
-    """Return whether this process was started to ignore a signal, as nohup starts it."""
+    """Return whether this process was started to ignore a signal, for example by nohup."""
     return signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -47,7 +47,7 @@ def note(number: int, _: object) -> None:
 def leave_gone(terminals: Sequence[int]) -> None:
     """Redirect terminals that are gone to the null device.
 
-    Writing to them would raise an error that ends a run before it has kept its step.
+    Writing to them would raise an error that ends a run before it has saved its state.
 
     Args:
         terminals: file descriptors of terminals.
@@ -65,8 +65,9 @@ class StopRequest:
     Once it is armed, the name of the first signal is kept in `requested`. A second one raises KeyboardInterrupt at
     once, unless it is SIGHUP or comes ahead of the time limit.
 
-    Before it is armed, every signal raises KeyboardInterrupt at once. Signals ahead of the time limit raise its
-    subclass Stopped, which asks for a restart, but not after a few restarts without a checkpoint.
+    Before it is armed, signals raise KeyboardInterrupt at once. The first signal ahead of the time limit raises its
+    subclass Stopped, which asks for a restart, but not after a few restarts without a checkpoint. Later signals of
+    this kind are ignored.
 
     Signal handlers belong to the process, and are restored at the end. Outside the main thread they are left alone.
     """

@@ -5,12 +5,13 @@
     Q     = sum(M^T P)
     error = M - P P^T M
 
-    M       this rank's part of the mean gradient as a matrix (first axis, all others); `reduction=sum` does not divide
+    M       this rank's part of the mean gradient, plus `error`, as a matrix (first axis, all others);
+            `reduction=sum` does not divide by the number of ranks
     P, Q    factors of the approximation P Q^T, summed over the ranks; Q starts from the Q of the step before
     error   the part of M that the approximation left out in the step before, zero at first
 
-Parameters that two factors would not make smaller are averaged as they are. All go in one bucket after the backward
-pass, as two all-reduces.
+Parameters that are not larger than their two factors are averaged as they are. All parameters are exchanged after the
+backward pass, in two all-reduces.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PowerSGD(GradientAverage):
     Args:
         group: the ranks that exchange.
         rank: number of columns of the factors.
-        settings: passed to `BucketExchange`; `clip` bounds the norm of the averaged gradient.
+        settings: passed to `BucketExchange`, but without overlap; `clip` bounds the norm of the averaged gradient.
     """
 
     def __init__(self, group: Communicator, *, rank: int = 4, **settings: object):
@@ -37,7 +38,7 @@ class PowerSGD(GradientAverage):
 
     def _prepare(self) -> None:
         """Choose the parameters that are approximated and make their factors and errors."""
-        self._under_way = []  # every collective is waited for at once
+        self._under_way = []  # this class waits for each collective immediately
         # All ranks must start from the same factors, so the generator has a fixed seed.
         generator = torch.Generator().manual_seed(1)
         self.factors: dict[int, Tensor] = {}
@@ -56,9 +57,9 @@ class PowerSGD(GradientAverage):
                 self.errors[i] = torch.zeros(rows, columns, device=p.device, dtype=self._wide)
 
     def _exchange(self, number: int) -> None:
-        """Average all gradients in two all-reduces.
+        """Exchange all gradients in two all-reduces.
 
-        The first carries the left factors and the small parameters, the second the right factors.
+        The first sums P, the gradients without factors, and flags of each rank. The second sums Q.
         """
         scale = 1.0 if self.reduction is Reduction.sum else 1 / self.group.size
         # M of each approximated parameter.
@@ -84,7 +85,7 @@ class PowerSGD(GradientAverage):
             # A parameter that no rank used is not stepped. Its error is kept for its next gradient.
             if ranks_used[i]:
                 self._put(i, left[i] @ right[i].T)
-                # The rank's own share of what was left out: its gradient less its part of the approximation.
+                # This rank's part of what was left out: its M less its part of the approximation.
                 self._new_errors[i], self._new_factors[i] = m - left[i] @ (left[i].T @ m), right[i]
         for i in plain:
             if ranks_used[i]:
@@ -136,6 +137,6 @@ class PowerSGD(GradientAverage):
 
 
 def _shape(p: Tensor) -> tuple[int, int]:
-    """Return the shape (first axis, all others) of a parameter as a matrix."""
+    """Return the shape of a parameter as a matrix: (first axis, all others), with one row for a vector."""
     rows = p.shape[0] if p.ndim > 1 else 1
     return rows, p.numel() // max(rows, 1)

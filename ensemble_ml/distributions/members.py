@@ -23,23 +23,24 @@ def remap_members(
     between variables. How a rank becomes a value depends on the distribution:
 
     Normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
-    Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, stand for (x_i - m) / s.
+    Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, replace (x_i - m) / s.
 
-    Two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels within the mass at a
-    bound give the bound itself. A factor, as in the next case, could lead beyond a bound.
+    Doubly censored normal: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels within
+    the mass at a bound give the bound itself. The factor of the next case could lead beyond a bound.
 
     All others: the quantile at (rank - 1/2) / M. These M values have the least CRPS (Broecker 2012,
     doi:10.1002/qj.1891). They are multiplied by a factor that gives them the mean of the distribution. Where the
     probability of rain is at most 1 / (2 M), all quantiles are zero, and the member of the last rank gets all the rain.
 
     Args:
-        members: (M, ...) raw members x_i, two or more; NaN where one is absent, and the new member is NaN there too.
+        members: (M, ...) raw members x_i, two or more. NaN where one is absent: the new member is NaN there too, and M
+            above counts only those that are present.
         mean: (...) mean m of the members.
         spread: (...) standard deviation s of the members (ddof = 1).
         location: (...) location of the predicted distribution, in the units of the members.
         scale: (...) scale of the predicted distribution, in the same units.
         family: the distribution.
-        order: (M,) positions of the members. Equal members are ranked in this order; None takes the order given. Use
+        order: (M,) positions of the members. Equal members are ranked in this order; None takes that of `members`. Use
             one order for all points of a forecast and another for the next forecast, so that no member is always
             wetter than the others.
 
@@ -70,7 +71,7 @@ def remap_members(
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     # True also where both are zero, because the mean of the distribution is too small for a float.
     alone = total <= 1e-6 * wanted
-    # A factor cannot give zeros a mean, so the member of the last rank gets all of it.
+    # No factor makes zeros larger, so the member of the last rank gets the whole sum.
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(present, found, torch.nan).to(location.dtype)

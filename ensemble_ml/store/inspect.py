@@ -26,7 +26,7 @@ from ensemble_ml.store.sources import stamp
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
 _FLOAT32 = 4  # bytes of a value
-_GAPS_LISTED = 20  # init times with gaps to list for each part
+_GAPS_LISTED = 20  # most init times with gaps that are listed for each part
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         The description, as plain values that JSON can hold.
 
     Raises:
-        UserError: There is no store, or it is damaged (with `verify`, any byte of it); or, with `complete`, it is not
-            finished or lacks init times.
+        UserError: There is no store, or it is damaged. With `verify`, a file has changed. With `complete`, the store is
+            not finished or lacks init times.
     """
     contents = contents_of(str(config.store))
     found = describe(contents)
@@ -98,7 +98,7 @@ def describe(contents: Contents) -> dict[str, Any]:
 
 
 def _refuse_incomplete(contents: Contents) -> None:
-    """Raise a UserError if init times of the plan are not built, or were left out because fields were missing."""
+    """Raise a UserError if the store is unfinished, or if the archive lacked init times or `prepare` left some out."""
     times = contents.layout.init_time
     missing = np.delete(times, contents.done)
     if len(missing):
@@ -107,7 +107,7 @@ def _refuse_incomplete(contents: Contents) -> None:
     if contents.source is None:
         raise UserError(f"{contents.path}: all init times are built, but the store is not finished; run prepare again")
     gaps = contents.provenance.get("gaps", {})
-    # Init times that a regular series in the archive lacks, and those that prepare left out for missing fields.
+    # Init times that the archive's regular series lacks, and those that prepare left out because they lack fields.
     lacking = [gaps.get("starts", ""), gaps.get("dates", "") if gaps.get("policy") == Gaps.skip.value else ""]
     left_out = dates_of(" ".join(text if isinstance(text, str) else " ".join(text) for text in lacking))
     if len(left_out):
@@ -187,7 +187,7 @@ class Presences:
 
 
 def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
-    """Return the share of the forecast's points without a value, for each variable with such points in any part."""
+    """Return the share of the forecast's stored points without a value, for each variable masked in any part."""
     points, found = math.prod(contents.layout.grid.shape), dict[str, float]()
     for name in contents.masked:
         surface = field(name).surface
@@ -227,7 +227,7 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
 def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
     """Describe the files from which the store was built, with sums by init time and part.
 
-    The state of each file is `unchanged`, `changed` or `gone`; `gone` if it cannot be seen.
+    The state of each file is `unchanged`, `changed` or `gone`. A file whose size and time cannot be read is `gone`.
     """
     if table is None:
         return None
@@ -255,7 +255,7 @@ def _number(value: float) -> float | None:
 
 
 def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
-    """Return the bytes of each part on disk, and of the same fields as float32.
+    """Return the bytes of each part on disk, and those of its fields as float32.
 
     `rest` is the bytes of everything else: coordinates, factors, statistics, static fields, model climate.
     """
@@ -277,8 +277,8 @@ def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
 def read_speed(contents: Contents, date: int) -> dict[str, Any]:
     """Measure how fast one init time is read, a lead and a variable at a time.
 
-    The forecast is read, or the first part of a store without one. The bytes come from the disk, or from the cache of
-    the operating system if they were used lately.
+    The forecast is read, or the first part of a store without one. The bytes come from the disk, or from the operating
+    system's cache if they were read lately.
 
     Args:
         contents: A finished store.

@@ -1,4 +1,4 @@
-"""Makes a dry run of a training step of one rank of any partition, on invented data and without the other ranks.
+"""Make a dry run of the training step of one rank in any partition, with invented data and without the other ranks.
 
 Model, partition, halo exchange, loss and backward pass are those of training. Fake communicators stand for the other
 ranks (`distributed.echo`). On fake tensors, a dry run counts the messages, memory and operations of a step without
@@ -74,7 +74,7 @@ class Rehearsal:
         return losses
 
     def _shared(self) -> EchoShards | None:
-        """Add hooks with which the U-Net takes and frees memory as if `parallel.shard` ranks shared its weights."""
+        """Make the U-Net take and free memory as if ranks shared its weights; return the hooks, None if they do not."""
         if self.config.parallel.shard == 1:
             return None
         for module in self.model.unet.modules():
@@ -106,13 +106,13 @@ class Tracing:
         moved: bytes that are read and written by everything but convolutions and products (`models.ledger`).
         traffic: messages.
         activations: peak bytes of forward and backward pass, gradients included, without weights, buffers and batch.
-        resident: bytes of weights and buffers.
+        resident: bytes of this rank's weights and buffers.
         state: bytes of the optimizer, the running average and the exchange.
         loading: bytes of the loader.
         snapshot: bytes of host memory that the first rank needs for a checkpoint that is written while it trains.
-        parameters: shapes of the parameters that are exchanged.
-        parts: for each parameter, the part that this rank keeps up to date (`shard.own_part`).
-        late: for each parameter in the optimizer's order, whether the backward pass reaches it last.
+        parameters: shapes of the parameters without sharded weights, in the optimizer's order.
+        parts: for each of these parameters, the part that this rank keeps up to date; None for all (`shard.own_part`).
+        late: for each of these parameters, whether the backward pass reaches it last.
         whole: bytes of all weights and buffers, which every rank builds before they are sharded.
         weights: number of weights of the model.
     """
@@ -183,8 +183,8 @@ def trace(
     # has a buffer of the gradients that are not sharded.
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
-    # Some state is a rank's own, and a checkpoint holds it beside the common state: momenta under votes, and the errors
-    # of PowerSGD, which take the place of the buffer of gradients.
+    # Some state differs between ranks. A checkpoint holds it beside the common state: the momenta if ranks vote, and
+    # the errors of PowerSGD, which take the place of the buffer of gradients.
     apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
     snapshot = values + whole + buffers + (kept + apart) * values + kept * own
     return Tracing(
@@ -235,7 +235,7 @@ def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Bat
 
 
 def _hasten(model: EnsembleModel, speed: Speed) -> None:
-    """Apply a speed, also to fake parameters, whose dtype torch cannot change in place."""
+    """Apply precision and order of axes, also to fake parameters, whose dtype torch cannot change in place."""
     fake = isinstance(next(model.parameters()), FakeTensor)
     if not fake or speed.precision is not Precision.float64:
         speed.apply(model)
@@ -250,5 +250,5 @@ def _hasten(model: EnsembleModel, speed: Speed) -> None:
 
 
 def _bytes_of(owner: object) -> int:
-    """Return the bytes of all tensors of an object."""
+    """Return the bytes of all tensors that are attributes of an object."""
     return sum(v.element_size() * v.numel() for v in vars(owner).values() if isinstance(v, Tensor))

@@ -132,7 +132,7 @@ def weighted_mean(
 
     Raises:
         ValueError: Both `reduce_dims` and `preserve_dims` are given, a dimension is missing, weights are negative, or
-            the mask holds other values.
+            a value of the mask is neither 0 nor 1.
     """
     if weights is not None:
         weights = _checked(check_weights, weights, abs(weights).max())
@@ -150,7 +150,7 @@ def weighted_mean(
         # Weights are aligned to the values and never the reverse: an inner join would silently drop points.
         w = xr.align(values, weights, join="left", copy=False)[1].astype(np.float64).broadcast_like(values)
     if mask is not None:
-        # Both are set to zero, because a NaN times a weight of zero is NaN.
+        # Values are set to zero as well, because NaN times a weight of zero is NaN.
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
     total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
     mean = (total / weight.where(weight > 0)).rename(values.name)
@@ -187,7 +187,7 @@ def crps_ensemble(
         The mean CRPS in the units of the variable.
 
     Raises:
-        ValueError: `fair` is set for a single member, or `lower` is not below `upper`.
+        ValueError: There is no member, or only one and `fair` is set, or `lower` is not below `upper`.
     """
     check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
@@ -220,7 +220,7 @@ def crps_distribution(
         The mean CRPS in the units of the variable.
 
     Raises:
-        ValueError: The family is not known, or a scale is negative.
+        ValueError: The family is not known, a scale is negative, or `lower` is NaN or inf.
     """
     law = _law(family)
     score = lambda mu, sigma, y: families.crps_above(law, mu, sigma, y, lower)  # noqa: E731
@@ -331,7 +331,7 @@ def pit_histogram(
 ) -> xr.DataArray:
     """Compute the share of points in equal bins of the probability integral transform.
 
-    At a point mass of a censored distribution, the value is drawn at random within the step.
+    Where the distribution function jumps (at a point mass, or at scale zero), the value is drawn within the jump.
 
     Args:
         location: Location of the distribution.
@@ -411,7 +411,8 @@ def energy_score(
 ) -> xr.DataArray:
     """Compute the energy score of members that are vectors along `variable_dim`.
 
-    Bring the variables to one scale first. Equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437.
+    Bring the variables to one scale first. Source: equation 22 of Gneiting & Raftery (2007),
+    doi:10.1198/016214506000001437.
 
     Args:
         forecast: Members along `member_dim`, each a vector along `variable_dim`.
@@ -425,7 +426,7 @@ def energy_score(
         The mean score in the units of the data.
 
     Raises:
-        ValueError: `fair` is set for a single member.
+        ValueError: There is no member, or only one and `fair` is set.
     """
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
     found = vectors(score, forecast, observed, member_dim, variable_dim)
@@ -457,7 +458,7 @@ def variogram_score(
         The mean score, in the units of the variables to the power of 2 p.
 
     Raises:
-        ValueError: `order` is not above zero, or there is only one variable.
+        ValueError: `order` is not above zero and finite, there is only one variable, or there is no member.
     """
     score = lambda x, y: members.variogram_score(x, y, order)  # noqa: E731
     return weighted_mean(vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
@@ -529,9 +530,9 @@ def _law(family: Family | str) -> Family:
 
 
 def _checked(check: Callable[..., None], data: xr.DataArray | None, *scalars: xr.DataArray) -> xr.DataArray | None:
-    """Return `data` with a check of its values: at once, or when a lazy array is computed.
+    """Return `data`, whose values are checked at once, or when they are computed if the array is lazy.
 
-    `scalars` are passed to each call of the check, which sees only one chunk, as properties of the whole array.
+    `scalars` are properties of the whole array. Each call of the check takes them, because it sees only one chunk.
     """
     if data is None or data.dtype == bool:
         return data
@@ -572,7 +573,7 @@ def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
     sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
     chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
     begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
-    place = xr.DataArray(np.zeros(1, np.uint64), dims=["_one"])  # NumPy warns when scalars overflow, but not arrays
+    place = xr.DataArray(np.zeros(1, np.uint64), dims=["_one"])  # NumPy warns of overflow in scalars, but not in arrays
     for dim, size in sizes.items():
         ticks = xr.DataArray(np.arange(size, dtype=np.uint64), dims=[dim])
         place = place * np.uint64(size) + (ticks.chunk({dim: chunks[dim]}) if dim in chunks else ticks)
@@ -594,6 +595,6 @@ def _ranks(x: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
 
 
 def _histogram(where: xr.DataArray, bins: int, name: str, **reduction: Any) -> xr.DataArray:
-    """Return the share of points in each bin along a new dimension. A NaN at a point makes the shares NaN."""
+    """Return the share of points in each bin along a new dimension. NaN at an unmasked point makes the shares NaN."""
     parts = [weighted_mean(xr.where(np.isnan(where), np.nan, where == k), **reduction) for k in range(bins)]
     return xr.concat(parts, xr.DataArray(np.arange(bins), dims=name, name=name))

@@ -26,8 +26,8 @@ class Fit:
         spread: Regression of the full ensemble's spread on that of the reduced one.
         start: Regression of the full ensemble's spread on the reduced one's spread at lead 0.
         held_out: Regression of the held-out members' spread on that of the reduced ensemble.
-        climatology: Mean and predictive standard deviation of the truth, each (Z, Y, X); NaN at cells that fewer than
-            two fit dates know.
+        climatology: Mean and predictive standard deviation of the truth, each (Z, Y, X). NaN at cells with fewer than
+            two fit dates, and at levels without a cell of at least `baselines.FEWEST_DATES`.
     """
 
     corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
@@ -100,8 +100,8 @@ def _solve(
         found.climatology = base.fit_climatology(truth)
         for size, sums in by_size.items():
             alone = None
-            # One member has no spread. The mean variance of the full ensemble replaces it, as it tells calm cells from
-            # variable ones. If the full ensemble has only one member, the climatological variance of the truth is used.
+            # One member has no spread. The mean variance of the full ensemble replaces it, because it shows which cells
+            # vary more. If the full ensemble has only one member, the climatological variance of the truth is used.
             if size == 1:
                 alone = base.everywhere(*found.climatology)[1] ** 2
                 alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
@@ -114,7 +114,7 @@ def _solve(
 def _forget(found: Fit, few: np.ndarray) -> None:
     """Set the climatology and the corrections to NaN at levels with too few dates.
 
-    `few` (Z,) is true at levels for which too few fit dates have a truth.
+    `few` (Z,) is true at levels where the truth is known on too few fit dates.
     """
     if not few.any():
         return

@@ -1,7 +1,7 @@
 """Define metrics, which are functions of weighted means of statistics.
 
-A metric serves the scores, the draws of the bootstrap and the comparisons alike, because it sees nothing but means. The
-split into statistic, mean and metric follows WeatherBench-X.
+The same metric gives scores, bootstrap draws and comparisons, because it takes nothing but means. The split into
+statistic, mean and metric follows WeatherBench-X.
 
 Axes: B draw of the bootstrap, D initialisation time, C column (a lead, variable and level).
 """
@@ -38,7 +38,7 @@ class Metric:
 
         Args:
             state: Sums of all statistics.
-            entrant: Forecast, raw ensemble or baseline.
+            entrant: Label of a forecast, raw ensemble or baseline.
         """
         return all(Key(entrant, statistic) in state.total for statistic in self.needs)
 
@@ -49,7 +49,7 @@ class Metric:
 
         Args:
             state: Sums of all statistics.
-            entrant: Forecast, raw ensemble or baseline.
+            entrant: Label of a forecast, raw ensemble or baseline.
             weighting: Name of the weighting of the points.
             draws: (B, D) how often each draw of the bootstrap counts each date; None counts every date once.
 
@@ -100,8 +100,8 @@ METRICS: dict[str, Metric] = {
 def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return the geometric mean of score ratios over columns, (...); NaN if no column is left.
 
-    Only the columns that are `comparable` are averaged over, in all rows alike. Every draw of a bootstrap thus averages
-    the same fields.
+    Only the columns that are `comparable` count, and they are the same in all rows. So every draw of a bootstrap
+    averages the same columns.
 
     Args:
         ratio: (..., C) ratios of scores; the first row decides which columns are left out.
@@ -117,7 +117,7 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return those of `columns` whose ratio in the first row is finite and positive, as positions on C.
 
-    A column without a truth, or in which nothing is predicted, has no such ratio.
+    A column without truth or forecast, or with a score of zero, has no such ratio.
 
     Args:
         ratio: (..., C) ratios of scores. The first row is that of the scores themselves; others are of draws.

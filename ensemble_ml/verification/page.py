@@ -110,8 +110,8 @@ details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
 .yes{color:#00634a;font-weight:600}.no{color:#a64a00;font-weight:600}
 """
 
-# The whole page has one selection, and each choice shows the card that belongs to it. Without a script, each choice
-# shows its first card, and the others folded below it.
+# The whole page has one selection. Each choice is a set of cards and shows the one that belongs to the selection.
+# Without a script, it shows its first card, and the others folded below it.
 SCRIPT = """
 const bar = document.getElementById("bar"), selects = {};
 const boxes = [...document.querySelectorAll(".choice")].map(box => {
@@ -157,12 +157,12 @@ FORECAST, SCORE, REGION, FIELD, LEAD = "forecast", "score", "region", "field", "
 
 
 def choice(words: Sequence[str], cards: Mapping[Any, str], first: tuple[str, ...] | None = None) -> str:
-    """Return cards as HTML, of which the page shows the selected one. They can also be read without a script.
+    """Return cards as HTML, of which the page shows the selected one; empty without cards.
 
     Args:
         words: Name of each part of a key, such as `REGION`.
-        cards: HTML of each card by key, which is a tuple of one text for each of `words`. Empty cards are left out.
-        first: The card that is shown first; None takes the first one.
+        cards: HTML of each card by its key, a tuple with one text for each of `words`. Empty cards are left out.
+        first: Key of the card that is shown first. If there is no such card, the first of `cards` is.
     """
     cards = {key: card for key, card in cards.items() if card}
     if not cards:
@@ -195,7 +195,7 @@ def page(title: str, body: str) -> str:
 
 
 def note(text: str) -> str:
-    """Return a remark in small letters as HTML; empty without a text.
+    """Return a remark in small type as HTML; empty without a text.
 
     Args:
         text: The remark.
@@ -242,7 +242,7 @@ def table(
         marks = classes[i] if classes else [None] * len(line)
         cells = (f"<td{f' class={mark}' if mark else ''}>{cell}</td>" for cell, mark in zip(line, marks, strict=True))
         body.append(f"<tr>{''.join(cells)}</tr>")
-    # The title of each column is the name of its group. It is shown as a tooltip, and the script reads it.
+    # The HTML attribute `title` of a column is the name of its group. Browsers show it, and the script reads it.
     owners = ["", *(escape(name) for name, width in (groups or {}).items() for _ in range(width))]
     over = "".join(
         f'<th colspan="{width}" scope="colgroup">{escape(name)}</th>' for name, width in (groups or {}).items()

@@ -1,9 +1,9 @@
-"""Sum what the report draws besides scores: maps of gain, the spread of one date, and spread against error in bins.
+"""Collect what the report draws besides scores: maps, spread of one date, spread against error, unusual weather.
 
-Each is made for every field, and summed date by date. Maps are kept on a coarse grid, so that neither memory nor the
-report grows beyond bounds.
+Each is made for every column, date by date. Maps are on a coarse grid, which bounds memory and the size of the report.
 
-Axes: C column, D initialisation time, Y latitude, X longitude; y and x are those of the coarse grid.
+Axes: C column (a lead, variable and level), D initialisation time, Y latitude, X longitude; y and x are those of the
+coarse grid.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
     from ensemble_ml.verification.samples import Sample
 
-# Upper edges of all bins but the last, in units of the first date's root mean square outcome.
+# Upper edges of all bins but the last, as multiples of the root mean square outcome of the first date.
 _BINS = np.geomspace(0.1, 6.0, 16)
-# Most points of one map, and of all maps of a report. A point takes about one byte of the page. Charts and tables of 26
-# fields at two leads take another 2 MB.
+# Limits of the points of one map, and of all maps of a report. A point takes about one byte of the page. Charts and
+# tables of 26 fields at two leads take another 2 MB.
 _MOST_POINTS, _ALL_POINTS = 20_000, 2_000_000
-# Maps of so few points (33 x 64) may together have more: that many in a report.
+# Maps keep this many points (33 x 64) as long as all maps together have no more than the second number.
 _FEW_POINTS, _ALL_FEW_POINTS = 2_112, 3_000_000
 
 
@@ -35,15 +35,15 @@ _FEW_POINTS, _ALL_FEW_POINTS = 2_112, 3_000_000
 class Bins:
     """A set of sums over points, in bins of the predicted standard deviation.
 
-    A predicted width is right if its square equals the squared error on average (power 2). A predicted spread is right
-    if it equals the spread on average (power 1).
+    A predicted standard deviation of the error is right if its square equals the squared error on average (power 2). A
+    predicted spread is right if it equals the spread on average (power 1).
 
     Attributes:
         edges: (E,) upper edges of all bins but the last.
         power: Power of prediction and outcome in the sums, 1 or 2.
         weight: (E + 1,) sum of weights.
-        predicted: (E + 1,) weighted sum of the prediction to the power.
-        actual: (E + 1,) weighted sum of the outcome to the power.
+        predicted: (E + 1,) weighted sum of the prediction, raised to `power`.
+        actual: (E + 1,) weighted sum of the outcome, raised to `power`.
     """
 
     edges: np.ndarray
@@ -54,7 +54,7 @@ class Bins:
 
     @classmethod
     def around(cls, typical: float, power: int) -> Bins:
-        """Return empty bins whose edges are geometric around a typical value.
+        """Return empty bins whose edges grow by a constant factor, from 0.1 to 6 times a typical value.
 
         Args:
             typical: A typical value of the outcome.
@@ -72,7 +72,7 @@ class Bins:
             weights: (Y, X) weights.
             mask: (Y, X) bool, true at points that count.
         """
-        # Both axes are binned by the prediction: binning by the outcome would make calibrated forecasts look wrong.
+        # Both sums are binned by the prediction: binning by the outcome would make calibrated forecasts look wrong.
         where = np.digitize(predicted[mask], self.edges)
         for table, values in (
             (self.weight, weights[mask]),
@@ -116,7 +116,7 @@ def cells_together(shape: tuple[int, int], fields: int, forecasts: int) -> int:
     Args:
         shape: Rows and columns of the grid.
         fields: Number of fields, each of which has maps.
-        forecasts: Number of forecasts that are judged.
+        forecasts: Number of forecasts, without those given as baselines.
     """
     maps = fields * (5 * forecasts + 2)
     most = min(_MOST_POINTS, max(_ALL_POINTS // maps, min(_FEW_POINTS, _ALL_FEW_POINTS // maps)))
@@ -153,15 +153,15 @@ class Pictures:
         full: Number of members of the full ensemble.
         starts: (D,) initialisation time of each test date.
         blocks: (D,) block of each test date, for significance at each point.
-        forecasts: Labels of the forecasts that are judged.
-        references: The entrants that maps may compare them with.
-        box: Rows and columns of the grid in each box that is searched for the most unusual weather.
+        forecasts: Labels of the forecasts, without those given as baselines.
+        references: Labels of the entrants that maps may compare them with.
+        box: Rows and columns of a box. On each date, the box with the most unusual weather is sought.
         gains: Gain of CRPS in percent and where it is significant, (y, x), by column, forecast and reference.
         means: (y, x) mean CRPS by column and forecast.
-        error_bins: Error of the mean by predicted width, by column and entrant.
+        error_bins: Error of the mean by predicted standard deviation, by column and entrant.
         spread_bins: Spread of the full ensemble by predicted spread, by column and entrant.
         snapshots: Spread of the last date, by column.
-        index: Mean |EFI| of the most unusual box, and its row and place in the row of boxes, by column and date.
+        index: Mean |EFI| of the most unusual box, its row of boxes and its place in that row, by column and date.
     """
 
     headline: tuple[int, ...]
@@ -222,20 +222,21 @@ class Pictures:
             known = np.isfinite(index[z])
             area = together(np.where(known, self.area, 0.0), *self.box)
             total = together(np.where(known, self.area * np.abs(index[z]), 0.0), *self.box)
-            # Boxes at a pole, at the edge or with few values are small, and an average of little varies more.
+            # A mean over a small area varies more. So boxes at a pole, at the edge or with few values are left out if
+            # they have less than half the largest area.
             mean = np.where(area >= area.max() / 2, total, -1.0) / np.maximum(area, 1e-300)
             if area.any():  # a date without any index is left out, rather than counted as zero
                 row, place = (int(n) for n in np.unravel_index(int(mean.argmax()), mean.shape))
                 self.index.setdefault(column, {})[date] = float(mean[row, place]), row, place
 
     def finish(self, columns: slice, state: AggregationState) -> None:
-        """Make the maps of a group of which all dates are recorded.
+        """Make the maps of a group once all its dates are recorded.
 
-        The sums that they are made of are dropped, because those of all fields would need too much memory.
+        The sums of the group are then dropped, because those of all groups would need too much memory.
 
         Args:
             columns: Positions of the group's levels on C.
-            state: Sums of all statistics, by which a baseline with two distributions takes the better one.
+            state: Sums of all statistics, which decide between the two distributions of a baseline.
         """
         for column in range(columns.start, columns.stop):
             area = self._areas.get(column)
@@ -254,7 +255,7 @@ class Pictures:
         self._areas.clear()
 
     def _law(self, column: int, entrant: str, state: AggregationState) -> Key:
-        """Return the key of the CRPS that tables show of an entrant, as `values.settle_families` chooses it."""
+        """Return the key of the CRPS that tables show for an entrant, as `values.settle_families` chooses it."""
         keys = [Key(entrant, law) for law in (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY)]
         if (column, Key(entrant, Statistic.CRPS)) in self._sums or any((column, key) not in self._sums for key in keys):
             return Key(entrant, Statistic.CRPS)
@@ -322,7 +323,7 @@ class Pictures:
     ) -> None:  # fmt: skip
         """Add a field to the bins of an entrant, which are made when the entrant is first seen."""
         if (column, entrant) not in table:
-            # One set of bins for all entrants of a field, or their curves could not be compared.
+            # All entrants of a column have the same edges, so that their curves can be compared.
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)
             typical = float(np.sqrt(np.mean(actual[mask] ** 2))) if mask.any() else 0.0
             if shared is None and not typical:
