@@ -1,4 +1,4 @@
-"""Missing values of NetCDF files and Zarr stores that no `_FillValue` marks: never written, or out of the valid range.
+"""Find values of NetCDF files and Zarr stores that are missing without a `_FillValue`: unwritten, or out of range.
 
 The rules are those of the NetCDF Users Guide ("Attribute Conventions") and of the CF conventions, section 2.5.
 """
@@ -21,7 +21,7 @@ from ensemble_ml.store.remote import group_in, is_file, is_remote, open_remote, 
 log = notice_log(__name__)
 
 _PACKED = "scale_factor", "add_offset"
-_ROUNDING = 1e-6  # tolerance as a share of a limit: values may have fewer digits than the limit
+_ROUNDING = 1e-6  # tolerance as a fraction of a limit: values may have fewer digits than the limit
 
 
 def open_netcdf(path: str) -> xr.Dataset:
@@ -31,7 +31,7 @@ def open_netcdf(path: str) -> xr.Dataset:
     one byte have no default (NetCDF Users Guide, "Attribute Conventions").
 
     Raises:
-        UserError: a coordinate was not written to its end.
+        UserError: a value of a coordinate was never written.
     """
     raw = xr.open_dataset(path, decode_cf=False)
     for axis in raw.coords.values():
@@ -40,19 +40,19 @@ def open_netcdf(path: str) -> xr.Dataset:
 
 
 def is_zarr_store(path: str) -> bool:
-    """Return whether a path is that of a Zarr store: a folder, or a URL of no GRIB or NetCDF file."""
+    """Return whether a path is that of a Zarr store: a folder, or a URL that is not of a GRIB or NetCDF file."""
     return os.path.isdir(path) or (is_remote(path) and not is_file(path))
 
 
 def open_zarr(path: str) -> xr.Dataset:
-    """Open a Zarr store with NetCDF's conventions lazily, with zeros as values in variables that are not packed.
+    """Open a Zarr store lazily. In variables that are not packed, zero is a value unless an attribute says otherwise.
 
-    Zarr's own libraries state a fill value of zero for any array that was given none. In version 2, xarray takes it for
-    the mark of missing values if no attribute states one. That would hide the equator, the first member, and points
-    without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
+    Zarr's own libraries state a fill value of zero for any array that was given none. In Zarr version 2, xarray takes
+    this zero for the mark of missing values if no attribute states one. That would hide the equator, the first member,
+    and points without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
 
     Raises:
-        UserError: a chunk of a coordinate is absent from a remote store.
+        UserError: a remote store cannot be read, or lacks a chunk of a coordinate.
     """
     if is_remote(path):
         where: Any = open_remote(path)
@@ -72,14 +72,14 @@ def open_zarr(path: str) -> xr.Dataset:
 
 
 def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
-    """Refuse a remote store that lacks a chunk of a coordinate, which would read as the fill value many times over.
+    """Refuse a remote store that lacks a chunk of a coordinate: the chunk would read as the fill value.
 
-    A chunk whose values all equal the fill value may be absent. The values of a coordinate differ, so only a coordinate
-    of a single value can lack its chunk.
+    A chunk whose values all equal the fill value may be absent. The values of a coordinate differ, so this is accepted
+    only for a coordinate of a single value.
 
     Args:
         path: the store.
-        absent: keys that were asked for and are not there.
+        absent: keys that were requested and are not in the store.
         raw: the opened store.
     """
     for name, axis in raw.coords.items():
@@ -94,7 +94,7 @@ def _said(path: str, name: Hashable) -> bool:
 
 
 def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
-    """Return the file with scales and missing values applied.
+    """Return the file with scales, missing values and times decoded.
 
     Args:
         raw: the file without decoding.
@@ -106,7 +106,7 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
         unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
         # For integers that are to be read as unsigned, the library's fill value lies in the middle of the range.
         unsaid &= not unsigned(array.attrs)
-        # xarray only turns those values into NaN that an attribute names, so the library's default is named here.
+        # xarray turns only values that an attribute names into NaN, so the library's default is named here.
         if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
@@ -137,7 +137,7 @@ def unsigned(about: Mapping[str, Any]) -> bool:
 
 
 def _as_values(array: xr.DataArray) -> None:
-    """Give the attributes that mark missing values the type of the values.
+    """Convert the attributes that mark missing values to the type of the values.
 
     1e20 as float64 or as text equals no float32 value, and -1 equals no unsigned integer. xarray converts the
     `_FillValue` of unsigned integers itself.
@@ -165,7 +165,8 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     Integer limits apply to packed values, other limits to unpacked ones.
 
     Returns:
-        Both limits in the units of `array`, widened for rounding; infinite if none is stated.
+        Both limits in the units of `array`, widened for rounding. They are infinite where none is stated, and both are
+        if one is not a single number.
     """
     both = np.ravel(array.attrs.get("valid_range", ()))
     low, high = both if len(both) == 2 else (None, None)

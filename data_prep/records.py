@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from data_prep.grib_io import Stamp
 
 MEMBER, CONTROL = 0, 1
-SINGLE = 2  # ECMWF's deterministic run, which a catalogue makes a member or a control
+SINGLE = 2  # ECMWF's deterministic run, until a catalogue decides whether it is a member or the control
 IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where init times are built already); where an archive or a static file is read in place, leave the field out"
@@ -36,7 +36,7 @@ NO_MESSAGE = "that are no GRIB message"  # in `Reader.skipped`: marks bytes betw
 OTHER_UNITS = "units "  # in `Reader.skipped`: marks a variable that is left out for its units
 MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; other types combine several runs
 OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method
-_SUMS = ("accum", "diff")  # over a range of steps
+_SUMS = ("accum", "diff")  # stepTypes of sums over a range of steps
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 
 RECORD = np.dtype(
@@ -47,9 +47,9 @@ RECORD = np.dtype(
         ("level", np.int32),  # hPa; 0 at the surface
         ("kind", np.uint8),  # MEMBER or CONTROL; SINGLE before a catalogue has decided
         ("member", np.int32),
-        ("numbered", bool),  # whether the file states the member; that of a deterministic run is 0
+        ("numbered", bool),  # whether the file states the member; if not, `member` is 0
         ("init", "datetime64[s]"),
-        ("lead_start", np.int32),  # hours; less than `lead` if the field is a sum or maximum over a range of steps
+        ("lead_start", np.int32),  # hours; less than `lead` if the field covers a range of steps (sums, maxima)
         ("lead", np.int32),  # hours; the end of the range
         ("bounded", bool),  # whether the file states lead_start
         ("offset", np.int64),  # GRIB: offset of the message in the file; else the flat index over the leading axes
@@ -57,7 +57,7 @@ RECORD = np.dtype(
         ("place", np.int16),  # GRIB: position in the file's list of scanned grids
         ("data", np.int32),  # offset of the packed integers in the message
         ("bitmap", np.int32),  # offset of the bitmap in the message, 0 if it has none
-        ("stated", np.int32),  # number of values by the message or by the size of its data, -1 if neither is known
+        ("stated", np.int32),  # number of packed values, as stated or computed from their size; -1 if unknown
         ("spare", np.uint8),  # most unused bits after the last value, which may make `stated` too large
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
@@ -94,8 +94,8 @@ class Origin(NamedTuple):
 
         Args:
             other: the origin to compare with.
-            one_start: whether fields of one init time are compared. Then `ensemble` counts, too. Different init times
-                of an archive may be of different ensembles.
+            one_start: whether the fields have the same init time. Only then does `ensemble` count, because other init
+                times of an archive may be of other ensembles.
         """
         pairs = list(zip(self, other, strict=True))
         pairs = pairs if one_start else pairs[:-1]
@@ -108,7 +108,7 @@ class Origin(NamedTuple):
 
 
 def identities(records: np.ndarray) -> np.ndarray:
-    """Return the columns that identify a field, without those that say how to read it, (N,) IDENTITY.
+    """Return (N,) IDENTITY: the columns that identify a field, without those that say how to read it.
 
     An archive has millions of rows, and these columns take a third of the memory of `RECORD`.
 
@@ -135,7 +135,7 @@ class RawField:
         X          packed integer
         scale      2^E, E being GRIB's binary scale factor
         reference  reference value R of the message
-        decimal    10^-D, D being GRIB's decimal scale factor, and the factor of a change of units
+        decimal    10^-D times the factor of a change of units, D being GRIB's decimal scale factor
 
     `mask` (Y, X) bool is True at points without a value, where the integer is 0 or the float is NaN. It is None if
     every point has a value. `step` is the packing step of the message from which floats were decoded, or 0 if there was
@@ -167,7 +167,7 @@ class RawField:
     def decode(self) -> np.ndarray:
         """Return the values (Y, X) as float32, with NaN at points without a value.
 
-        For simple packing they equal ecCodes' values bit for bit.
+        For simple packing without a change of units, they equal ecCodes' values bit for bit.
         """
         if not self.packed:
             return self.values
@@ -182,9 +182,9 @@ class RawField:
 
 
 def _exact_in_float32(reference: float, scale: float, decimal: float) -> bool:
-    """Return whether one field decodes exactly in float32, without the cost of arrays.
+    """Return whether one field decodes exactly in float32, as `store.packing.exact_in_float32` does for arrays.
 
-    It is `ensemble_ml.store.packing.exact_in_float32` for one field. It must be fast, as each field calls it.
+    It runs once for each field, so it avoids the cost of arrays.
     """
     if decimal != 1:
         return False
@@ -212,11 +212,11 @@ def other_step_type(kind: str, field: Field) -> str:
 class Reader(Protocol):
     """The interface to one file of an archive, whatever its format.
 
-    `records` are RECORD rows in the file's own order. `grid` is their common grid, or None if there are none. `skipped`
-    counts the fields that are not read, by their descriptions. `keyed` is true if records change with the values, by
-    their packing constants, so that a hash of the records notices changed values. `methods` is mean, maximum or minimum
-    for each variable that is one over time. The records' column `origin` counts the entries of `origins`. `stamp` was
-    taken before the file was indexed; values are only read while the file still has it.
+    `records` are RECORD rows in the file's own order. `grid` is their common grid, or None without records. `skipped`
+    counts the fields that are not read, by their descriptions. `keyed` is true if the records hold packing constants.
+    These change with the values, so a hash of the records notices changed values. `methods` gives mean, maximum or
+    minimum for each variable that is such a statistic over time. The records' column `origin` is an index into
+    `origins`. `stamp` was taken before the file was indexed; values are only read while the file still has it.
     """
 
     keyed: bool
@@ -235,7 +235,7 @@ class Reader(Protocol):
 
         Args:
             records: (N,) RECORD rows of this file.
-            rows: band of latitudes (start, stop); None for all.
+            rows: slice of latitudes; None for all.
             into: arrays (rows, X) uint16, one for each record, to which packed integers are written; None to allocate.
 
         Raises:

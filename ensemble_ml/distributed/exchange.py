@@ -1,4 +1,4 @@
-"""Exchanges of gradients over ranks, one bucket at a time, while the backward pass goes on.
+"""Exchange gradients over ranks, one bucket at a time, while the backward pass goes on.
 
 On a CPU, a thread of the exchange carries out the buckets one after the other, over a communicator that nothing else
 uses. On a GPU, the hooks of the backward pass enqueue them, so that one thread enqueues all communication in one
@@ -37,7 +37,7 @@ class Reduction(Enum):
     mean = "mean"
 
 
-# Prefix of the names of a rank's own tensors whose sum over the ranks matters, not their mean.
+# Prefix of tensors that belong to one rank. If the number of ranks changes, their sum is preserved, not their mean.
 ADDS_UP = "error."
 
 
@@ -135,7 +135,7 @@ class BucketExchange(Exchange):
     def finish(self) -> Outcome:
         """Exchange the buckets that are left, wait for all of them, and return the outcome."""
         assert self._arrivals is not None
-        self.checked = True  # the outcome shows on all ranks a gradient that is not finite
+        self.checked = True  # the outcome tells all ranks of a gradient that is not finite
         self._before_flush()
         self._arrivals.flush()
         start = time.perf_counter()
@@ -147,8 +147,8 @@ class BucketExchange(Exchange):
             with torch.no_grad():
                 self._drain()
         waited = time.perf_counter() - start
-        # The thread's waiting was hidden by the backward pass, or is part of the time above. Without a thread, the
-        # backward pass itself waited, so the time since the beginning of the step counts.
+        # A thread's waiting was hidden by the backward pass, or is part of the time above. Without a thread, the
+        # backward pass itself waited, so all waiting since the beginning of the step counts.
         before = self._waited if self._thread is None else self.seconds_waited
         norm, culprits = self._conclude()
         waited += self.seconds_waited - before
@@ -217,23 +217,22 @@ class BucketExchange(Exchange):
 
 
 class GradientAverage(BucketExchange):
-    """An exchange that averages gradients by all-reduce, in float32 or a shorter type.
+    """An exchange that sums or averages gradients by all-reduce, in float32 or a shorter type.
 
     Any optimizer can use the result.
 
-    `clip` bounds the norm of the averaged gradient, so only the clipping waits for the end of the backward pass. All
-    ranks learn of a number that is not finite on one of them: the ranks' flags travel with the last elements of each
-    bucket.
+    `clip` bounds the norm of the result, so only the clipping waits for the end of the backward pass. All ranks learn
+    which ranks' gradients are not finite: each bucket ends with a flag of each rank.
 
     If all ranks share one sample, parameters of single grid points stay with the rank that holds the point. Summing
     them with the zeros of the other ranks would be most of the traffic.
 
-    The gradients of sharded weights (`sharding`) are sums over the ranks when the backward pass ends. Only their norm
-    is computed here.
+    The gradients of sharded weights (`sharding`) are sums over the ranks when the backward pass ends. Here they are not
+    exchanged, only divided for a mean, and clipped.
 
     Args:
         group: the ranks that exchange.
-        dtype: the type in which gradients are summed.
+        dtype: the type in which gradients are summed; float32 leaves float64 gradients as they are.
         settings: passed to `BucketExchange`.
     """
 
@@ -252,7 +251,7 @@ class GradientAverage(BucketExchange):
 
     @torch.no_grad()
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
-        """Give all ranks the whole of each tensor of `held`, of which each rank has its own shard up to date.
+        """Give all ranks the whole of each tensor of `held`. Before, only a rank's own shard of it is up to date.
 
         Each rank sets what lies outside its own shard to zero, so a sum over the ranks gives the whole tensor.
         """
@@ -266,8 +265,8 @@ class GradientAverage(BucketExchange):
     def _prepare(self) -> None:
         """Allocate one buffer for each bucket."""
         self._under_way: list[tuple[int, Pending, Tensor]] = []  # number of a bucket, its collective, and the sums
-        # After the gradients of a bucket come one number a parameter (how many ranks used it) and one a rank (1 if its
-        # gradients are not finite).
+        # After the gradients of a bucket come one number for each parameter (how many ranks used it) and one for each
+        # rank (1 if its gradients are not finite).
         self._flats, self._views = [], []
         for bucket in self.buckets:
             extra = len(bucket.slots) + self.group.size
@@ -319,7 +318,7 @@ class GradientAverage(BucketExchange):
             counts = flat[bucket.elements : bucket.elements + len(bucket.slots)].tolist()
             for slot, view, used in zip(bucket.slots, self._views[number], counts, strict=True):
                 p = self.params[slot.index]
-                # The buffer itself becomes the gradient, which saves a copy. The next step's gradients take its place.
+                # The buffer itself becomes the gradient, which saves a copy. The next step overwrites it.
                 if used and view.dtype == p.dtype:
                     p.grad = view
                 elif used:
@@ -342,14 +341,14 @@ class GradientAverage(BucketExchange):
             for p in self.sharded:
                 local(p.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))  # as torch does
         value = float(norm)
-        # Every rank's gradient is finite, but the sum left the range of its type. All ranks see this alike.
+        # No rank reported a gradient that is not finite, but a sum of them is not. All ranks see the same norm.
         if not culprits and not torch.isfinite(norm):
             culprits = tuple(range(self.group.size))
         return value, culprits
 
     @torch.no_grad()
     def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Include the gradients that stay with each rank, and those that are sharded, in the norm.
+        """Divide gradients that are not exchanged by the number of ranks for a mean, and include them in the norm.
 
         Returns:
             The norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are not
@@ -363,7 +362,7 @@ class GradientAverage(BucketExchange):
         square = total_norm(self.apart).to(norm.dtype) ** 2
         words[1 + self.group.rank] = (~torch.isfinite(square)).to(words.dtype)
         words[0] = square
-        # A sharded gradient is a sum over all ranks. If it is not finite, nor is the norm, but no rank can be named.
+        # A sharded gradient is a sum over all ranks. If it is not finite, the norm is not either, but no rank is named.
         for p in self.sharded:
             words[0] += local(p.grad).square().sum(dtype=words.dtype) / place_among_shards(p)[3]
         self.group.all_reduce(words)

@@ -1,6 +1,6 @@
 """The project's own model over several ranks: the same modules and names, each computing its shard of the grid.
 
-`partition_model` changes the classes of the layers that look beyond a point, and of those that keep one number a grid
+`partition_model` changes the classes of layers that look beyond a point, or that keep values for each row or grid
 point. Parameters, buffers and their names stay whole on every rank, so a checkpoint does not depend on the partition.
 Each rank computes exactly its shard of what one process would. Convolutions get their neighbours' rows through a halo
 exchange (`halo`), pooling and upsampling never cross a border (`shard`), and terms of single grid points are sliced. On
@@ -8,8 +8,7 @@ one rank the model is left unchanged.
 
 The gradient of a parameter on one rank is that rank's part of a sum: the sum over the ranks of `mesh.model` is the
 gradient of the whole. A term of a single grid point has a gradient only on the rank that holds the point. An exchange
-may leave it there (`shard.own_part`); other ranks' values of it are then stale until they are brought together
-(`State.complete`).
+may leave it there (`shard.own_part`). Then the term itself is stale on other ranks until `State.complete` gathers it.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
 
 
 def _refuse_unknown(model: EnsembleModel) -> None:
-    """Raise a TypeError for a layer that may look beyond a point without a partitioned class.
+    """Raise a TypeError for a layer that may look beyond a point and has no partitioned class.
 
-    Known are the model's own layers, layers that act on each point, and parts of a `Convolution`, which pads for them.
+    It accepts the model's own layers, layers that act on each point, and parts of a `Convolution`, which pads for them.
     """
     inner = {part for module in model.modules() if isinstance(module, Convolution) for part in module.modules()}
     for name, module in model.named_modules():
@@ -134,7 +133,7 @@ def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
 
 
 class PartPadder(Padder):
-    """A padder of one row and column on each side, which come from the neighbours."""
+    """A padder that takes one row and one column on each side from the neighbours."""
 
     part_mesh: Mesh
     part_shard: Shard
@@ -220,7 +219,7 @@ class PartFeatures(Features):
 
 
 class PartLinear(LinearCorrection):
-    """The linear correction on this rank's rows: each latitude basis function is cut to the rows that it has here."""
+    """The linear correction on this rank's rows: each latitude basis function is cut to these rows."""
 
     part_shard: Shard
 

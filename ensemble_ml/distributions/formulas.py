@@ -1,6 +1,6 @@
 """CRPS, distribution function, quantile and moments of the forecast distributions, by the formulas of `closed_forms`.
 
-No loss contains a distribution function, quantile or moment. They are computed in float64. So is the CRPS of
+Distribution function, quantile and moments are computed in float64, since no loss contains them. So is the CRPS of
 
 - the skewed distributions, because the incomplete gamma function loses digits in float32;
 - the distribution with two bounds, which has little mass between them where its scale is large;
@@ -20,13 +20,13 @@ from ensemble_ml.distributions.maths import TORCH, survivals
 from ensemble_ml.fields import Family
 
 _SQRT2 = math.sqrt(2.0)
-_FAR = 30.0  # l from which quantiles of the truncated normal come from the leading term of its tail
+_FAR = 30.0  # above this -location / scale, quantiles of the truncated normal use the leading term of its tail
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     """Return the continuous ranked probability score (CRPS) of each forecast, in the units of `y`.
 
-    An observation that the distribution cannot produce gets the score of the nearer bound plus its distance from it.
+    An observation outside the bounds gets the score of the nearer bound plus the distance to that bound.
 
     Args:
         family: the distribution.

@@ -32,11 +32,11 @@ class Start:
     """An init time to predict.
 
     Attributes:
-        date: index of the date in the source.
+        date: index of the init time in the source.
         init_time: the init time itself.
         positions: positions of the members that are complete, ascending.
         missing: the members that are not complete, in words; empty if all are.
-        unlike: how the date differs from all training dates, in words; empty if it does not.
+        unlike: how it differs from all training dates, in words; empty if it does not.
     """
 
     date: int
@@ -59,8 +59,8 @@ def check_source(
         warn: whether to log warnings.
 
     Raises:
-        UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums are
-            over other intervals.
+        UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums or
+            maxima are over other intervals.
     """
     layout = source.layout
     if not layout.grid.same_as(spec.grid):
@@ -99,7 +99,7 @@ def check_source(
 
 
 def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dict[str, list[int]]:
-    """Return the hours at which sums of each variable were cut in training, as far as the checkpoint states them.
+    """Return the hours at which sums of each variable began or ended in training, if the checkpoint states them.
 
     An archive may hold sums since the start, and more leads than training had. Differences between neighbouring leads
     would then be sums over other, shorter intervals.
@@ -125,7 +125,7 @@ def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ..
         members_in: how many members to take, from the first on, a list of member numbers, or None for all.
 
     Raises:
-        UserError: `members_in` asks for more members than there are, for one that is not there, or for one twice.
+        UserError: `members_in` is no number or list, or names too many members, one that is not there, or one twice.
     """
     numbers = _list(realization)
     if members_in is None:
@@ -154,8 +154,8 @@ def plan_starts(
 ) -> list[Start]:
     """Return the init times to predict, each with the members that are complete at it.
 
-    A missing member gives a warning. Init times at an hour of the day, or in a season, that training lacked give one
-    warning together.
+    Each init time with missing members gives a warning. All those at an hour of the day, or in a season, that training
+    lacked give one warning together.
 
     Args:
         source: the reduced ensemble.
@@ -165,8 +165,8 @@ def plan_starts(
         warn: whether to log warnings.
 
     Raises:
-        UserError: a date or member is not there, every member asked for lacks a field, or the model or the output needs
-            more members.
+        UserError: the source holds no forecast, an init time or member is not there, every member asked for lacks a
+            field, or the model or the output needs more members.
     """
     layout = source.layout
     if not len(layout.init_time) or not source.has(Part.FORECAST):
@@ -194,7 +194,7 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
     time, and biases change with the seasons.
 
     Returns:
-        Sentences by init time, only for the dates that differ.
+        Text by init time, only for those that differ.
     """
     if not len(trained):
         return {}
@@ -259,7 +259,7 @@ def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -
 
 
 def _enough(count: int, spec: ModelSpec, config: PredictConfig, where: str) -> None:
-    """Raise a UserError if the model or the remapped members need more members than `count`."""
+    """Raise a UserError if the model, or `members_out`, needs more members than `count`."""
     least = spec.config.min_members
     if count < least:
         raise UserError(f"{where}; the checkpoint was made with model.min_members={least}: give that many or more")

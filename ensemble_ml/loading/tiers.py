@@ -31,7 +31,7 @@ class Others(Protocol):
     """The interface to samples that other ranks hold."""
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """Return the bytes of a sample that `owner` holds, possibly in `scratch`; None where they cannot be had."""
+        """Return the bytes of a sample that `owner` holds, possibly in `scratch`; None if they cannot be had."""
 
 
 class Alone:
@@ -43,16 +43,16 @@ class Alone:
 
 
 class Tiers:
-    """All packed samples, as one rank gets them. Any thread may call it.
+    """The access of one rank to all packed samples. Any thread may use it.
 
     Args:
         plan: Plan of the run, which assigns each sample to its holder.
         rank: This rank.
         items: The samples on slow storage.
-        folder: Folder of the cache on local disk; required where the plan gives it capacity.
+        folder: Folder of the cache on local disk; required if the plan uses local disk.
 
     Raises:
-        UserError: `folder` is None although the plan uses local disk, or it cannot be used.
+        UserError: The plan uses local disk, but `folder` is None or cannot be used.
     """
 
     def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
@@ -63,7 +63,7 @@ class Tiers:
         self._copied = frozenset(plan.copies.of(rank)[0].tolist())
         self._lock = threading.Lock()
         self._busy: dict[int, threading.Event] = {}
-        self._reading: dict[int, tuple[int, float]] = {}  # thread -> sample and since when
+        self._reading: dict[int, tuple[int, float]] = {}  # thread -> its sample, and when the read began
         self.slabs = {RAM: Slab.in_memory(slab_shape(plan, items, rank, RAM))}
         if plan.tiers.disk:
             if folder is None:
@@ -88,7 +88,7 @@ class Tiers:
             scratch: Memory of the sample's size.
 
         Returns:
-            The bytes of the sample: in place where a cache on this node has them whole already, else in `scratch`.
+            The bytes of the sample: in place if they come whole from a cache on this node, else in `scratch`.
 
         Raises:
             UserError: Slow storage does not deliver the sample.
@@ -98,7 +98,7 @@ class Tiers:
         if owner == NOBODY:
             return self._read(sample, scratch)
         kept = int(self.plan.placement.kept[sample])
-        # Only the head is held: the rest is read from slow storage at every use.
+        # If only the head is held, the rest is read from slow storage at every use.
         if kept < len(scratch):
             head = self._held(owner, sample, scratch[:kept])
             scratch[:kept] = head
@@ -130,7 +130,7 @@ class Tiers:
     def _from(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
         """Return a sample that another rank holds.
 
-        Where that fails it is read from slow storage, and counted as a fallback.
+        If that fails, it is read from slow storage, and counted as a fallback.
         """
         found = self.others.get(owner, sample, scratch)
         if found is not None:
@@ -186,10 +186,7 @@ class Tiers:
         return out
 
     def slowest(self) -> tuple[str, float] | None:
-        """Return the name of the sample that has been read for longest, and for how many seconds.
-
-        None stands for no read in progress.
-        """
+        """Return name and seconds of the read that has lasted longest so far; None if none is in progress."""
         under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
         return (self.items.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
 
@@ -208,7 +205,7 @@ def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
         held, offset = np.append(held, copied), np.append(offset, places)
         order = np.argsort(held)
         held, offset = held[order], offset[order]
-    kept = plan.placement.kept[held]  # copies are made of whole samples only, so this is their size
+    kept = plan.placement.kept[held]  # for a copy this is its whole size, since only whole samples are copied
     return Shape(held, offset, kept, slab_key(plan, items, rank, tier))
 
 

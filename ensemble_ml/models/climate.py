@@ -21,8 +21,8 @@ from ensemble_ml.models.points import point_shapes
 _SCALES = (
     "std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread", "dry_share"
 )  # fmt: skip
-_LEAST_CELL = 1e-3  # typical spreads: least spread of a cell, for one at which members never differed
-_LEAST = 1e-6  # standard deviations: least spread of a level, for one on which members never differed
+_LEAST_CELL = 1e-3  # least spread of a cell, as a fraction of the field's typical spread
+_LEAST = 1e-6  # least spread of a level, as a fraction of the standard deviation; also the least `shrink`
 
 
 @dataclass(eq=False)
@@ -140,14 +140,14 @@ def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.n
 
 
 def _lift_zeros(values: dict[str, np.ndarray]) -> None:
-    """Replace zeros in scales that are divided by.
+    """Replace zeros, and values close to zero, in scales that are divided by.
 
     The least spread of a field is relative to its own typical values, because no absolute value suits all fields:
-    humidity is a billionth of geopotential.
+    geopotential has far larger numbers than humidity.
     """
     std, spread, error = values["std"], values["spread"], values["error"]
     std[std == 0] = 1  # a field that never varies is at its mean, so its anomaly is zero whatever it is divided by
-    if std.ndim > 1:  # maps: the floor of a field comes from their typical value
+    if std.ndim > 1:  # for maps, the floor of a field comes from the typical value of its map
         std = np.sqrt(np.mean(np.square(std, dtype=np.float64), (-2, -1))).astype(np.float32)
     least = np.float32(_LEAST) * std
     typical = np.sqrt(np.mean(np.square(spread, dtype=np.float64), (-2, -1))).astype(np.float32)

@@ -32,10 +32,10 @@ _MARKS = ("zarr.json", ".zmetadata", ".zgroup")  # a Zarr store has one of these
 _HEAD = 512  # first bytes of a file, by which GRIB and NetCDF are recognised
 _PART, _PARTS_AHEAD = 8 << 20, 8  # bytes of a file in one request, and requests in progress
 _RETRIES = 5
-_SECONDS = 60  # limit of a request with all its retries
+_SECONDS = 60  # limit of a request, and of the time in which obstore repeats it
 _CONCURRENT = 64  # requests of zarr at the same time; chunks are small, and each answer takes long
 _AT_ONCE = "async.concurrency"
-_WAITS = (0.1, 0.5, 2.0)  # seconds to wait before an incomplete answer is requested again
+_WAITS = (0.1, 0.5, 2.0)  # seconds to wait before a failed request is made again
 
 _opened: dict[str, Any] = {}  # Zarr stores of this process by their URLs
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def url_of(path: str) -> str:
 
 
 def _head(url: str) -> bytes:
-    """Return the first bytes of the file at a URL; nothing if there is no file, or a Zarr store."""
+    """Return the first bytes of the file at a URL; nothing for a Zarr store, or if no file can be read."""
     if GROUP in url or "zarr" in url.rsplit("/", 1)[-1]:
         return b""
     try:
@@ -92,7 +92,7 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 
 def fetch(path: str) -> str:
-    """Download a file, and return its path on this machine, where it stays until the process ends.
+    """Download a file, and return the path of the copy, which is removed when the process ends.
 
     NetCDF libraries read files, not URLs. A file that has not changed is downloaded only once.
 
@@ -143,7 +143,7 @@ def reopen(path: str) -> None:
 def remote_stamp(path: str) -> tuple[int, int] | None:
     """Return a size in bytes and a checksum, which show whether a remote file or Zarr store has changed.
 
-    Of a file they are its size and the checksum of its ETag; of a store the size and the checksum of its metadata. None
+    For a file they are its size and the checksum of its ETag; for a store, those of its first metadata document. None
     if it cannot be read.
     """
     url = url_of(path)
@@ -174,7 +174,7 @@ def open_zarr_array(path: str, name: str) -> Any:
     import zarr
 
     if is_remote(path):
-        # Consolidated metadata of a group have those of all its arrays.
+        # The consolidated metadata of a group include those of all its arrays.
         return zarr.open_group(_store(_root(path)), mode="r")[_in_store(path, name)]
     return zarr.open_array(os.path.join(path, name), mode="r")
 
@@ -244,7 +244,7 @@ def _root(path: str) -> str:
 
 
 def _in_store(path: str, key: str) -> str:
-    """Return the key in the store of an object whose key in the group of `path` is `key`."""
+    """Return the key of an object in the store, given its key in the group of `path`."""
     group = group_in(path)
     return f"{group}/{key}" if group else key
 
@@ -265,7 +265,7 @@ class RemoteFile:
 
     @classmethod
     def open(cls, url: str) -> RemoteFile:
-        """Fetch the beginning of a file.
+        """Return a file, after fetching its first bytes.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -311,7 +311,7 @@ def _client_and_key(url: str) -> tuple[Any, str]:
 
 
 def fetch_text(url: str) -> str | None:
-    """Return a small text such as an index; None if it is not there.
+    """Return a small text such as an index; None if it is not there, or access is refused (403).
 
     Raises:
         UserError: it cannot be reached.
@@ -329,7 +329,7 @@ def fetch_text(url: str) -> str | None:
 async def fetched(client: Any, key: str, wanted: Range = None) -> tuple[bytes, Any]:
     """Return bytes of an object, and its metadata from the server (size, ETag, modification time).
 
-    obstore repeats requests that fail before an answer comes. Requests whose answer is incomplete are repeated here.
+    obstore itself repeats failed requests. Those that still fail, or whose answer is incomplete, are repeated here.
 
     Args:
         client: obstore's store.
@@ -467,7 +467,7 @@ async def _together(store: Any, keys: Iterable[str]) -> list[Any]:
 
 
 def _ask_coordinates(store: Any, path: str) -> None:
-    """Request the coordinates of all dimensions at once, because xarray would fetch them one after the other."""
+    """Request all coordinates of a single chunk at once: xarray would fetch them one after the other."""
     import zarr
 
     whole = zarr.open_group(store, mode="r")

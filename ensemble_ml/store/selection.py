@@ -15,7 +15,7 @@ from ensemble_ml.store.source import Layout, Part, Selection
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A part of one array to read: positions along M, T, V, Z, and the rows from start to stop (exclusive)."""
+    """A part of one array: positions along member, lead, variable and level, and rows from start to stop (excluded)."""
 
     fields: tuple[np.ndarray, ...]
     rows: tuple[int, int]

@@ -1,15 +1,15 @@
-"""Predicts strong and weak scaling to many devices, as a table and a plot.
+"""Predict strong and weak scaling to many devices, as a table and a plot.
 
 In strong scaling the batch of the run stays the same while devices are added. In weak scaling the batch grows in
 proportion to the devices, from the batch of the run on the fewest devices that can train it.
 
-With `parallel.shard`, that many ranks share the weights at any number of devices, and numbers of devices that are not a
-multiple of it are left out. More devices form more such groups, which sum their gradients. The time to gather and sum
-sharded weights counts in full, as if it did not overlap with computation.
+At any number of devices, groups of `parallel.shard` ranks share the weights, and the groups sum their gradients. Other
+numbers of devices than its multiples are left out. The time to gather sharded weights and sum their gradients counts in
+full, as if it did not overlap with computation.
 
-The local part of a step is measured at the shapes of the planner, and estimated at other shapes from their number of
-operations (`costs.reckoned`). Messages are estimated from the links. So congestion, slow ranks, and slower links
-between distant nodes are not predicted.
+The local part of a step is computed from `plan.gflops` if that is given. Otherwise it is measured at the shapes of the
+planner, and estimated at other shapes from their number of operations (`costs.reckoned`). Messages are estimated from
+the links. So congestion, slow ranks, and slower links between distant nodes are not predicted.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Point:
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
     """Predict strong and weak scaling at powers of two up to plan.devices.
 
-    A number of devices that no partition fits is left out.
+    A number of devices for which no partition fits is left out.
 
     Args:
         planner: the planner of the run.
-        found: the partitions that were measured.
+        found: the partitions that fit.
         pieces: measured local work, by the position of the partition in `found`.
         links: the links between ranks, by mesh axes.
     """
@@ -91,7 +91,7 @@ def _powers(most: int) -> list[int]:
 def _best(
     planner: Planner, devices: int, batch: int, known: Sequence[tuple[int, Piece]], links: Links
 ) -> Candidate | None:
-    """Return the fastest partition of some devices that fits their memory, or None."""
+    """Return the fastest partition over `devices` that fits their memory, or None."""
     costed = []
     for candidate in planner.open(devices, batch):
         traced = planner.followed(candidate)

@@ -103,7 +103,7 @@ class Emos:
 
 
 def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
-    """Join parts that `Emos.at` returned to one vector of points.
+    """Join coefficients that were fitted to slices of the points to one vector of points.
 
     Args:
         parts: the parts.
@@ -137,24 +137,25 @@ def fit_emos(
 ) -> Emos:
     """Fit the coefficients with the smallest mean CRPS at each point.
 
+    Points without any observation get placeholders, which the caller must replace.
+
     Args:
         mean: (..., D) mean of the members.
         variance: (..., D) variance of the members (ddof = 1). It is zero for a single member, and d becomes zero then.
-        observation: (..., D) the truth in the same units; NaN is left out.
+        observation: (..., D) the truth in the same units; values that are not finite are left out.
         season: (..., D, K) seasonal terms, or None.
         reference: r, broadcast against `mean`. The coefficients are valid only with this reference.
         family: the distribution of the forecast.
         weights: (..., D) weights of the samples; None weights them equally.
         prior: coefficients to draw towards, broadcast against (...).
-        strength: number of samples that the prior counts for. For `a`, this number follows from how much biases differ
-            from point to point.
-        start: coefficients to begin with, unless those of the prior are better; None begins with simple estimates.
+        strength: number of samples that the prior counts for. For `a`, it follows from how much biases differ between
+            points.
+        start: coefficients to begin with; None for simple estimates. The prior is taken at points where it fits better.
         iterations: largest number of steps.
         tolerance: a point has converged if its step is smaller than this, in units of a typical error.
 
     Raises:
-        UserError: shapes differ, no point has an observation, or a point has some, but fewer than coefficients. Points
-            without any keep the start.
+        UserError: shapes differ, no point has an observation, or a point has some, but fewer than coefficients.
     """
     m, s2, y = _tensor(mean), _tensor(variance), _tensor(observation)
     shapes = [tuple(v.shape) for v in (m, s2, y)]
@@ -263,13 +264,10 @@ class _Problem:
         return torch.where((values[0] < values[1])[..., None], one, other)
 
     def _pull_of_bias(self, goal: Tensor) -> float:
-        """Return the number of dates that the prior's intercept counts for.
+        """Return the number of samples that the prior's intercept counts for: 1 / (2 V).
 
-        It is large if biases differ little between points.
-
-        With errors of variance one, biases of variance V and a curvature of the CRPS near 1 / 2, the Bayesian weight is
-        1 / (2 V). V is the mean square of the difference of the points' biases from the prior, minus the part 1 / D
-        that is due to chance.
+        V is the variance of biases between points, in units of the variance of errors: the mean square by which the
+        points' biases differ from the prior, minus the part 1 / D that is due to chance.
         """
         away = self._start()[..., 0] - goal[..., 0]
         seen = (self.weights > 0).any(-1)  # a point without observations says nothing about biases
@@ -285,7 +283,7 @@ class _Problem:
         return theta
 
     def _expand(self, theta: Tensor, goal: Tensor, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return value (...), gradient (..., P) and curvature (..., P, P) of the sum of CRPS, in the point's units."""
+        """Return value (...), gradient (..., P) and curvature (..., P, P) of the sum of CRPS plus the prior's pull."""
         location = (self.design * theta[..., None, :-2]).sum(-1)
         root_c, root_d = theta[..., -2, None], theta[..., -1, None]
         scale = torch.sqrt(root_c**2 + root_d**2 * self.relative + _TINY)
@@ -304,7 +302,7 @@ class _Problem:
         return value, (gradient * share).sum(-2) + 2 * pull * away, curvature + torch.diag_embed(2 * pull)
 
     def _score(self, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the CRPS, its derivatives by location and scale, and a curvature, in the point's units."""
+        """Return the CRPS, its derivatives by location and scale, and `bend` of `_expand`, in the point's units."""
         z = ((self.y - self.mean) / self.unit[..., None] - location) / scale
         density = torch.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
         bend = 2 * density / scale
