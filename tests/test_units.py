@@ -52,7 +52,8 @@ def spelled(units: str) -> list[str]:
 
 # A lawful spelling of each of the registry's dimensions, as UDUNITS has them.
 LAWFUL = {
-    "Pa": "kPa, daPa, MPa, N m-2, N/m2, J m-3, kg m-1 s-2, bar, dbar, atm, 100 Pa, 10^3 Pa, 10**2 Pa, kilopascal, hectopascals",
+    "Pa": "kPa, daPa, MPa, N m-2, N/m2, J m-3, kg m-1 s-2, bar, dbar, atm, 100 Pa, 10^3 Pa, 10**2 Pa, kilopascal, "
+    "hectopascals",
     "Pa s-1": "hPa s-1, Pa/min, hPa/h, mbar hour-1, kPa day-1",
     "m s-1": "km h-1, km/h, knot, knots, cm s-1, ft/s, m min-1, kilometers per hour, feet/second, dm.s-1",
     "m2 s-2": "kJ kg-1, N m kg-1, km2 s-2, J/g",
