@@ -112,10 +112,9 @@ def calibrate(
     from ensemble_ml.api.model import trained
     from ensemble_ml.training import train as run_training
 
-    kept = None if output is None else Path(output)
-    folder = tempfile.TemporaryDirectory(prefix="ensemble_ml-") if kept is None else None
-    root = Path(folder.name) if folder is not None else kept
-    assert root is not None
+    folder = tempfile.TemporaryDirectory(prefix="ensemble_ml-") if output is None else None
+    root = Path(str(output) if folder is None else folder.name).absolute()
+    TrainConfig(run=root.name)  # a name that no run may have is refused before a store is prepared
     # The store is needed only during the fits.
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as scratch:
         store = _store_of(ensemble, truth, Path(scratch) / "store.zarr", settings)

@@ -174,6 +174,8 @@ def test_calibration_of_an_archive(here):
         eml.calibrate(eml.open("store.zarr"))
     with pytest.raises(UserError, match=r"truth: .* is a tensor store"):
         eml.calibrate(eml.open("store.zarr"), "archive/truth")
+    with pytest.raises(UserError, match="run=my run: letters"):  # before anything is prepared
+        eml.calibrate("absent", "absent", output="runs/my run")
 
 
 def test_a_notice_comes_once_for_an_opened_archive(here, zarrs, tmp_path, caplog):
