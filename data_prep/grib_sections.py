@@ -96,9 +96,9 @@ def _length(content: Content, start: int) -> int | None:
 def _large_length(content: Content, start: int, length: int) -> int | None:
     """Return the length of an edition 1 message that may be larger than 8 MiB.
 
-    By ECMWF's convention the length counts units of 120 bytes if section 4 states a length below 120. The length of
-    the message is then 120 times that count, less the stated length of section 4, plus 4. Otherwise the length counts
-    bytes. The result is None if the message is cut off.
+    If section 4 states a length below 120, ECMWF's convention holds: `length` without its highest bit counts units of
+    120 bytes. The message then has 120 times that count, less the stated length of section 4, plus 4 bytes. Otherwise
+    `length` counts bytes. The result is None if the message is cut off.
     """
     position = start + 8
     flags = _octet(content, position + 7)
@@ -125,14 +125,14 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
         length: length of the message; None for all bytes that follow.
 
     Raises:
-        UserError: sections do not fit into the message, or it has no valid date, or a bitmap that is not in it.
+        UserError: the message is damaged, has no valid date, or uses a bitmap whose bits are not in it.
     """
     end = start + (len(content) - start if length is None else length)
     try:
         if _octet(content, start + 7) == 1:
             return [_header1(content, start, end)]
         return [_header2(content, start, sections) for sections in _fields2(content, start, end)]
-    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section ends too early, or a date is none
+    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section ends too early, or a date is invalid
         raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
 
@@ -145,7 +145,8 @@ def _header1(content: Content, start: int, end: int) -> Header:
         end: offset of its end.
 
     Raises:
-        UserError: sections do not fit into the message, or it has no year.
+        UserError: the sections are damaged, or state no year.
+        ValueError: section 1 has no valid date.
     """
     product = start + 8
     grid = product + _integer(content, product, 3)
@@ -237,8 +238,8 @@ def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
         repeats = last == 7 and number in (2, 3, 4)
         if length < 5 or position + length > end - 4 or not (last < number <= 7 or repeats):
             raise UserError("damaged sections")
-        # A field may reuse the bitmap of a field before it (code table 6.0). It is resolved here, so that readers find
-        # the bitmap's own bits.
+        # A field may refer to the bitmap of a field before it (code table 6.0). The reference is replaced by that
+        # bitmap's place here, so that readers find the bits.
         if number == 6 and _octet(content, position + 5) == _BITMAP_BEFORE:
             if bitmap is None:
                 raise UserError("its bitmap is that of a field before, and there is none; fetch the file again")
@@ -313,7 +314,7 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
         init: the init time, from section 1.
 
     Returns:
-        The section for the key, with constants in place of the bytes that were understood. The level in hPa, the
+        The section for the key, in which constants replace the bytes that were understood; then the level in hPa, the
         member, and the first and last hour, each None if it is left to ecCodes.
     """
     template = _integer(section, 7, 2)
@@ -334,16 +335,16 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
             steps, out[18:22] = (first, first), b"STEP"
         elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
             end = first + _integer(section, tail + 15, 4)
-            # The end of the interval depends on the init time, and would make another key for each. It is only left out
-            # if it agrees with start and length; otherwise ecCodes is asked.
+            # The end of the interval depends on the init time, so it would give each init time a key of its own. It is
+            # left out only if it agrees with start and length; otherwise ecCodes is asked.
             if section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):
                 steps, out[18:22], out[tail : tail + 7] = (first, end), b"STEP", bytes(7)
     return bytes(out), level, member, steps
 
 
 MEMBER_TEMPLATES = (1, 11, 60, 61)  # product definition templates that have a perturbation number
-# Product definition templates that are understood here. For those of an interval (8, 11, 61), with the offset in
-# section 4 at which the end of the interval is stated; templates 0, 1 and 60 are of a moment and do not use theirs.
+# Product definition templates that are understood here, each with the offset in section 4 at which the end of an
+# interval is stated. Templates 0, 1 and 60 are for one time, so their offsets are not used.
 _TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
 _BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)
 _SPARE = 15  # most bits by which edition 1 fills up section 4 to an even number of octets
@@ -352,7 +353,7 @@ _SOME_VALUES = 256  # bytes of values that ecCodes is given: some packings of ed
 
 
 def without_values(content: Content, start: int, length: int, head: Header) -> tuple[bytes, int]:
-    """Return the field of `head` as a message whose values are cut off, for questions about its keys.
+    """Return the field of `head` as a message with only the first bytes of its values, from which ecCodes reads keys.
 
     A message of edition 1 stays whole if its values are few, or if they are packed as spherical harmonics or by second
     order packing.

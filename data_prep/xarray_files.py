@@ -2,7 +2,7 @@
 
 Names of axes and variables that other programs use are converted to those of the registry. Values are read as float32
 (xarray decodes the packed integers of NetCDF). Member, lead and level may each be a scalar coordinate or missing; they
-then count as an axis of length one. So may the init time, but only static fields may lack it.
+then count as an axis of length one. The same holds for the init time, but only static fields may lack it.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class XarrayFile:
 
     Args:
         path: path of the file or store.
-        overrides: what the user states of variables.
+        overrides: what the user states about variables.
         data: an open Dataset, which is read in place of a file (`of_dataset`).
-        wanted: the part that is listed of a file with very many fields.
+        wanted: the fields to list if the file has very many.
         stamp: the file's stamp, if it is known; for a group in a remote store, it is that of the store.
 
     Attributes:
@@ -94,11 +94,12 @@ class XarrayFile:
         assumed: units that the file does not state but that the convention of a name fixes, by short name.
         without_units: short names of variables that are left out because they have no units, by their names in the
             file.
-        elsewhere: labels in `skipped` of variables that a scalar coordinate makes another quantity.
+        elsewhere: labels in `skipped` of variables that are left out only because of a coordinate.
 
     Raises:
-        UserError: the file cannot be opened, or changes meanwhile; its grids differ or are Gaussian; an axis has
-            unknown units; or no variable can be read, of which the message explains the first.
+        UserError: the file cannot be opened, or changes meanwhile; it is a forecast of `predict`; its grids differ or
+            are Gaussian; axes or intervals make no sense; or variables of the registry are there, but none can be read
+            (the message explains the first).
     """
 
     keyed = False
@@ -145,20 +146,21 @@ class XarrayFile:
     def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL) -> XarrayFile:
         """Read an open Dataset with any kind of arrays.
 
-        Lazy arrays are computed field by field, with the Dask scheduler that is active then. A digest stands for the
-        path: it covers the names of lazy arrays, and the values of others.
+        Lazy arrays are computed block by block, each within one init time, with the Dask scheduler that is active then.
+        A digest stands for the path: it covers the names of lazy arrays, and the values of others.
 
         Args:
             data: the Dataset.
-            overrides: what the user states of variables.
-            wanted: the part that is listed of a Dataset with very many fields.
+            overrides: what the user states about variables.
+            wanted: the fields to list if the Dataset has very many.
         """
         return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data, wanted)
 
     def _own_lock(self) -> Any:
         """Return the lock that is held while values are read.
 
-        A Dataset needs none, because its arrays lock what they use. Many chunks of a URL are read at a time.
+        A Dataset needs none, because its arrays lock what they use. A remote Zarr store has none, so that many of its
+        chunks are read at a time.
         """
         if self._given is not None or (is_remote(self.path) and is_zarr_store(self.path)):
             return contextlib.nullcontext()
@@ -264,8 +266,8 @@ class XarrayFile:
     def _agrees(self, variable: Variable, field: Field, grid: Grid) -> bool:
         """Return whether the values of a variable that states no units agree with the registry's units.
 
-        Only the first init time and member are read, with all levels, at the first lead that has a value (of a sum: one
-        above zero).
+        Only the first init time and member are read, with all levels, up to the first lead that has a value (for a sum,
+        a value above zero).
 
         Raises:
             UserError: no lead of a remote file has such a value.
@@ -288,7 +290,7 @@ class XarrayFile:
         self.skipped[label] = self.skipped.get(label, 0) + count
 
     def _locate(self, array: xr.DataArray) -> tuple[Grid, np.ndarray, np.ndarray]:
-        """Return the grid of a variable in our order, and where its rows and columns are in the file: (Y,) and (X,)."""
+        """Return the grid of a variable, and where the file has the grid's rows and columns: (Y,) and (X,)."""
         axes = [find_axis(array, role) for role in ("latitude", "longitude")]
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
             text = f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read"
@@ -322,7 +324,7 @@ class XarrayFile:
     ) -> np.ndarray:
         """Return the records of a data variable that is a field of the registry.
 
-        `fixed` holds the positions of `array` along further dimensions of the file's variable; it is mostly empty.
+        `fixed` holds the positions of `array` along further dimensions of the file's variable; it is usually empty.
         """
         field = identity.field
         assert field is not None
@@ -346,7 +348,7 @@ class XarrayFile:
         self._listed += math.prod(variable.shape)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
-        # If the control is joined with its members, as number 0, the joined array has the type of the control.
+        # If the control is joined with its members as number 0, the joined array has the type of the control.
         if array.attrs.get("GRIB_dataType") == "cf":
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
@@ -442,7 +444,7 @@ class XarrayFile:
     def _of_user(
         self, array: xr.DataArray, field: Field, leads: np.ndarray, stated: np.ndarray | None, *, of_leads: bool
     ) -> np.ndarray:
-        """Return the hours that the user states of each field of a sum, (N,) int32.
+        """Return the hours that the user states for each field of a sum, (N,) int32.
 
         Args:
             array: the data variable.
@@ -478,7 +480,7 @@ class XarrayFile:
         return self.origins.index(origin)
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Return which of `records` are fields of NaN alone, (N,) bool (see `data_prep.records.Reader`)."""
+        """Return which of `records` hold nothing but NaN, (N,) bool (see `data_prep.records.Reader`)."""
         found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
         unknown = records[found[records["offset"]] == UNKNOWN]
         places = [(offset, *at) for offset, at in zip(unknown["offset"].tolist(), self._places(unknown), strict=True)]
@@ -507,9 +509,10 @@ class XarrayFile:
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield float32 values (see `data_prep.records.Reader`). It reads a variable's init time at once.
+        """Yield float32 values (see `data_prep.records.Reader`).
 
-        NaN marks points without a value if the registry allows these for the variable.
+        Successive records of one variable and init time are read together. NaN marks points without a value, if the
+        registry allows such points for the variable.
 
         Args:
             records: (N,) RECORD rows of this file.
@@ -553,7 +556,7 @@ class XarrayFile:
         return places
 
     def _read(self, variable: Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
-        """Read a block of one init time, (member, lead, level, Y, X) float32 in our order and units."""
+        """Read a block of one init time, (member, lead, level, Y, X) float32 in the program's order and units."""
         chosen = variable.rows[rows or slice(None)]
         north = int(chosen.min())
         with self._lock:

@@ -1,7 +1,7 @@
 """The registry of variables: one short name for each, and all other names that archives use.
 
-All files of the project name a variable by its `name` here. CF standard names follow the CF standard name table, and
-GRIB keys the ECMWF parameter database. ENS-10's names are those of its own loaders (Ashkboos et al. 2022).
+All files of the project name a variable by its `name` here. CF standard names are from the CF standard name table, GRIB
+parameters from the ECMWF parameter database, and ENS-10's names from its own loaders (Ashkboos et al. 2022).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Family(Enum):
 
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"  # normal distribution restricted to values above zero: wind speed, humidity
-    CENSORED_NORMAL = "censored_normal"  # normal distribution with its mass below zero at zero: precipitation
+    CENSORED_NORMAL = "censored_normal"  # normal distribution with its mass below zero at zero: solar radiation, snow
     LOGNORMAL = "lognormal"  # for positive quantities with a long upper tail: humidity
     CENSORED_SHIFTED_GAMMA = "csgamma"  # gamma distribution shifted down, mass below zero at zero: precipitation
-    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # the same, and its mass above one at one: cloud cover
+    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # censored normal, also with its mass above one at one: clouds
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -39,9 +39,9 @@ AXIS_NAMES = {  # names of the axes in archives and forecasts, with the program'
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-LOWEST_PASCAL = 1100  # levels without units that are above this number are in Pa, not in hPa
+LOWEST_PASCAL = 1100  # levels without units are in Pa if the largest is above this number, else in hPa
 GUST = "wind_speed_of_gust"  # standard name of the only variable that is a maximum over an interval
-GAMMA_SHIFT = 0.5  # shift of the censored shifted gamma distribution, in scales
+GAMMA_SHIFT = 0.5  # shift of the censored shifted gamma distribution, in standard deviations of its gamma distribution
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _by_alias() -> dict[str, Field]:
 
 @cache
 def _by_param_id() -> dict[int, Field]:
-    """Return the variables by their ECMWF parameters."""
+    """Return the variables by their ECMWF parameter numbers."""
     return {number: field for field in FIELDS for number in field.param_ids}
 
 
@@ -164,7 +164,7 @@ def field(name: str) -> Field:
     """Return the variable with the registry's short `name`.
 
     Raises:
-        UserError: no variable has that name; the message offers the nearest names.
+        UserError: no variable has that short name; the message suggests others.
     """
     found = _by_name().get(name)
     if found is None:

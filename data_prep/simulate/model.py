@@ -6,7 +6,7 @@ Two models are built in the same way. A run of the *nature* model is the truth. 
 A state is one float32 array of spectral coefficients with axes KML. K are planes: vorticity, divergence, temperature
 and humidity on Z sigma levels, then the logarithm of surface pressure over p0. M are the zonal wavenumbers 0, 1, -1, 2,
 -2, ..., and L the total wavenumbers. The basis is orthonormal on the unit sphere. Land and sea temperatures are
-prescribed, so SPEEDY can compute all else that it needs anew at 0 UTC: the array is the whole state of a run.
+prescribed. SPEEDY computes all else that it needs anew at 0 UTC, so the array is the whole state of a run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recipe:
 
 
 class Atmosphere:
-    """A model that advances states by whole days. It is compiled when it first meets a number of states."""
+    """A model that advances states by one day a call. The first call with a new number of batches compiles it."""
 
     def __init__(self, recipe: Recipe):
         """Load boundary conditions from jcm's wheel and build the model of `recipe`."""
@@ -89,10 +89,10 @@ class Atmosphere:
         )
 
     def rest(self, seed: int) -> np.ndarray:
-        """Return an isothermal atmosphere at rest with small random pressure, KML: the first state of a nature run.
+        """Return the first state of a nature run, KML: isothermal, at rest, with small random changes of pressure.
 
         Args:
-            seed: seed of the random pressure.
+            seed: seed of these changes.
         """
         return np.asarray(_pack(self._model.initial_state(random_seed=seed)), np.float32)
 
@@ -104,11 +104,10 @@ class Atmosphere:
             day: days since 1970-01-01, for sun, sea and snow.
 
         Returns:
-            The states one day later, and the precipitation that fell in metres, with axes N, Gaussian latitude,
-            longitude.
+            The states one day later, and the precipitation of the day in metres: (N, Gaussian latitude, longitude).
 
         Raises:
-            FloatingPointError: the model blew up.
+            FloatingPointError: a state is no longer finite.
         """
         n = len(x_nkml)
         batch = 1 if n == 1 else BATCH
@@ -133,7 +132,7 @@ class Atmosphere:
         """Advance one batch by a day.
 
         Values that are the same for all members are not batched. One of them is the step counter, which decides whether
-        SPEEDY's radiation is due (every third step). With a batched one, vmap would compute radiation at each step.
+        SPEEDY's radiation is due (every third step). If it were batched, vmap would compute radiation at each step.
         """
         axes = jax.tree.map(_member_axis, self._carry)
         state_axes = jax.tree.map(lambda _: 0, _unpack(x_nkml[0]))
@@ -167,7 +166,7 @@ def _terrain(coords, path: str) -> TerrainData:
     """Return the terrain on the model's grid.
 
     Every model has the orography of T31, truncated if the model is coarser, and not interpolated. So the surface
-    pressure of one model fits the ground of another. At T63 the ground is as smooth as at T31, as jcm has no finer one.
+    pressure of one model fits the ground of another. At T63 the ground is as smooth as at T31: jcm has nothing finer.
     """
     fine = get_speedy_coords(layers=len(SIGMA), spectral_truncation=31)
     source = TerrainData.from_file(path, coords=fine)

@@ -1,12 +1,12 @@
 """A hub that closes votes: it collects ballots, decides who is in a vote, counts, and sends the outcome to all ranks.
 
 The hub is a thread of the first rank. Every rank has one connection to it, on which it sends a ballot when its gradient
-is complete and receives the outcome of every vote in order. Receiving is a thread of its own, so a rank that computes,
-sleeps or is stopped does not delay a vote that can close without it.
+is complete and receives the outcome of every vote in order. On the first rank each remote connection has threads of its
+own, so a remote rank that computes, sleeps or is stopped does not delay a vote that can close without it.
 
-A star was chosen over collectives because a collective needs every rank's thread in every vote. The price is that the
-link of the first rank carries the ballots of all others: (P - 1) n / 8 bytes each way in a vote of one bit (P ranks, n
-parameters), against about n / 4 for each rank of a vote by all_to_all.
+A hub was chosen over collectives because a collective needs every rank in every vote. The price is that the network
+link of the first rank carries the ballots of all others. In a vote of one bit these are (P - 1) n / 8 bytes each way (P
+ranks, n parameters), against about n / 4 for each rank of a vote by all_to_all.
 
 Messages are 64-bit words. A ballot is
 
@@ -43,12 +43,12 @@ from ensemble_ml.distributed.vote import count
 from ensemble_ml.errors import UserError
 
 _WORD = 16  # bytes of the secret with which a connection begins, so that no stranger can cast a ballot
-# When a vote has the ballots that it needs, it stays open for this fraction of the time that it has taken, so that
-# ranks of equal speed, which differ by a few milliseconds, are all in it. Otherwise, if three of four ballots close a
-# vote, one rank would miss every vote.
+# When a vote has the ballots that it needs, it stays open for this fraction of the time that it has taken. Ranks of
+# equal speed, which differ by a few milliseconds, are then all in it. Otherwise, if three of four ballots close a vote,
+# each vote would miss one rank.
 _GRACE = 0.05
 _LEAVE = 5.0  # seconds that the hub waits for slow receivers when it ends, and for the secret of a new connection
-_FAILED = -1  # stands in place of the number of a vote in the outcome of a vote that has failed
+_FAILED = -1  # first word of the outcome of a vote that has failed, in place of its number
 
 
 class Link(Protocol):
@@ -85,7 +85,7 @@ class Relay(Protocol):
 
 
 class Hub:
-    """A hub, which holds the votes of all ranks one after another in its own thread.
+    """A hub that closes votes one after another in its own thread.
 
     Args:
         size: number of ranks.
@@ -93,8 +93,8 @@ class Hub:
         first: number of the first vote.
         needed: takes the number of a vote and returns how many ballots close it.
         seconds: time that a vote may wait for the ballots that it needs.
-        script: for the number of a vote, the ranks that are in it, whichever ballots come first. Votes without an entry
-            are closed by the first `needed` ballots. None stands for no entries.
+        script: the ranks that are in a vote, by its number, whichever ballots come first. Votes without an entry are
+            closed by `needed`. None stands for no entries.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], T
     Args:
         words: what `outcome` returned, or the outcome of a vote that has failed.
         size: number of ranks.
-        head: words of a head.
+        head: number of words in a head.
 
     Returns:
         The number of the vote, the ranks that were in it, their heads (ranks in it, h), and the winning words.
@@ -271,7 +271,7 @@ class _Served:
             UserError: some have not connected within `seconds`.
         """
         until = time.monotonic() + seconds
-        # Others than ranks may connect as well, so the loop goes on until all ranks have connected.
+        # Other programs may connect as well, so connections are accepted until all ranks are among them.
         while missing := [rank for rank in ranks if rank not in self._open]:
             left = until - time.monotonic()
             listener.settimeout(None if left == float("inf") else max(left, 0.0))
@@ -306,7 +306,7 @@ class _Served:
         return self._own.receive()
 
     def close(self) -> None:
-        """End the hub when all outcomes have been sent to the other ranks, or after `_LEAVE` seconds at the latest."""
+        """End the hub. Then close the connections when all outcomes have been sent, or after `_LEAVE` seconds."""
         self._own.close()
         until = time.monotonic() + _LEAVE
         for sender in self._senders:
@@ -319,7 +319,7 @@ class _Served:
     def _pass_on(self, rank: int, connection: socket.socket) -> None:
         """Hand the ballots of a rank to the hub until the rank closes its connection.
 
-        A rank that has died is not noticed here but by its missing heartbeats.
+        A dead rank is noticed by its missing heartbeats, and not here.
         """
         with suppress(OSError):
             while (words := _words(connection)) is not None:

@@ -3,8 +3,8 @@
     with start(config.parallel) as session:      # session.mesh, session.topology
         session.step = 17                        # named in the report of a failure
 
-Rank 0 serves a small key-value store (torch's TCPStore, see `meeting.py`). The process group is initialised through it,
-and the ranks watch over each other in it (see `watch.py`).
+Rank 0 serves a small key-value store (torch's TCPStore, see `meeting.py`). Through this store the process group is
+initialised, and each rank notices the failure of others (see `watch.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ensemble_ml.models.speed import device_name
 
 T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
-# Shortest and longest interval between polls of the store, in seconds. They grow, because rank 0 serves all ranks.
+# First and longest interval between polls of the store, in seconds. Intervals grow, because rank 0 serves all ranks.
 _LOOK, _RARELY = 0.02, 0.5
-_LEFT = "left"  # the key of the store that a trainer sets when it stops
+_LEFT = "left"  # the key that a trainer sets in the store when it stops
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -51,8 +51,8 @@ def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
         env: environment variables; None for those of this process.
 
     Raises:
-        UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises
-            one if a rank does not come or cannot be reached, or if the ranks' settings or devices do not fit together.
+        UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises it
+            if a rank does not come or cannot be reached, or if the ranks' settings or devices do not fit together.
     """
     world = read_world(dict(os.environ) if env is None else env, config.launcher)
     topology = make_topology(config, rank=world.rank, size=world.size)
@@ -65,7 +65,7 @@ def solo() -> Session:
 
 
 class Session:
-    """The part of one rank in a job, used as a context manager.
+    """One rank's part in a job, used as a context manager.
 
     Entering it joins the other ranks and makes the mesh; leaving it ends the job cleanly, or reports a failure to the
     others.
@@ -74,7 +74,7 @@ class Session:
         mesh: the communicators.
         step: number of the step that the rank is at, which failure reports name.
         device: the GPU of this rank, or the CPU.
-        apart: whether each rank has a GPU of its own.
+        apart: whether each of several ranks has a GPU of its own.
     """
 
     def __init__(self, world: World, topology: Topology, config: ParallelConfig):
@@ -117,7 +117,7 @@ class Session:
         return f"once/{self._once}"
 
     def once(self, compute: Callable[[], T]) -> T:
-        """Call `compute` on rank 0 and return its result on every rank. It may take any time.
+        """Call `compute` on rank 0 and return its result on every rank. `compute` may take any time.
 
         All ranks call this. The result must be picklable.
         """
@@ -139,7 +139,7 @@ class Session:
         return pickle.loads(message.cpu().numpy().tobytes())
 
     def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same", *, model: bool = False) -> None:
-        """Check that all ranks hold the same values. Every rank calls this.
+        """Check that all ranks hold the same values. Every rank that is compared calls this.
 
         Args:
             what: values by name, compared as strings.
@@ -147,7 +147,7 @@ class Session:
             model: compare only the ranks of the same model.
 
         Raises:
-            UserError: a value of this rank differs from the first rank's. The message names the first such value.
+            UserError: a value differs from that of the first rank compared. The message names the first such value.
         """
         if self.world.size == 1:
             return
@@ -186,7 +186,7 @@ class Session:
         _until(lambda: self._store.add(key, 0) == size)
 
     def hear_trainers(self, what: str, text: str) -> list[str] | None:
-        """Give the other trainers a text, and return those of all trainers, in order. It may take any time.
+        """Give the other trainers a text, and return the texts of all trainers, in order. This may take any time.
 
         All ranks call this; the text of the first rank of each model counts.
 
@@ -195,13 +195,13 @@ class Session:
             text: the text.
 
         Returns:
-            The texts; None on all ranks that wait for a trainer that has left.
+            The texts; None if a trainer has left without giving its own.
         """
         keys = [f"{what}/{trainer}" for trainer in range(self.topology.trainer)]
         if self.first_of_model:
             self._store.set(keys[self.topology.place.trainer], text)
-        # A trainer that leaves gives no further text. So if it has given this one before it left, all texts are there,
-        # and every rank comes to the same result.
+        # A trainer that has given its text waits here for the others. So a trainer leaves either before it gives its
+        # text, or when all texts are there. In both cases every rank comes to the same result.
         _until(lambda: self._store.check(keys) or self._store.check([_LEFT]))
         return [self._store.get(key).decode() for key in keys] if self._store.check(keys) else None
 
@@ -211,7 +211,7 @@ class Session:
             self._store.set(_LEFT, str(votes))
 
     def left(self) -> float:
-        """Return the votes with which another trainer has stopped, or zero."""
+        """Return the votes with which a trainer has stopped, or zero."""
         if self.topology.trainer == 1 or not self._store.check([_LEFT]):
             return 0.0
         return float(self._store.get(_LEFT))
@@ -223,8 +223,8 @@ class Session:
             _log_devices([device_name(self.device)], self.device, "one rank")
             return self
         host, port = self.world.host, self.world.port
-        # True while gloo connects hosts. Gloo reaches each host by the address that the host's own name resolves to
-        # there, which may be unreachable from outside; an error in this phase gets a message of its own.
+        # True while gloo connects hosts. Gloo reaches a host by the address to which the host itself resolves its name.
+        # That address may be unreachable from outside, so an error in this phase gets a message of its own.
         across = False
         try:
             # Users who raise the timeout of collectives expect late ranks, which may also be late at the start.
@@ -237,7 +237,7 @@ class Session:
             _all_come(store, self.world, patience)
             _check_agreement(store, self.topology)
             kinds = _devices(store, self.world, self.device)
-            # The launcher did not give the number of ranks on this node, so all ranks were assumed to be on it.
+            # If the launcher did not give the number of ranks on this node, all ranks were assumed to be on it so far.
             if not self.world.counted:
                 self.world = replace(self.world, local_size=kinds["hosts"][socket.gethostname()])
             self.apart = kinds["apart"]
@@ -290,8 +290,8 @@ class Session:
         else:
             self._watch.leave()
             dist.destroy_process_group()
-        # Launchers end all ranks at the first exit status that is not 0. Rank 0 has that status here, so it leaves
-        # last.
+        # Launchers end all ranks at the first exit status that is not 0. Rank 0 exits with such a status to ask for a
+        # requeue, so it leaves last.
         if isinstance(error, Stopped) and error.requeue and self.first:
             time.sleep(LAST)
 
@@ -326,8 +326,8 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
 
     Returns:
         A dictionary of plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share
-        one GPU, or None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: ranks without
-        a GPU while others have one.
+        one GPU, or None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: empty, or the
+        error below is raised.
 
     Raises:
         UserError: some ranks have a GPU and others have none. The job would run at the speed of the latter.
@@ -359,7 +359,7 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
 
 
 def _unreached(rank: int, error: RuntimeError) -> str:
-    """Return the message for a gloo connection between hosts that failed, with the remedy."""
+    """Return the message for a failed gloo connection between hosts, with the remedy."""
     name, address = socket.gethostname(), "no address"
     with suppress(OSError):
         address = socket.gethostbyname(name)
@@ -383,7 +383,7 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str,
     """Return the name of the communication library. NCCL needs one GPU for each rank.
 
     Raises:
-        UserError: NCCL was requested and is not available.
+        UserError: NCCL was requested, but torch lacks it or not every rank has a GPU of its own.
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:

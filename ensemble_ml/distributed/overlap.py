@@ -2,13 +2,13 @@
 
 In the forward pass the strips are sent first. The whole shard is then convolved with zeros in place of the halo, and
 the few outer rows (or columns) of the result that depend on the halo are computed again once it has arrived. So most of
-the work is one call at the usual shape. The interior alone would have to be copied, and so would its result. In the
-backward pass the gradient of the input comes first, and its halo travels back to the neighbours while the gradient of
-the weights is computed.
+the work is one call at the usual shape. To convolve the interior alone, it and its result would have to be copied. In
+the backward pass the gradient of the input comes first, and its halo travels back to the neighbours while the gradient
+of the weights is computed.
 
 If both axes are split, rows go first because corners travel with the columns, and only the exchange of columns is
-hidden. If only longitude is split and rows come from across the poles, these travel together with the columns, and the
-forward pass waits for both: all four sides would have to be computed again.
+hidden. If only longitude is split and rows come from across the poles, these rows travel together with the columns. The
+forward pass then waits for both, because otherwise all four sides would have to be computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Window:
-    """The stride, padding (on axes that are not split), dilation and groups of a convolution."""
+    """The stride, padding (with zeros, on axes without a halo), dilation and groups of a convolution."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -65,8 +65,8 @@ def halo_conv(
         weight: (O, C / groups, ...) the kernel of a stock convolution in two or three dimensions.
         bias: its bias, or None.
         window: stride, padding, dilation and groups.
-        rows: how latitude is padded; None if it is not split.
-        columns: how longitude is padded; None if it is not split.
+        rows: how latitude gets a halo; None if it gets none.
+        columns: how longitude gets a halo; None if it gets none.
         across: how rows are continued across a pole.
         overlap: compute while the halo travels, where that is possible.
 
@@ -164,7 +164,7 @@ def _forward(
 
 
 def _fill(padded: Tensor, local: list[Filling]) -> None:
-    """Fill axes that are not split. This runs before and after the halo arrives, since corners depend on it."""
+    """Pad axes that are not split. This runs before and after the halo arrives, because corners depend on the halo."""
     for one in local:
         again = Filling(padded, one.side, None, None)
         again.begin()
@@ -192,7 +192,7 @@ def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Si
 def choose_overlap(switch: Overlap, step: Callable[[], Any], group: Communicator) -> dict[str, float]:
     """Time `step` with and without overlap, and set `switch` to the faster way, the same on all ranks.
 
-    The slowest rank's median counts. Every rank calls `step` eight times; the first call of each way is not counted.
+    The slowest rank's median counts. Every rank calls `step` four times each way, and the first time is not counted.
 
     Returns:
         The seconds of both ways, as "off" and "on".

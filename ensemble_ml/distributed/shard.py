@@ -70,10 +70,10 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
 
     Raises:
         UserError: there are more ranks along latitude than blocks of 2^depth rows, or more along longitude than whole
-            blocks of 2^depth columns.
+            blocks of 2^depth columns. One rank is always allowed.
     """
     rows = bands(shape[0], topology.lat, 2**depth)
-    # `bands` also accepts a rank that has only the short last block. For columns this is refused.
+    # `bands` may leave one rank only the short last block. For columns this is refused.
     columns = shape[1] // 2**depth if shape[1] >= 2**depth else 1
     if topology.lon > columns:
         raise UserError(

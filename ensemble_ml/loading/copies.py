@@ -36,7 +36,7 @@ class Copies:
         return self.keys[here] - rank * self.count, self.offset[here]
 
     def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the uses for which the rank keeps a copy of the sample itself.
+        """Find the uses whose own rank keeps a copy of the sample.
 
         Args:
             user: (A,) rank of each use.
@@ -65,7 +65,7 @@ def choose(
     Args:
         users: Function from an epoch to its samples (F,) in the order of use, and the rank that uses each (F,).
         epochs: Number of epochs.
-        owner: (F,) rank that holds each sample, or `NOBODY`; the latter are not copied.
+        owner: (F,) rank that holds each sample, or `NOBODY`, for samples that are not copied.
         sizes: (F,) bytes of each sample.
         used: (P,) bytes of each rank's memory that its own samples take.
         room: Bytes of memory of each rank.

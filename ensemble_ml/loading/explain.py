@@ -1,8 +1,8 @@
 """Predict what a plan of loading will do before anything is loaded: bytes from each tier, time, and what limits it.
 
-The prediction follows a pipeline with three stages: slow storage reads one `schedule.Turn` after the other, threads
-decode, and the model computes. Reading is never further ahead than the buffers allow. All ranks share one storage,
-whose speed is measured or given.
+The prediction follows a pipeline with three stages: each `schedule.Turn` is read from slow storage, decoded by threads,
+and computed by the model. Reading is never further ahead than the buffers allow. All ranks share one storage, whose
+speed is measured or given.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prediction:
 
 
 def measure(units: Units, schedule: Schedule) -> Speeds:
-    """Measure the speed of storage and of decoding, on the samples of the first turns.
+    """Measure the speed of storage and of decoding, on the first rank's samples of at most eight turns.
 
     The operating system may have these samples in its cache, which makes storage look faster than it is.
 
@@ -82,7 +82,7 @@ def predict(
         plan: Plan of the run.
         units: Its units.
         speeds: Measured or given speeds.
-        ahead: Number of batches of look-ahead.
+        ahead: Number of batches read ahead.
         threads: Number of threads of a rank that fetch and decode.
         validations: (N,) bool, whether each turn belongs to a validation. Such a turn is assumed to cost a third of a
             training step.
@@ -137,7 +137,7 @@ def explain(
         plan: Plan of the run.
         units: Its units.
         schedule: All batches of the run.
-        ahead: Number of batches of look-ahead.
+        ahead: Number of batches read ahead.
         step: Seconds that a training step computes; None predicts the time without compute.
         lanes: Number of groups of ranks, each of which reads its own rows of every sample.
     """
@@ -165,7 +165,7 @@ def explain(
 
 
 def _what(plan: UnitPlan, ahead: int) -> list[str]:
-    """Return lines on what is read, by which rule of caching, and from where."""
+    """Return lines on what is read, how it is cached, and from where it is read."""
     traffic, trace = plan.traffic(), plan.trace
     distinct = np.unique(trace.unit)
     whole, used = max(1, int(plan.sizes[distinct].sum())), max(1, traffic["used"])

@@ -43,7 +43,7 @@ class RunLoader(Protocol):
     counters: Counters
 
     def train(self) -> Iterator[Batch]:
-        """Yield the batches of the training steps, up to the next validation where the loader reads by plan."""
+        """Yield the batches of the training steps. A loader that reads by plan stops at the next validation."""
 
     def validation(self, step: int) -> Iterator[Batch]:
         """Yield the batches of the validation after `step` steps."""
@@ -64,7 +64,7 @@ class Lane:
         gather: All-gather of bytes over the group, in the order of `coordinate * columns + column`; None for a single
             rank.
         on_host: Number of ranks that share the memory of this host.
-        number: Number of this rank in the job, where it differs from its number in the group.
+        number: Number of this rank in the job, if it differs from its number in the group; else None.
     """
 
     coordinate: int = 0
@@ -105,8 +105,8 @@ class PlannedLoader:
         slack: Number of steps that ranks may be apart.
 
     Raises:
-        UserError: The store lacks something or is damaged, the cache folder cannot be written, or ranks have planned
-            different runs.
+        UserError: The store lacks data of the run or is damaged, the cache folder cannot be written, or ranks have
+            planned different runs.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def _stand_apart(_: int) -> None:
 
 
 class TorchLoader:
-    """A loader on torch's DataLoader, which reads each batch in the order of use (implements `RunLoader`).
+    """A loader on torch's DataLoader that reads batches in the order of use (implements `RunLoader`).
 
     Args:
         config: Settings of loading; `workers` and `ahead` apply.
@@ -293,7 +293,7 @@ def make_plan(
         number of batches ahead that the memory allows.
 
     Raises:
-        UserError: The store lacks something, or a shard is damaged.
+        UserError: The store lacks data of the run, or a shard is damaged.
     """
     units = Units(reader, schedule.dates)
     homes = schedule.homes()
@@ -304,8 +304,8 @@ def make_plan(
     own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
     mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
-    # If ranks need not wait for each other in every step, the units that are read from one meeting of the ranks to the
-    # next stay in memory until the meeting after that.
+    # If ranks meet (wait for each other) only after some steps, the units that are read between two meetings stay in
+    # memory until the meeting after those two.
     together += 2 * slack * int(own.max(initial=0))
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     # The dates of one data coordinate are spread over its columns, so that each column holds a share of them.
@@ -321,12 +321,12 @@ def make_plan(
 def cache_room(
     config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, packed: int, together: int = 0
 ) -> tuple[int, int]:
-    """Divide the memory of `loading.ram` between the cache and everything else.
+    """Divide `loading.ram`, or this rank's share of half of the free memory, between the cache and everything else.
 
     The decoded batches, the memory into which threads decode, and packed units that are being read come first. The
-    cache gets the rest. But units enter the cache only when all ranks have passed their turn, and the turns of a
-    validation count as passed together. The units that wait for that take at most as many bytes as the cache itself, so
-    the cache gets at least half of the rest.
+    cache gets the rest, less the units that wait to enter it. Units wait until all ranks have passed their turn, and
+    the turns of a validation count as passed together. Waiting units take at most as many bytes as the cache itself,
+    so the cache gets at least half of the rest.
 
     Args:
         config: Settings of loading.
@@ -334,8 +334,8 @@ def cache_room(
         reader: Reader of the store.
         lane: Ranks that read the same rows.
         packed: Most packed bytes of one batch.
-        together: Packed bytes of this rank in turns that are passed together: those of a validation, and those between
-            meetings of the ranks.
+        together: Packed bytes of this rank in turns that are passed together: those of a validation, and those of the
+            steps between meetings of the ranks.
 
     Returns:
         Bytes of the cache in whole pages, and number of batches to prepare ahead.
@@ -382,7 +382,7 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
     cut = field * spec.fields * len(spec.leads_in)  # one member, columns of this rank
     whole = cut * spec.grid.shape[1] // (right - left)  # one member, all columns
-    read = members + (reader.withhold is not None)  # one more stands for the truth
-    beside = read * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # copy of the cut, and mask
+    read = members + (reader.withhold is not None)  # a withheld member, which stands for the truth, is read as well
+    beside = read * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # copies of the cut, and masks
     rounded = 2 if torch.cuda.is_available() else 1  # torch rounds pinned memory up to a power of two
     return rounded * most * sample, (read + 6) * whole + beside + sample

@@ -36,11 +36,11 @@ _THREADS = 4  # they share the memory that a model climate may take
 def write_climate(root: Path, days: int) -> None:
     """Add the model climate to the complete store at `root`.
 
-    After an interruption, call `finish_store` before it again: the manifest may not fit the files.
+    After an interruption, call `finish_store` again first, because the manifest may not fit the files.
 
     Args:
         root: Folder of the store.
-        days: Days from the calendar date within which an init time of another year may lie.
+        days: An init time of another year is used if its calendar date is at most so many days away.
 
     Raises:
         UserError: The store has init times of one year only, or is damaged.
@@ -92,7 +92,7 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
     """Create the arrays of the quantiles and of their probabilities.
 
     Returns:
-        The quantiles of surface variables (True) and of variables on pressure levels (False).
+        The arrays of quantiles: True for surface variables, False for those on pressure levels, if there are any.
     """
     lay = store.layout
     quantiles, points = len(PROBABILITIES), lay.grid.shape
