@@ -152,7 +152,9 @@ class UnitPeers:
         Returns:
             False if a read of storage for another rank is still in progress.
         """
-        for file in self._files.values():
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
             if file >= 0:
                 os.close(file)
         return self._wire.close()
