@@ -64,7 +64,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
         f"From {stated}{beside}. {len(test)} test date{'s' * (len(test) != 1)} ({span}), "
         f"baselines fitted on {len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
         "Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
-        "forecast has more input than what it is compared with."
+        "forecast has more input."
     )
     lines = "".join(f"<p>{escape(line)}</p>" for line in content["headline"])
     notes = "".join(f"<li>{escape(note)}</li>" for note in content["notes"])

@@ -122,8 +122,9 @@ def score_members(
     m, shape = len(members), np.shape(members)[1:]
     if np.shape(y) != shape:
         raise UserError(f"y of shape {np.shape(y)}, members of {m} fields of {shape}: give the truth at their points")
+    weights = np.ones(()) if weights is None else weights
     try:
-        w = np.broadcast_to(1.0 if weights is None else weights, shape).reshape(-1)
+        w = np.broadcast_to(weights, shape).reshape(-1)
     except ValueError:
         raise UserError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}") from None
     check_weights(w)

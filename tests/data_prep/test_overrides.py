@@ -142,10 +142,10 @@ class TestIntervals:
         assert source.lead_bounds == {"tp": bounds}
         read = source.read(Part.FORECAST, 0).surface[:, :, 0]
         np.testing.assert_allclose(read, sums(24, 48).tp.values[0], rtol=1e-4, atol=1e-7)
-        assert "no interval is stated" not in caplog.text
+        assert "no file states the interval" not in caplog.text
         open_archive(path)
         assert "no file states the interval of tp, so they are read as sums from the start" in caplog.text
-        assert "else give intervals={tp: 6}" in caplog.text
+        assert "If that is wrong, give intervals={tp: 6}" in caplog.text
 
     def test_nothing_is_before_the_start(self, tmp_path):
         path, leads = written(sums(0, 3, 6, 12), tmp_path / "a.nc"), 2

@@ -284,7 +284,7 @@ class TestSums:
     )  # fmt: skip
     def test_names_and_descriptions_state_the_hours(self, tmp_path, name, said, first, caplog):
         source, _ = opened(self.rain(name, long_name=said), tmp_path)
-        assert source.lead_bounds == {"tp": [[first, 120]]} and "no interval is stated" not in caplog.text
+        assert source.lead_bounds == {"tp": [[first, 120]]} and "no file states the interval" not in caplog.text
 
     def test_convective_rain_of_six_hours(self, tmp_path):
         assert opened(self.rain("cp6"), tmp_path)[0].lead_bounds == {"cp": [[114, 120]]}

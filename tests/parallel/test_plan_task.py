@@ -177,7 +177,7 @@ def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
 
 def test_a_user_without_a_home_plans_all_the_same(tmp_path, monkeypatch, caplog):
     """As a container's user whom /etc/passwd does not know."""
-    monkeypatch.setattr(folders, "_told", set())
+    monkeypatch.setattr(folders, "_warned", set())
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder(None) == tmp_path / ".cache" / "ensemble_ml" / "plan"
