@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from data_prep.limits import standard_height
 from data_prep.spelling import Spelling
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
@@ -36,10 +37,6 @@ _RANGES = {
     "1": (-0.01, 1.01),
     "m": (-1e-4, 1.0),
 }
-# Bounds of the layers of the ICAO standard atmosphere (Doc 7488), and 500 hPa. Between them, heights that are linear in
-# the logarithm of pressure are within 80 m, or 1 %, of the standard's.
-_PRESSURES = (1013.25, 500.0, 226.32, 54.75, 8.68, 1.109, 0.669, 0.0396)  # hPa
-_HEIGHTS = (0.0, 5574.0, 11e3, 20e3, 32e3, 47e3, 51e3, 71e3)  # m
 _HUMID = (-0.1, 2.0)  # relative humidity; as a percentage it is higher somewhere in every field
 
 
@@ -81,5 +78,5 @@ def _is_geopotential(values: np.ndarray, levels: np.ndarray) -> bool:
     It may differ by 30 % and 500 m2 s-2. Geopotential heights in metres would be a tenth of the geopotential.
     """
     top = int(np.argmin(levels))
-    expected = GRAVITY * float(np.interp(-np.log(levels[top]), -np.log(_PRESSURES), _HEIGHTS))
+    expected = GRAVITY * standard_height(float(levels[top]))
     return bool(abs(float(np.nanmean(values[top])) - expected) < 0.3 * expected + 500)

@@ -92,6 +92,18 @@ def _whole_numbers(**settings: Any) -> list[int]:
     return [int(value) for value in settings.values()]
 
 
+def _rule(assign: Assign | str) -> Assign:
+    """Return the rule that a text names.
+
+    Raises:
+        UserError: There is no such rule.
+    """
+    try:
+        return Assign(assign)
+    except ValueError:
+        raise UserError(f"assign={assign!r}: {', '.join(one.value for one in Assign)} are allowed") from None
+
+
 class ClairvoyantLoader:
     """A loader of the batches of one rank, from `start_step` to the end of the last epoch.
 
@@ -157,10 +169,7 @@ class ClairvoyantLoader:
         )
         rank, ranks, disk, start_step = _whole_numbers(rank=rank, ranks=ranks, disk=disk, start_step=start_step)
         ram = None if ram is None else _whole_numbers(ram=ram)[0]
-        try:
-            assign = Assign(assign)
-        except ValueError:
-            raise UserError(f"assign={assign!r}: {', '.join(one.value for one in Assign)} are allowed") from None
+        assign = _rule(assign)
         if batch_size < 1 or threads < 1 or ahead < 1:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
         if ranks > 1 and gather is None:

@@ -62,17 +62,20 @@ def _head(url: str) -> bytes:
         return b""
     try:
         return _asked_head(url)
-    except UserError:  # opening the store will report what is wrong
+    except (UserError, FileNotFoundError):  # opening the store will report what is wrong
         return b""
 
 
+# Errors are not kept, so a file that is missing now is found as soon as it is there.
 @lru_cache(4096)
 def _asked_head(url: str) -> bytes:
-    """Return the first bytes of the file at a URL; nothing if it is not there."""
-    try:
-        return RemoteFile.open(url).head
-    except FileNotFoundError:
-        return b""
+    """Return the first bytes of the file at a URL.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        UserError: it cannot be read.
+    """
+    return RemoteFile.open(url).head
 
 
 def is_grib(path: str) -> bool:
@@ -137,7 +140,6 @@ def open_remote(path: str) -> Any:
 def reopen(path: str) -> None:
     """Forget what is cached of a Zarr store, because it is opened again and may have changed since."""
     _opened.pop(_root(path), None)
-    _asked_head.cache_clear()  # a file that was not there may be there now
 
 
 def remote_stamp(path: str) -> tuple[int, int] | None:

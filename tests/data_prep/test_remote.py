@@ -17,7 +17,7 @@ from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.archive_names import NAMES, RULES, STORES
-from ensemble_ml.store.remote import is_remote, open_remote, reopen, url_of
+from ensemble_ml.store.remote import is_grib, is_remote, open_remote, reopen, url_of
 
 pytest.importorskip("obstore", reason="URLs need the extra `remote`")
 
@@ -46,6 +46,13 @@ def assert_same(one, other):
 def test_short_names():
     assert all(is_remote(name) and url_of(name).startswith(("gs://", "https://")) for name in NAMES)
     assert not is_remote("/tmp/a.zarr") and not is_remote("ens10.zarr") and url_of("s3://a/b.zarr/") == "s3://a/b.zarr"
+
+
+def test_a_file_that_comes_later_is_found(tmp_path, served):
+    path = f"{served}/a.grib2"
+    assert not is_grib(path)
+    (tmp_path / "a.grib2").write_bytes(b"GRIB" + bytes(600))
+    assert is_grib(path)
 
 
 def test_version_2(tmp_path, served):
