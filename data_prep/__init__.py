@@ -1,6 +1,7 @@
 """Read archives (GRIB, NetCDF, Zarr) and build tensor stores from them.
 
-All formats share one table of names. Values are decoded exactly as the archive holds them.
+All formats share the names and units of the registry (`ensemble_ml.fields`). GRIB integers of up to 16 bits in simple
+packing stay as the archive holds them; all other values are read as float32.
 """
 
 from data_prep.archive import open_archive

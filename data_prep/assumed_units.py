@@ -24,7 +24,8 @@ _NAMES = {
     "convective_precipitation", "total_cloud_cover", "total_column_water", "total_column_water_vapour",
     "sea_surface_temperature", "skin_temperature", "relative_humidity",
 }  # fmt: skip
-# In the registry's units all weather lies within these ranges. In other units some values of a field lie outside.
+# In the registry's units all weather lies within these ranges. In degrees Celsius, hectopascal, g kg-1, percent or
+# millimetres, some values of nearly every field lie outside.
 # `data_prep.limits` has ranges for another purpose, to recognise missing values; most of them are wider.
 _RANGES = {
     "K": (150.0, 350.0),
@@ -48,7 +49,8 @@ def has_convention(spelling: Spelling) -> bool:
 def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> bool:
     """Return whether values agree with `field` in the registry's units.
 
-    Values without a finite one do not agree, nor do those of a variable whose units have no range here.
+    Values of which none is finite do not agree, nor do those of a variable whose units have no range here. Sums can
+    agree only on a grid that spans all longitudes.
 
     Args:
         field: the variable.

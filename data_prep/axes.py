@@ -63,9 +63,9 @@ _HOURS = {
 
 
 class OfSomethingElse(UserError):
-    """An error for a variable that is none of the registry's fields, and most likely nothing that anybody asked for.
+    """An error for a variable that cannot be read as a field of the registry, and that probably nobody asked for.
 
-    If other variables of the file are read, it only leaves this one out, and `why` is noted after the variable's name.
+    If other variables of the file are read, only this one is left out, and `why` is noted after the variable's name.
 
     Args:
         text: the message if nothing else can be read.
@@ -78,7 +78,10 @@ class OfSomethingElse(UserError):
 
 
 def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
-    """Return the coordinate of `array` that plays a role of ALIASES, by CF standard name first; None if it has none."""
+    """Return the coordinate of `array` that plays a role of ALIASES, or None if no coordinate plays it.
+
+    A CF standard name takes precedence over the names of ALIASES. Coordinates of several dimensions do not count.
+    """
     standard = _STANDARD.get(role, role)
     for coordinate in array.coords.values():
         if coordinate.ndim <= 1 and coordinate.attrs.get("standard_name") == standard:
@@ -100,7 +103,7 @@ def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
 
 
 def with_start(data: xr.Dataset) -> xr.Dataset:
-    """Return the file with init times, valid times and percentiles as coordinates of its fields.
+    """Return the file with init times, valid times, percentiles and the like as coordinates of its fields.
 
     Some files have these as variables that no `coordinates` attribute names. Percentiles must be noticed, because
     fields along them are no members.
@@ -129,7 +132,7 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
 
     Args:
         array: the data variable.
-        axes: its axes by their roles, which are changed.
+        axes: its axes by their roles. The lead is set in place; so is the init time if it turns out to be a single one.
 
     Raises:
         UserError: both init time and lead differ from one valid time to the next, or a time is absent.
@@ -172,7 +175,8 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         For each year its position along the axis, and the variable there. Without such an axis, the variable as it is.
 
     Raises:
-        UserError: valid times are absent, or give different init times at different leads.
+        UserError: a valid time or lead is absent, a lead is no whole number of hours or has unknown units, or different
+            leads give different init times.
     """
     valid, init, lead = array.coords.get("valid_time"), find_axis(array, "init"), find_axis(array, "lead")
     if YEAR not in array.dims or valid is None or YEAR not in valid.dims or init is None or lead is None:
@@ -213,7 +217,8 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
         axes: its axes by their roles, which are changed.
 
     Raises:
-        UserError: both differ along the dimension, or valid times and several leads have dimensions of their own.
+        UserError: both differ along the dimension, valid times and several leads have dimensions of their own, or leads
+            cannot be read.
     """
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
@@ -243,7 +248,7 @@ def check_degrees(array: xr.DataArray, latitude: xr.DataArray, longitude: xr.Dat
     """Refuse a variable whose axes are not in degrees north and east.
 
     Raises:
-        OfSomethingElse: they are in other units, or state none and hold values that radians would have.
+        OfSomethingElse: one is in other units; or neither states units, and the values of both may be radians.
     """
     for role, axis in (("latitude", latitude), ("longitude", longitude)):
         units = str(axis.attrs.get("units", "")).strip()
@@ -269,7 +274,7 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
         axes: its axes by their roles, with init time and lead as they are read.
 
     Raises:
-        UserError: one differs by more than a minute.
+        UserError: one differs by more than a minute, or leads cannot be read.
     """
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not np.issubdtype(init.dtype, np.datetime64):
@@ -296,7 +301,7 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
     """Return init times as datetime64[s]; without an axis, the epoch.
 
     Raises:
-        UserError: a time is absent, or no date of the standard calendar.
+        UserError: a time is absent, or is no date of the standard calendar.
     """
     if axis is None:
         return np.array(0, "datetime64[s]")
@@ -376,7 +381,8 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     """Return levels as int32 hPa, BETWEEN for those that are not whole; without an axis, 0.
 
     Raises:
-        UserError: the axis has other units than those of pressure, counts levels, or has no level of whole hPa.
+        UserError: a level is absent; or the axis has other units than those of pressure, counts levels, or has no level
+            of whole hPa.
     """
     if axis is None:
         return np.array(0)
@@ -412,6 +418,11 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
 def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> None:
     """Refuse an axis with absent values: it was made longer than what was written.
 
+    Args:
+        axis: the axis.
+        absent: bool in the shape of the axis, true where a value is absent.
+        how: what stands for an absent value, for the message.
+
     Raises:
         UserError: `absent` is true somewhere.
     """
@@ -446,7 +457,7 @@ def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dic
 
     Raises:
         UserError: a dimension has two roles.
-        OfSomethingElse: a dimension has no known role.
+        OfSomethingElse: a dimension longer than one has no known role.
     """
     every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
     dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}

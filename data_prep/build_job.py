@@ -36,7 +36,7 @@ from ensemble_ml.wording import hour_text
 log = logging.getLogger(__name__)
 
 # Limits for archives that are read by URL, where each answer takes long.
-_SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # slices of a part that are requested ahead, and the bytes of them
+_SLICES_AHEAD, _BYTES_AHEAD = 24, 512 << 20  # slices of a part that are requested ahead, and their bytes
 _READS, _DATES_AHEAD = 16, 8  # slices of all init times that are read at a time, and init times under way
 _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
 
@@ -122,8 +122,9 @@ class Job:
     def dates_ahead(self) -> int:
         """Return the number of init times to work on at a time if forecast or truth are read by URL, else 0.
 
-        At least two, so that one is read while another is packed and written. If init times have few slices, it is the
-        number that has twice `_READS` slices together, as far as `_DATES_AHEAD` and `_BYTES_AHEAD` allow.
+        It is at least two, so that one init time is read while another is packed and written. If init times have few
+        slices, it is the number that has twice `_READS` slices together, as far as `_DATES_AHEAD` and `_BYTES_AHEAD`
+        allow.
         """
         if not (self.source.catalogue.remote or (self.truth is not None and self.truth.catalogue.remote)):
             return 0
@@ -155,7 +156,7 @@ class Job:
             Whether the date was built here.
 
         Raises:
-            UserError: a field cannot be decoded or holds NaN, or the disk refuses to write.
+            UserError: a field cannot be read or decoded, a value is NaN or not plausible, or the disk refuses to write.
             Stopped: `stopped` returned True.
         """
         # The claim keeps other builders from building the same date.

@@ -38,9 +38,9 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         Whether the store is complete.
 
     Raises:
-        UserError: a field cannot be decoded or holds NaN; a file of the archive changed meanwhile; the disk refuses a
-            write; a worker died, or writes to a folder that is not seen here; or init times are left to build although
-            `finalise` is set.
+        UserError: a field cannot be decoded, or a value is NaN or not plausible; a file of the archive changed
+            meanwhile; the disk refuses a write; a worker died, or writes to a folder that is not seen here; or init
+            times are left to build although `finalise` is set.
         KeyboardInterrupt: the build was stopped; init times that are built are kept.
     """
     number, count = config.share
@@ -180,7 +180,10 @@ def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
 
 
 def _log_kept(build: Build, error: BaseException) -> None:
-    """Log how many init times are built and therefore kept; if there are none, remove the folder of the build."""
+    """Log how many init times are built and therefore kept.
+
+    If there are none, remove the folder of the build, unless another builder is at work on it.
+    """
     kept = 0 if build.over else build.dates - len(build.missing())
     if kept:
         how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -194,7 +197,10 @@ def _log_kept(build: Build, error: BaseException) -> None:
 
 @contextmanager
 def _progress(count: int) -> Iterator[tqdm]:
-    """Yield a progress bar on a terminal; elsewhere, an object that logs a line every 30 seconds."""
+    """Yield a progress bar on a terminal; elsewhere, an object that logs lines.
+
+    It logs one line at most every 30 seconds, and one at the end.
+    """
     if sys.stderr.isatty():
         with tqdm(total=count, desc="prepare", unit="date") as bar:
             yield bar

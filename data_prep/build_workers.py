@@ -54,7 +54,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
 
     Raises:
         UserError: the scheduler cannot be reached, or SLURM jobs cannot be submitted.
-        ModuleNotFoundError: a package is not installed.
+        ModuleNotFoundError: `distributed` or `dask-jobqueue`, which the executor needs, is not installed.
     """
     with ExitStack() as stack:
         if config.executor is Executor.threads:
@@ -79,7 +79,10 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         def ahead() -> int:
-            """Return the number of init times to submit at a time: two for each worker or thread of a cluster."""
+            """Return the number of init times to submit at a time: two for each worker.
+
+            On a cluster that is given by its address, each thread counts as a worker.
+            """
             return 2 * (max(1, sum(client.nthreads().values())) if config.scheduler else count)
 
         same = job.plan.digest, job.files
@@ -103,8 +106,8 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:
     """Build one init time in a worker process.
 
-    Workers of a cluster outlive a run, and what they have read of a file may be older than the file. So archives that
-    were opened for other `files` are opened anew.
+    Workers of a cluster outlive a run, and a file may have changed since they read its table. So archives that were
+    opened for other `files` are opened anew.
 
     Args:
         config: the settings of the run.
@@ -117,7 +120,7 @@ def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files:
         Whether this worker built it.
 
     Raises:
-        UserError: this process finds archives that make another plan.
+        UserError: this process finds archives that make another plan, or `Job`, `Build` or `Job.run` raises it.
     """
     # Several tasks of one process may begin at once, but only one of them has to open the archives.
     with _opening:

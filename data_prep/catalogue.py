@@ -82,8 +82,9 @@ class Catalogue:
         wanted: the part that is listed of NetCDF and Zarr with very many fields.
 
     Attributes:
-        records: one record for each field, sorted by `KEYS`.
-        grid: the grid that all fields share; that of the first file if there are several.
+        records: one record for each field that is not static, sorted by `KEYS`.
+        static_records: one record for each static field, in the order of the files.
+        grid: the grid that all fields share, or that of the first file if there are several; after `onto`, the new one.
         skipped: number of fields that are left out, by a label that names them and the reason.
         without_units: variables that are left out because they state no units: name in the file -> our short name.
 
@@ -210,8 +211,9 @@ class Catalogue:
     def _check_origins(self, made: Aligned) -> None:
         """Raise a UserError if the fields that `made` reads come from several sources.
 
-        Refused are several centres or experiments in one ensemble or in one variable of a truth, and several ensembles
-        of a centre at one init time. Their members have the same numbers but belong to different forecasts.
+        Refused are several producers (centres, for example) in one ensemble or in one variable of a truth. In an
+        ensemble, several experiments are refused as well, and so are several ensembles of a centre at one init time:
+        their members have the same numbers but belong to different forecasts.
 
         A truth may continue in another experiment: the latest months of ERA5 are preliminary. Then a warning names
         both.
@@ -269,7 +271,8 @@ class Catalogue:
             into: N arrays that may receive packed integers, or None.
 
         Raises:
-            UserError: a field cannot be decoded, has no value at any point, or has one that is not plausible.
+            UserError: a file cannot be read or has changed, or a field cannot be decoded, has no value at any point, or
+                has a value that is not plausible.
         """
         ends = np.flatnonzero(np.diff(records["file"])) + 1
         for first, last in pairwise([0, *ends.tolist(), len(records)]):
@@ -305,7 +308,8 @@ class Catalogue:
             allocate: makes the blocks of integers. Only fields that exist are filled.
 
         Raises:
-            UserError: a field cannot be decoded, or holds NaN; or the grid lacks the rows.
+            UserError: as in `values`; the grid lacks the rows; or fields cannot be combined (they are on several grids,
+                or a sum falls).
         """
         rows, height = slice(*(band or (0, layout.grid.shape[0]))), layout.grid.shape[0]
         if not 0 <= rows.start < rows.stop <= height:

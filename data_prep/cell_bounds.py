@@ -25,7 +25,7 @@ _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a model cell is a mean over these anyway
 _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
 _SINCE = re.compile(r"\bsince (?:the )?(?:previous|last) (?:forecast step|step|post-processing|output)\b", re.I)
-_MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that are a variable's by nature
+_MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that a variable implies
 
 
 _STEP_TYPES = {  # other spellings -> ecCodes'
@@ -70,7 +70,7 @@ def hours_of_gust(array: xr.DataArray) -> int:
 
 
 def _hours_of_range(array: xr.DataArray) -> set[int]:
-    """Return the hours of the range of steps that cfgrib copies from a GRIB message.
+    """Return the hours of the range of steps that cfgrib copies from a GRIB message; an empty set if there are none.
 
     The attribute is valid only if there is a single lead: in a file that was joined from several, it is that of the
     first.
@@ -117,7 +117,9 @@ def is_mean_rate(array: xr.DataArray, field: Field) -> bool:
 
 
 def method(array: xr.DataArray) -> str:
-    """Return the method over time that values state (mean, maximum or minimum), or an empty text if they state none.
+    """Return the method over time that values state, such as mean or maximum; an empty text if they state none.
+
+    A single CF cell method decides; without one, or with several, ecCodes' stepType.
 
     Args:
         array: a data variable.
@@ -130,7 +132,8 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     """Return why values are not those of the variable, although they have its name. The text is empty if they are.
 
     A range or a standard deviation over time is another quantity, and so is any statistic of all members. Means and
-    extremes over time are read if bounds state their interval, which cfgrib never does.
+    extremes over time are read if bounds state their interval, which cfgrib never does. Maxima of gusts and mean rates
+    of sums pass without bounds.
 
     Args:
         data: the file.
@@ -175,7 +178,7 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
 
 
 def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]], str]:
-    """Return the CF cell methods of a variable, and the rest of the attribute that has not this form.
+    """Return the CF cell methods of a variable, and the rest of the attribute that does not have their form.
 
     Each method is a triple: its axes, its name, and the words that follow, such as `where sea` or `within days`.
     """
@@ -188,9 +191,10 @@ def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]],
 
 
 def _other_cells(array: xr.DataArray, field: Field) -> str:
-    """Return why values belong to other cells than those of a field at a time; the text is empty if they do not.
+    """Return why values are not those of whole cells at a time; the text is empty if they are.
 
-    Other cells are a climatology, a part of each cell, or a statistic over an axis that fields do not have.
+    The reason is a climatology, a part of each cell, a statistic over an axis that fields do not have, or cell_methods
+    that cannot be parsed.
     """
     methods, rest = _cell_methods(array)
     if rest:
@@ -243,10 +247,11 @@ def widths(
         (N,) int32, or None if nothing states the hours.
 
     Raises:
-        OfSomethingElse: the variable is a sum, and the file lacks the bounds that its time names; it is a mean since
-            the model's previous step, which the file does not tell; or its comment leaves out an hour of the day.
+        OfSomethingElse: the variable is a sum, the file lacks the bounds that its time names, and nothing else states
+            the hours; it is a mean since the model's previous step, which the file does not tell; or its comment leaves
+            out an hour of the day.
         UserError: an interval does not end at its coordinate or has no whole hours, bounds are not a pair for each
-            value, or the variable's name states other hours.
+            value, or the variable's name or attributes state other hours than the bounds or than each other.
     """
     own = _own_intervals(array, places)
     if own is None:
@@ -294,9 +299,10 @@ def widths(
 
 
 def _as_decoded(bounds: np.ndarray, axis: xr.DataArray) -> np.ndarray:
-    """Return the bounds of a coordinate in its type.
+    """Return the bounds of a coordinate in the type of the coordinate.
 
-    xarray makes times of a lead's numbers by its units. Bounds have no units of their own and stay numbers.
+    xarray converts the numbers of a lead to time differences by its units. Bounds have no units of their own and stay
+    numbers.
     """
     if not np.issubdtype(axis.dtype, np.timedelta64) or np.issubdtype(bounds.dtype, np.timedelta64):
         return bounds
@@ -332,6 +338,7 @@ def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) 
     if not set(ends) <= set(periods):
         text = f"{array.name}: its comment says over which hours values are at some hours of the day only"
         raise OfSomethingElse(text, "over hours that its comment does not say")
+    # No interval begins before the forecast.
     return np.minimum([periods[end] for end in ends], hour).astype(np.int32)
 
 
@@ -339,6 +346,8 @@ def _since_previous_step(
     data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]
 ) -> np.ndarray | None:
     """Return the hours, (N,) int32, since the model's step before; None if values are not said to be since then.
+
+    For extremes, the result is also None if nothing states the steps.
 
     The distance of two leads of the file is not what counts, because leads may have been left out. dynamical.org states
     the model's steps in the attribute `forecast_resolution` of its archives.

@@ -29,8 +29,8 @@ class Combine(Enum):
 def difference(later: RawField, earlier: RawField) -> np.ndarray:
     """Return the increase between two leads of a sum that runs from the init time, (Y, X) float64.
 
-    Packing rounds both sums. An increase of at most half a packing step of each counts as zero; otherwise a dry
-    interval would have values slightly below and above zero.
+    Packing rounds both sums. A decrease, and an increase of at most half a packing step of each, count as zero;
+    otherwise a dry interval would have values slightly below and above zero. Points without a value stay NaN.
 
     Args:
         later: the sum up to the later lead.

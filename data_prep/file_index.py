@@ -1,7 +1,7 @@
 """An index of archive files on disk, so that each file is scanned only once.
 
-GRIB files have a table of their messages. The headers of NetCDF files and Zarr stores state what they hold, but not
-which fields are all NaN; if such fields are searched for, the result for each field is kept.
+For a GRIB file, the index keeps a table of its messages. The headers of NetCDF files and Zarr stores state what they
+hold, but not which fields are all NaN; if such fields are searched for, the result for each field is kept.
 
 An entry belongs to one path, size and modification time, and to one version of the index. It is made anew if any of
 these differs. Its file is a line of JSON, which states them and a checksum, followed by the rows as they lie in memory.
@@ -245,5 +245,5 @@ def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:
 
 
 def user_index() -> FileIndex:
-    """Return the index for archives that are read in place: in the user's cache, or one that keeps nothing."""
+    """Return the index for archives that are read in place: in the user's cache; without a home it keeps nothing."""
     return FileIndex(user_cache("index"))

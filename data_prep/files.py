@@ -108,7 +108,11 @@ def _without_stores(where: str, paths: list[str]) -> list[str]:
 
 
 def _folder(folder: Path, role: str) -> list[str]:
-    """Return the data files in a folder and its sub-folders. Log what is left out."""
+    """Return the data files in a folder and its sub-folders. Log what is left out.
+
+    A file with one of `_SUFFIXES` is taken by its name, any other by its first bytes. Hidden files and folders are
+    ignored.
+    """
     if (folder / "archive.json").is_file():
         folder = folder / _EMBEDDED[role]
         if folder.is_file():
@@ -220,7 +224,7 @@ def _open(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Want
     """Return the reader of one file, and those of the groups in a Zarr store.
 
     If the store has fields outside of groups, a group that does not go with these is left out with a warning: on
-    another grid, with fields that stand there already, or with axes that cannot be read.
+    another grid, with fields that stand there already, or (in a local store) with axes that cannot be read.
     """
     reader = _open_reader(path, index, overrides, wanted)
     if not isinstance(reader, XarrayFile) or is_dataset(path) or not is_zarr_store(path):

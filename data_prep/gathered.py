@@ -45,8 +45,8 @@ class Gathered:
         pressure: (M, T, V, Z, Y, X) uint16, with packing constants and masks.
         surface: (M, T, S, Y, X) uint16.
         loose: (surface?, position in the block) -> float32 values (Y, X), NaN at points without a value.
-        places: (N,) PLACE, the positions of all fields that were read in their files.
-        checksum: CRC-32C of the fields that were read and of those combined from several.
+        places: (N,) PLACE, the positions in their files of all fields that were read.
+        checksum: CRC-32C of the fields that were read singly, and of the results of combining several.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Gathered:
     checksum: int = 0
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the float32 values (M, T, V, Z, Y, X) and (M, T, S, Y, X), NaN where absent."""
+        """Return the float32 values (M, T, V, Z, Y, X) and (M, T, S, Y, X), NaN where absent or masked."""
         pressure, surface = decode(self.pressure), decode(self.surface)
         for (at_surface, place), values in self.loose.items():
             (surface if at_surface else pressure)[place] = values
@@ -65,6 +65,8 @@ class Gathered:
 
     def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
         """Return both blocks with the float32 fields packed into 16 bits, so that they hold integers only.
+
+        The blocks are filled in place.
 
         Args:
             errors: receives the largest packing error of each variable, in its units.

@@ -17,7 +17,7 @@ and across the meridian where longitude wraps.
 At masked points the mean is over the valid area, and a new point is masked if less than half of its area is valid. A
 crop only selects points, so packed integers stay as they are.
 
-The points of a reduced Gaussian grid do not lie in columns, so from these, new values are interpolated
+The points of a reduced Gaussian grid do not lie in columns. So values are interpolated from any Gaussian grid
 (`data_prep.reduced`).
 
 Axes: Y latitude, X longitude.
@@ -133,7 +133,7 @@ class Geometry:
         longitude = _overlaps(self.source.longitude_bounds(), self.cells.longitude_bounds(), shifts)
         rows = _matches(self.cells.latitude, self.target.latitude, period=None)
         columns = _matches(self.cells.longitude, self.target.longitude, period=360.0)
-        assert rows is not None and columns is not None  # a region of it
+        assert rows is not None and columns is not None  # `target` is a region of `cells`
         return csr_matrix(latitude[rows]), csr_matrix(longitude[columns])
 
     @cached_property

@@ -76,7 +76,7 @@ class GribFile:
         return table
 
     def _places(self) -> list[Place]:
-        """Return the grids and point orders of the file's messages; the records' column `place` counts them."""
+        """Return the grids and point orders of the file's messages; the records' column `place` numbers them."""
         return [place_of(scan) for scan in self._scans]
 
     def fields(
@@ -102,7 +102,7 @@ class GribFile:
                 yield field
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
-        """Return which of `records` have a bitmap that hides every point (see `data_prep.records.Reader`).
+        """Return which of `records` have no value at any point (see `data_prep.records.Reader`).
 
         Only messages without a positive number of values, or with zero bits for each value, are read: the others have
         at least one value.
@@ -170,7 +170,7 @@ class _Message:
     def _under_bitmap(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return what `_integers` returns, for a message with a bitmap.
 
-        The bitmap decides which points have one of the packed integers, so all of them are read.
+        The bitmap decides which points have one of the packed integers, so the integers of all rows are read.
         """
         first, data = int(self.record["bitmap"]), int(self.record["data"])
         octets = self._read(first, int(self.record["length"]) - 4 - first)
@@ -402,6 +402,7 @@ def _records(
         record["decimal"], record["reference"] = kind.factor, kind.shift
         if record["simple"]:
             record["scale"], decimal = grib_factors(int(record["bits"]), 0, kind.decimal_scale)
+            # A change of units by a shift becomes part of the reference, which `decimal` then multiplies.
             record["decimal"], record["reference"] = decimal * kind.factor, kind.shift / (decimal * kind.factor)
     records = common[[number[id(kind)] for kind, *_ in rows]]
     heads = [head for _, head, _, _ in rows]
@@ -410,6 +411,7 @@ def _records(
     records["offset"], records["length"] = [row[2] for row in rows], [row[3] for row in rows]
     for name, column in _understood(heads).items():
         records[name] = np.where(column < 0, records[name], column)
+    # ECMWF's parameters of gusts state their hours, but no interval begins before the forecast.
     hours = np.array([kind.hours for kind, *_ in rows])
     implied = (hours > 0) & ~records["bounded"] & (records["lead"] > 0)
     records["lead_start"] = np.where(implied, np.maximum(records["lead"] - hours, 0), records["lead_start"])

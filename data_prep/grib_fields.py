@@ -36,7 +36,7 @@ STREAMS = (  # MARS streams of one run or ensemble; others are monthly means, an
     "waef", "enwh", "mofc", "mnfc", "mnfh", "seas", "mmsf",
 )  # fmt: skip
 # Local definitions by centre: section 1 from octet 41 on in edition 1, section 2 in edition 2. A message without one is
-# read, too. ecCodes knows ECMWF's alone in edition 2.
+# read, too. In edition 2, ecCodes knows those of ECMWF and a few other centres; one that it does not know is ignored.
 LOCAL_DEFINITIONS = {
     "ecmf": (1, 15, 26, 30, 36),  # MARS labels: ensemble, seasonal, hindcast, variable resolution, 4D-Var
     "edzw": (253, 254),  # DWD: ensembles; deterministic runs
@@ -165,5 +165,5 @@ def _other_definition(get: Get) -> str:
 
 
 def method_of(get: Get) -> str:
-    """Return "mean", "maximum" or "minimum" for such values over time; empty for instantaneous values and sums."""
+    """Return the statistic over time that a message holds: "mean", "maximum" or "minimum"; empty for any other."""
     return OF_STEP_TYPE.get(str(get("stepType", "")), "")
