@@ -47,10 +47,11 @@ _ROW_LENGTHS = "pl"  # key of the number of points of each row of a reduced grid
 class Kind:
     """The properties that all messages with the same header key have in common.
 
-    `row` holds the columns of RECORD that do not change. It is None if the message is not read; `name` then goes to the
-    log. Decoded values are brought to the registry's units by value * factor + shift. `method` is the mean, maximum or
-    minimum over time that the field is, empty for an instantaneous value or a sum. `origin` states the producer.
-    `hours` is the length of the interval that the parameter implies, where a message states none; 0 if it implies none.
+    `row` holds columns of RECORD; level, member and leads are replaced where a message's header states them. It is None
+    if the message is not read; `name` then goes to the log. Decoded values are brought to the registry's units by value
+    * factor + shift. `decimal_scale` is GRIB's D. `method` is the mean, maximum or minimum over time that the field is,
+    empty for an instantaneous value or a sum. `origin` states the producer. `hours` is the length of the interval that
+    the parameter implies, where a message states none; 0 if it implies none.
     """
 
     row: dict[str, Any] | None
@@ -89,7 +90,7 @@ class Place:
     """A grid, with the mapping from a message's order of points to the program's.
 
     Only Gaussian grids need index arrays. `shift` is the number of columns that come before the program's first column
-    in the message.
+    if a row of the message is read from west to east.
     """
 
     scan: Scan
@@ -99,7 +100,7 @@ class Place:
 
     @property
     def by_rows(self) -> bool:
-        """Return whether a band of rows is contiguous in the message."""
+        """Return whether a band of rows can be read alone: on Gaussian grids and by columns it cannot."""
         return not (self.scan.by_columns or self.scan.counts)
 
     @property
@@ -118,6 +119,8 @@ class Place:
 
     def put(self, values: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write rows of a message into `out`, with a single copy, or two on Gaussian grids. Return `out`.
+
+        If `by_rows` is false, the rows have to be those of the whole grid.
 
         Args:
             values: the points of these rows in the message's order.
@@ -264,7 +267,7 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
 
 @contextlib.contextmanager
 def _understood() -> Iterator[None]:
-    """Turn errors from missing keys, or keys of an unexpected type, into one line: the header makes no sense."""
+    """Turn errors from missing keys, or keys of an unexpected type, into a UserError: the header makes no sense."""
     try:
         yield
     except UserError:
@@ -292,7 +295,7 @@ def _kind(get: Get) -> Kind:
     """Return the kind of a message: its columns of RECORD, or the reason why it is not read.
 
     Raises:
-        UserError: the message is of a wanted variable but cannot be read.
+        UserError: the message is of a known variable but cannot be read.
     """
     name, known = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", by_param_id(get("paramId"))
     if known is None:
@@ -331,7 +334,7 @@ def _kind(get: Get) -> Kind:
         "lead": end,
         "bounded": bounded,
         "bits": bits,
-        "masked": get("missingValueManagementUsed", 0) in (1, 2),  # complex packing marks them among its values
+        "masked": get("missingValueManagementUsed", 0) in (1, 2),  # complex packing itself marks points without a value
         "simple": packing == "grid_simple" and bits <= MOST_BITS and get("unitsFactor", 1.0) == 1.0,
     }
     absent = [key for key, value in row.items() if not isinstance(value, int)]

@@ -105,7 +105,7 @@ class _Ahead:
         self._coming = iter(spans)
 
     def find(self, start: int, end: int, least: int = 0) -> tuple[int, bytes]:
-        """Return a stretch of the file that holds the bytes from `start` to `end`, and where it begins.
+        """Return the position and the bytes of a stretch of the file that holds the bytes from `start` to `end`.
 
         Args:
             start: position of the first byte.
@@ -169,7 +169,7 @@ class RemoteHeaders(FileBytes):
 
 
 def _around(offsets: list[int], size: int) -> list[tuple[int, int]]:
-    """Return the stretches of a file around the beginnings of messages, without those that another one contains."""
+    """Return the stretches around the beginnings of messages and the end of the file, without those inside another."""
     spans = [(max(0, offset - _BEFORE), min(offset + _WINDOW, size)) for offset in (*offsets, size)]
     return [span for before, span in pairwise([(0, 0), *spans]) if span[1] > before[1]]
 

@@ -1,6 +1,6 @@
 """The identity of data variables in NetCDF and Zarr: the registry's variable, its units, and whether it has members.
 
-Names, GRIB parameters and CF standard names identify a variable. If an attribute contradicts them, it is left out.
+Names, GRIB parameters and CF standard names identify a variable. A variable that an attribute contradicts is left out.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Identity:
 
 
 def grib_type(array: xr.DataArray) -> str:
-    """Return cfgrib's GRIB_dataType: pf for a perturbed member, cf for the control.
+    """Return cfgrib's GRIB_dataType, such as pf for a perturbed member and cf for the control.
 
     It is empty for several members, because joined arrays keep the type of the first.
     """
@@ -141,8 +141,8 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
 def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
     """Return variables that repeat a quantity as sums over other hours or as a mean rate, with the one that is read.
 
-    Of several sums, the one that states no hours is read; else that over the hours between leads; else the shortest. A
-    mean rate is read only if there is no sum.
+    Of several sums, the one that states no hours is read; else that over the shortest time between leads; else the
+    shortest. A mean rate is read only if there is no sum.
     """
     sums: dict[str, dict[int, str]] = {}
     rates: dict[str, str] = {}
@@ -400,7 +400,7 @@ def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, fl
         units: its units; an empty text stands for the registry's.
 
     Raises:
-        OfSomethingElse: the units are those of another quantity.
+        OfSomethingElse: the units cannot be converted.
     """
     rate = rate_conversion(units, field.units) if is_mean_rate(array, field) else None
     if rate is not None:

@@ -1,6 +1,7 @@
 """The report of `ensemble-ml inspect` on an archive: what `prepare` would take, what it would leave out, and why.
 
-No field is read, because everything follows from the tables of the files.
+Everything follows from the tables of the files. Values are read only of variables that state no units, to check that
+they agree with the registry's (see `data_prep.assumed_units`).
 """
 
 from __future__ import annotations

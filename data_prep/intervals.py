@@ -100,7 +100,7 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
 
     Raises:
         UserError: a variable has ranges of several lengths at one lead, or intervals at some leads and instantaneous
-            values at others.
+            values at others (except lead 0).
     """
     members = records["kind"] == MEMBER
     records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]

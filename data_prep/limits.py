@@ -52,11 +52,11 @@ _FRACTION_BEYOND = 0.01
 
 
 def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, float]:
-    """Return the lowest and highest plausible value of a variable, in the registry's units.
+    """Return the limits between which all plausible values of a variable lie, both exclusive, in the registry's units.
 
     Args:
         field: the variable.
-        step: packing step of the values, by which they may be off; 0 if it is not known.
+        step: packing step of the values, by which sums and fractions may be off; 0 if it is not known.
         level: its level in hPa; 0 if it has no level, or for the limits of all levels.
     """
     low, high = _OF_NAME.get(field.name, _LIMITS[field.units])

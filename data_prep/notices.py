@@ -1,7 +1,7 @@
 """Notices about an archive, such as units that are assumed, each logged once even if its files are opened many times.
 
-In Python, `open` opens an archive, and each function that takes its Dataset opens it again. The command line opens each
-archive once, and logs as usual.
+In Python, `ensemble_ml.open` opens an archive, and each function that takes its Dataset opens it again. The command
+line opens each archive once, and logs as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Combine a forecast, its truth and static fields into one source, which prepare, predict and evaluate open."""
+"""Combine a forecast, its truth and static fields into one source, which prepare, predict and evaluate open.
+
+Axes: M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+"""
 
 from __future__ import annotations
 
@@ -284,7 +287,7 @@ def pair(
     """Combine an open forecast with its truth and static fields, which are given by their paths.
 
     An archive on the grid of the forecast's files is brought to the target grid together with the forecast. An archive
-    on another grid is brought there only if `regrid` is on.
+    on another grid is brought there only if `regrid` is on; otherwise it has to be on the target grid.
 
     Args:
         source: the forecast.

@@ -1,9 +1,9 @@
 """Reduced Gaussian grids, on which the IFS computes, and interpolation from them to regular grids.
 
-Rows are the zeros of a Legendre polynomial, and each has points of its own, evenly spaced from Greenwich eastwards
-(ECMWF's N grids, and the octahedral O grids of Malardel et al. 2016, ECMWF Newsletter 146). A field is kept in an array
-of all rows (Y, X) with as many columns as the longest row has points. A shorter row is filled up with its last value;
-these columns are never used.
+The sines of the rows' latitudes are the zeros of a Legendre polynomial. Each row has points of its own, evenly spaced
+from Greenwich eastwards (ECMWF's N grids, and the octahedral O grids of Malardel et al. 2016, ECMWF Newsletter 146). A
+field is kept in an array of all rows (Y, X) with as many columns as the longest row has points. A shorter row is filled
+up with its last value; these columns are never used.
 
 A new value at latitude p and longitude l is linear between the two rows around it, and in each row linear between the
 two points around it:
@@ -69,7 +69,7 @@ def gaussian_latitudes(rows: int) -> np.ndarray:
 
 
 def reduced_grid(counts: tuple[int, ...]) -> ReducedGrid:
-    """Return the grid of rows with so many points, from north to south.
+    """Return the Gaussian grid whose rows have the given numbers of points, from north to south.
 
     Args:
         counts: (Y,) number of points of each row.

@@ -18,7 +18,7 @@ log = notice_log(__name__)
 
 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
-    """Count the control among the members, under its own number. Log a warning if there is no control.
+    """Return a copy of the records in which the control is a member under its own number. Warn if there is no control.
 
     Args:
         records: (N,) table of fields.
@@ -55,7 +55,7 @@ def chosen(
         dates: init times, as `select_dates` takes them; None for all.
 
     Raises:
-        UserError: a variable is unknown, a date is not one, or the archive has nothing of one of them.
+        UserError: a variable is unknown, a date cannot be parsed, or the archive lacks a variable, level or date.
     """
     keep = np.ones(len(records), bool)
     if variables is not None:

@@ -1,10 +1,11 @@
 """Bred analysis errors and member perturbations: the 48 h forecasts of one cycle are the source for the next.
 
 The deviations of the trajectories from their mean have grown in the last two days, so they are errors that fit the
-flow of the day (Toth and Kalnay 1997, Monthly Weather Review 125). A random rotation mixes them. It keeps their
-covariance, and makes bred vectors that have become alike differ again. Each mixture is scaled to a given norm. One
-mixture is the error of the analysis, and the others are the members' perturbations around it. So truth and members are
-draws from one distribution: spread and error agree at the start. The error of the forecast model comes in addition.
+flow of the day (Toth and Kalnay 1997, doi:10.1175/1520-0493(1997)125<3297:EFANAT>2.0.CO;2). A random rotation mixes
+them. It keeps their covariance, and makes bred vectors that have become alike differ again. Each mixture is scaled to a
+given norm. One mixture is the error of the analysis, and the others are the members' perturbations around it. So with
+an inflation of 1, truth and members are draws from one distribution: spread and error agree at the start. The error of
+the forecast model comes in addition.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def deviations(x_nkml: np.ndarray) -> np.ndarray:
 
 
 def rotation(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54).
+    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54, 592-604).
 
     Args:
         count: rows and columns of the matrix.

@@ -159,7 +159,10 @@ class Chain:
         return State(index, day, x, rain, deviations(truncate(np.stack(lagged), self.config.forecast_truncation)))
 
     def _cycle(self, cycle: Cycle, state: State) -> State:
-        """Perturb the truth, run forecasts and truth for two days, and write them. Return the next state."""
+        """Perturb the truth, run forecasts and truth for two days, and return the next state.
+
+        The fields are written if the cycle belongs to the archive.
+        """
         # The generator depends only on seed, year and cycle, so a resumed year draws the same numbers.
         rng = np.random.default_rng([self.config.seed, self.year.year, state.index])
         truth = truncate(state.nature[0], self.config.forecast_truncation)
