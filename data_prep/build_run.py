@@ -199,7 +199,7 @@ def _log_kept(build: Build, error: BaseException) -> None:
 def _progress(count: int) -> Iterator[tqdm]:
     """Yield a progress bar on a terminal; elsewhere, an object that logs lines.
 
-    It logs one line at most every 30 seconds, and one at the end.
+    It logs a line at most every 30 seconds, and one when all init times are done.
     """
     if sys.stderr.isatty():
         with tqdm(total=count, desc="prepare", unit="date") as bar:

@@ -47,7 +47,7 @@ _SLIVER = 1e-9  # smaller overlaps, as a share of a cell, are rounding errors of
 class GridChange:
     """The user's settings for the grid of a store: first another grid (`coarsen` or `regrid`), then a `region` of it.
 
-    `coarsen` is (rows, columns), and `regrid` a spacing in degrees or the grid itself.
+    `coarsen` holds the factors of rows and columns, and `regrid` a spacing in degrees or the grid itself.
     """
 
     region: tuple[float, ...] | None = None

@@ -100,7 +100,7 @@ class _Ahead:
         self._last = self._now = 0, b""
 
     def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Set the ranges (first, end) that will be needed, in this order."""
+        """Set the ranges (first, end) that will be needed, in this order, and cancel the requests for earlier ones."""
         self.close()
         self._coming = iter(spans)
 
