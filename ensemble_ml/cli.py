@@ -333,7 +333,7 @@ def _show(task: str, options: dict[str, str], settings: list[str]) -> int:
 
 
 def _warn_twice(settings: list[str]) -> None:
-    """Warn of settings that are given twice with different values, as from braces that the shell expands."""
+    """Warn about settings that are given twice with different values, as from braces that the shell expands."""
     last: dict[str, str] = {}
     for item in settings:
         key, _, value = item.partition("=")

@@ -71,7 +71,7 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
         grid: the grid of the fields.
 
     Returns:
-        The figures. `bias_share` is NaN for a single init time. `spread_skill` and both shares of the bias are NaN if the
+        The figures. `bias_share` is NaN for a single init time, and `spread_skill` and both shares of the bias if the
         error is zero. The correlation is 0 if spread or error does not vary from init time to init time.
     """
     weight_yx = grid.area_weights() / np.prod(grid.shape)

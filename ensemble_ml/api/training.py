@@ -55,7 +55,8 @@ def train(
         The model at its best checkpoint, or at the last one if validation dates cannot be scored.
 
     Raises:
-        UserError: the input is no tensor store; the run exists and `resume` is off; a setting is not known.
+        UserError: the input is no tensor store; the run exists and `resume` is off; a setting is not known, or its
+            value is not allowed; there are too few init times to split.
 
     Example:
         >>> import ensemble_ml as eml

@@ -129,6 +129,8 @@ class Arrivals:
     def _arrived(self, index: int) -> None:
         """Note that a gradient is complete, and hand on the buckets that it completes.
 
+        Do nothing inside `hold` or with `defer`.
+
         Raises:
             RuntimeError: its bucket was handed on before in this step.
         """
