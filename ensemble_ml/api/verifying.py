@@ -155,8 +155,8 @@ def verify(
         The scores; `report` writes their page, `to_xarray` gives them as numbers.
 
     Raises:
-        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known; or Datasets are
-            given in a list, without names.
+        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known, or its value is
+            not allowed; or Datasets are given in a list, without names.
 
     Example:
         >>> import ensemble_ml as eml

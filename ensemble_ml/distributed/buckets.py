@@ -53,7 +53,7 @@ def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] =
 
     Args:
         params: all parameters, in the order of the model.
-        limit: most elements of a bucket.
+        limit: most elements of a bucket, including the padding of each parameter to a multiple of 64.
         late: indices into `params` of those that come last.
 
     Returns:
