@@ -43,8 +43,8 @@ class Spelling:
     """The parts of a variable's name, used to find its quantity, level and interval.
 
     `field` is the registry's entry for the `stem`, or None if the registry does not know it. `level` is in hPa and
-    `hours` is the length of a sum; both are 0 if the name does not state them. `height` is in m. `bare` marks a level
-    that was written as a number without units.
+    `hours` is the length of a sum; both are 0 if the name does not state them. `height` is in m, or None if the name
+    does not state it. `bare` marks a level that was written as a number without units.
     """
 
     stem: str
@@ -67,7 +67,7 @@ def spell(name: Hashable) -> Spelling:
     """Parse the name of a data variable.
 
     Args:
-        name: the name. One that the registry has is not divided, so `u10` has no level.
+        name: the name. A name that the registry has is not divided, so `u10` has no level.
 
     Returns:
         The parts. The field is None if the registry knows no part of the name.
@@ -122,7 +122,7 @@ def hours_in_text(text: str, *, remark: bool = False) -> set[int]:
     for word, number in _WORDS.items():
         text = re.sub(rf"\b{word}(?=[\s-]*(?:hour|day))", str(number), text, flags=re.I)
     hours = set()
-    # The patterns have several groups, of which one matched. Without a number ("hourly", "last hour", "daily") it is 1.
+    # At most one group of a match holds a number. If none does ("hourly", "last hour", "daily"), the number is 1.
     for numbers in (_OF_SUM if remark else _IN_TEXT).findall(text):
         hours.add(int(next(filter(str.isdigit, numbers), 1)))
     for numbers in _DAYS.findall(text):

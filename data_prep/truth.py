@@ -170,7 +170,10 @@ class ArchiveTruth:
         return f"the truth is its {min(ours)} over time, the forecast its {min(theirs)}" if interval else ""
 
     def _targets(self, date: int, narrowed: Layout) -> list[Target]:
-        """Return a target for each field of an init time that forecast and `narrowed` have, at its position there."""
+        """Return a target for each wanted field of an init time that the truth has, at its position in `narrowed`.
+
+        Fields outside `narrowed` are left out.
+        """
         targets = []
         axes = translation(self.layout, narrowed, members=False)
         for surface, wanted in enumerate(self._wanted):
@@ -220,7 +223,8 @@ class ArchiveTruth:
             interval: first and last hour after the init time.
 
         Returns:
-            No rows if the intervals do not fill it, or if it is not known how to combine them (`_mixed` then says so).
+            The rows and the way to combine them. There are no rows if the truth's intervals do not fill the forecast's,
+            or if it is not known how to combine them (`_mixed` then holds the reason).
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -403,7 +407,7 @@ class ArchiveTruth:
 
 
 def period(times: np.ndarray) -> str:
-    """Return the first and last of some times as messages show them, with their hours of the day."""
+    """Return the first and last of some times as messages show them, with their hours of the day; "never" for none."""
     if not len(times):
         return "never"
     hours = [f"{hour:02}" for hour in np.unique(hour_of_day(times)).tolist()]

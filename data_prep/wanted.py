@@ -31,7 +31,7 @@ class Wanted:
         levels: pressure levels, hPa.
         leads: leads, hours. They do not restrict values over an interval (sums, gusts), which may need the lead before.
         dates: init times, as `select_dates` takes them.
-        period: first and last time of a truth.
+        period: first and last init time of a truth's fields.
     """
 
     variables: frozenset[str] | None = None
@@ -137,7 +137,7 @@ def with_components(names: Iterable[str]) -> frozenset[str]:
 
 
 def _of_dates(init: np.ndarray, dates: Sequence[str]) -> np.ndarray:
-    """Return which init times are asked for, (D,) bool. If this file has none of a period, return all as True."""
+    """Return which init times lie in `dates`, (D,) bool; True for all if a period of `dates` matches none of them."""
     keep = np.zeros(len(init), bool)
     try:
         keep[select_dates(init, dates)] = True

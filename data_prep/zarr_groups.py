@@ -20,17 +20,20 @@ _MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
 def is_zarr(path: str | os.PathLike) -> bool:
-    """Return whether a folder is a Zarr group of version 2 or 3."""
+    """Return whether a folder is a Zarr group of version 2 or 3. An array of version 3 counts, too."""
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _MARKS)
 
 
 def groups_of(path: str) -> list[str]:
-    """Return the paths of all groups in a Zarr store, sorted.
+    """Return the paths of all groups below the root of a Zarr store, sorted.
 
     Behind a URL, only groups in the consolidated metadata of the root are found.
 
     Args:
         path: folder or URL of the store.
+
+    Raises:
+        UserError: a remote store cannot be read.
     """
     return remote_groups(path) if is_remote(path) else sorted(_groups_in(path))
 
@@ -54,6 +57,8 @@ def _is_array(folder: str) -> bool:
 
 def with_shared_coordinates(data: xr.Dataset, path: str) -> xr.Dataset:
     """Return the Dataset of a group with coordinates of the groups above it for dimensions that have none.
+
+    A coordinate of another length than the dimension is not taken.
 
     Args:
         data: the Dataset.

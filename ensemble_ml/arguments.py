@@ -20,7 +20,8 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
     """Return an argument of the command line, in quotes if Hydra would change its text or could not read it.
 
     Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
-    becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets.
+    becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets. Arguments for settings that
+    hold no texts are returned as they are.
 
     Args:
         task: word of the command line.

@@ -89,7 +89,12 @@ def run_task(task: str, composed: DictConfig) -> int:
 
 
 def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
-    """Hand a multi-run to Hydra, which calls `job` once for each combination."""
+    """Hand a multi-run to Hydra, which calls `job` once for each combination.
+
+    Raises:
+        UserError: the sweep's folder cannot be made, or runs failed in a sweep that continued (see `_goes_on`).
+        SystemExit: a run failed or was stopped, and the sweep does not continue.
+    """
     failed: list[str] = []
     begun = False
 
@@ -333,7 +338,7 @@ def _show(task: str, options: dict[str, str], settings: list[str]) -> int:
 
 
 def _warn_twice(settings: list[str]) -> None:
-    """Warn of settings that are given twice with different values, as from braces that the shell expands."""
+    """Warn about settings that are given twice with different values, as from braces that the shell expands."""
     last: dict[str, str] = {}
     for item in settings:
         key, _, value = item.partition("=")

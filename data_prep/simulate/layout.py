@@ -1,4 +1,4 @@
-"""Define what model, synthesis and breeding share: the planes of a state and the constants of the model."""
+"""The planes of a spectral state and the constants of a model, which the modules of `data_prep.simulate` share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelFacts:
 def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
     """Cut spectral states down to a lower truncation T; at their own truncation they stay as they are.
 
-    The last total wavenumber of the result, T + 1, is zero. Surface pressure ends at T - 1, as the orography in
+    The last total wavenumber of a cut state, T + 1, is zero. Surface pressure ends at T - 1, as the orography in
     dinosaur does: with mountains in it that the coarse model lacks, the model's heights would be off by 60 m.
 
     Args:

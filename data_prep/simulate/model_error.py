@@ -12,8 +12,8 @@ The values were found on one window of 12 init times (January and February of a 
 
 The norm is that of the analysis error (`data_prep.simulate.breeding`). The other columns give z500, then t850: `bias^2`
 is the share of the mean squared error that is squared bias, without sampling noise, and the correlation is that of
-spread and absolute error. The first model is too good: its ensemble is over-dispersive. At T21 the truncation
-dominates: bias^2 is 13 % with any of the values, and perturbations of 0.35 K are far too small.
+spread and absolute error. The model of the first row is too good: its ensemble is over-dispersive. At T21 the
+truncation dominates: bias^2 is 13 % with either set of values, and perturbations of 0.35 K are far too small.
 """
 
 from __future__ import annotations

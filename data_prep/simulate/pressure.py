@@ -1,9 +1,10 @@
 """Interpolation from sigma layers to pressure levels and to the surface.
 
-Inside the atmosphere all fields are linear in the logarithm of pressure, and geopotential is the hydrostatic integral
-of temperature. Below ground the rule is ECMWF's (Trenberth, Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20):
-temperature continues with 6.5 K/km, less under high ground; geopotential follows from it; wind and humidity stay as in
-the lowest layer.
+Between the centres of layers, fields are linear in the logarithm of pressure, and geopotential is the hydrostatic
+integral of virtual temperature. Below the lowest centre, wind and humidity stay as they are there. Temperature and
+geopotential are linear in the logarithm of pressure down to the ground. Below ground the rule is ECMWF's (Trenberth,
+Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20): temperature continues with 6.5 K/km, less under high ground,
+and geopotential follows from it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
     """Return the temperature at the ground, and the exponent R gamma / g of the temperature profile below it.
 
-    Temperature there varies as pressure to the power of the exponent, where gamma is the lapse rate. Under ground
-    higher than 2000 m, gamma is reduced.
+    Below ground, temperature varies as pressure to the power of the exponent. gamma is the lapse rate, which is reduced
+    under ground higher than 2000 m.
 
     Args:
         fields: from `sigma_fields`; t (N, Z, Y, X), phis (Y, X).
@@ -120,7 +121,7 @@ def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: Mo
     """Return sp and msl (Pa), t2m (K), u10 and v10 (m/s), each (N, Y, X).
 
     Near-surface air is computed as for SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Where temperature
-    falls with height in the lowest layers, it is continued to the surface with the same lapse rate, and over sea
+    falls with height from sigma 0.95 to 0.835, it is continued to the surface with the same lapse rate, and over sea
     further to sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer.
     Mean sea level pressure follows Trenberth et al. (1993), equation 11.
 

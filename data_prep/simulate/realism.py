@@ -33,7 +33,7 @@ class Realism:
 
     @property
     def misses(self) -> list[str]:
-        """Return the limits that the ensemble misses, in words; empty if it passes."""
+        """Return the limits that the ensemble misses, in words; empty if it passes. A NaN misses its limit."""
         asked = {
             f"spread/skill {self.spread_skill:.3f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
             <= self.spread_skill
@@ -69,6 +69,10 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
         truth_byx: truth at the same valid times (B, Y, X).
         members: ensemble size M.
         grid: the grid of the fields.
+
+    Returns:
+        The figures. `bias_share` is NaN for a single init time, and `spread_skill` and both shares of the bias if the
+        error is zero. The correlation is 0 if spread or error does not vary from init time to init time.
     """
     weight_yx = grid.area_weights() / np.prod(grid.shape)
     error = mean_byx.astype(np.float64) - truth_byx

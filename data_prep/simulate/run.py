@@ -1,6 +1,6 @@
 """Run `ensemble-ml simulate`: run all model years, assemble the archive and measure its realism.
 
-Finished parts are in `.parts`. archive.json is written last and marks a finished archive.
+Finished parts stay in `.parts` until the archive is complete. archive.json is written last, to mark a finished archive.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ def simulate(config: SimulateConfig) -> Path:
     """Make the simulated archive, or continue one that was interrupted.
 
     With `parts=i/n` only a share of the model years is run. Several machines may run their shares in one folder at the
-    same time. Whichever finds all years complete assembles the archive.
+    same time. A machine that finds all years complete assembles the archive.
 
     Args:
         config: size, output folder, seed and the settings of conf/simulate.
 
     Returns:
         The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib (of the truth's model),
-        forecast_static.grib, archive.json.
+        forecast_static.grib, archive.json. While other shares are incomplete, it holds only `.parts`.
 
     Raises:
-        UserError: `output` holds something else, or a package is missing.
+        UserError: `output` holds something else or its archive.json cannot be read, jcm is not installed, or a worker
+            failed or was killed.
     """
     output = Path(config.output)
     if _nothing_to_do(config, output):
@@ -86,7 +87,7 @@ def simulate(config: SimulateConfig) -> Path:
 
 
 def _identity(config: SimulateConfig) -> dict:
-    """Return everything that determines the content of the files."""
+    """Return the format, the settings and the model error, which determine the content of the files."""
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers", "parts")}
     return {"format": FORMAT, "config": settings, "model_error": MODEL_ERROR}
 

@@ -54,10 +54,10 @@ def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine, each (N, N, J).
 
     The recurrences need one degree more than they give, so the results end at degree N - 1. With the unnormalised
-    P_l^m, and up to the sign of d(lat):
+    P_l^m, without the Condon-Shortley phase:
 
         2 m P_l^m / cos = P_{l+1}^{m+1} + (l-m+1) (l-m+2) P_{l+1}^{m-1}
-        2 dP_l^m / dlat = (l+m) (l-m+1) P_l^{m-1} - P_l^{m+1}
+        2 dP_l^m / dlat = P_l^{m+1} - (l+m) (l-m+1) P_l^{m-1}
 
     Source: Abramowitz and Stegun, section 8.5, and NIST DLMF 14.10.
 
@@ -69,7 +69,7 @@ def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for m in range(n):
         for l in range(m, n):
             above = p[m + 1, l] * np.sqrt((l - m) * (l + m + 1.0))
-            if m == 0:  # P_l^{-1} equals P_l^1 here, so both halves are the same
+            if m == 0:  # normalised, P_l^{-1} is -P_l^1, so both halves are the same
                 slope[m, l] = above
                 continue
             scale = np.sqrt((2 * l + 1) / (2 * l + 3))
@@ -140,7 +140,8 @@ class Synthesis:
     def _turn(x_ml: np.ndarray) -> np.ndarray:
         """Return the derivative by longitude without its factor m, which the table `_east` contains.
 
-        Cosine coefficients take the place of sine coefficients, and vice versa with the other sign.
+        Sine coefficients take the place of cosine coefficients. Cosine coefficients, with the opposite sign, take that
+        of sine coefficients.
         """
         turned = np.zeros_like(x_ml)
         turned[..., 1::2, :] = x_ml[..., 2::2, :]
@@ -166,8 +167,11 @@ def bilinear(
 
     Args:
         field_yx: fields on `source`.
-        source: its latitudes (ascending) and equidistant longitudes from 0, degrees.
+        source: latitudes (ascending, without the poles) and equidistant longitudes from 0, degrees.
         target: latitudes and longitudes wanted, degrees.
+
+    Returns:
+        The fields, (..., target latitude, target longitude).
     """
     latitude, longitude = source
     caps = [np.broadcast_to(field_yx[..., k, :].mean(-1, keepdims=True), field_yx[..., 0, :].shape) for k in (0, -1)]

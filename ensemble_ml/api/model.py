@@ -66,8 +66,8 @@ class Model:
             in SI units; on request also `t_prob_above` and `t_member`.
 
         Raises:
-            UserError: the ensemble lacks an input of the model, or is on another grid; a setting is not known. When the
-                result is computed: a value is NaN or infinite.
+            UserError: the ensemble lacks an input of the model, or is on another grid; a setting is not known, or its
+                value is not allowed. When the result is computed: a value is NaN or infinite.
 
         Example:
             >>> import ensemble_ml as eml
@@ -98,7 +98,8 @@ class Model:
             The path of the folder.
 
         Raises:
-            UserError: the folder exists and `overwrite` is off, or it holds other files than an export.
+            UserError: the folder exists and `overwrite` is off, or it holds other files than an export; or the model's
+                checkpoint is gone or damaged.
         """
         config = ExportConfig(checkpoint=str(self.path), output=os.fspath(folder), overwrite=overwrite)
         return export(config)

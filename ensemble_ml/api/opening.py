@@ -123,9 +123,9 @@ def _control(word: str) -> Control:
 
 
 def _whole(paths: Any) -> Any:
-    """Make paths absolute, so that they mean the same in another folder and process.
+    """Make existing paths absolute, so that they mean the same in another folder and process.
 
-    Globs and Datasets stay as they are.
+    Globs, URLs and Datasets stay as they are. A list of one is returned as its only element.
     """
     given = [path if is_dataset(path) else os.fspath(path) for path in as_list(paths)]
     whole = [os.path.abspath(path) if not is_dataset(path) and os.path.exists(path) else path for path in given]

@@ -35,7 +35,7 @@ def train(
     validation: str | list[str] | None = None,
     **settings: Any,
 ) -> Model:
-    """Train a model on a tensor store: the statistical fits, the point network, then the U-Net.
+    """Train a model on a tensor store: by default the statistical fits, the point network, then the U-Net.
 
     The result is bit for bit that of `ensemble-ml train`. It logs its progress, and `log.jsonl` in the folder of the
     run keeps losses and validations. An interrupted training continues with `resume=True`.
@@ -55,7 +55,8 @@ def train(
         The model at its best checkpoint, or at the last one if validation dates cannot be scored.
 
     Raises:
-        UserError: the input is no tensor store; the run exists and `resume` is off; a setting is not known.
+        UserError: the input is no tensor store; the run exists and `resume` is off; a setting is not known, or its
+            value is not allowed; there are too few init times to split.
 
     Example:
         >>> import ensemble_ml as eml

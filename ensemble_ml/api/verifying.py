@@ -51,9 +51,10 @@ class Scores:
         """Return the scores as a Dataset.
 
         Returns:
-            For each metric a float64 array (entrant, lead_time, field) in the units of the variable, with its
-            confidence interval as METRIC_low and METRIC_high; NaN where a score is not defined. An entrant is a
-            forecast or a baseline. A field is a variable and its level in hPa, as t850, or a surface variable, as t2m.
+            For each metric a float64 array (entrant, lead_time, field), with its confidence interval as METRIC_low and
+            METRIC_high; NaN where a score is not defined. Scores are in the units of the variable; log scores are in
+            nats, and Brier scores and spread_skill have no units. An entrant is a forecast, a raw ensemble or a
+            baseline. A field is a variable and its level in hPa, as t850, or a surface variable, as t2m.
         """
         rows = self.content["scores"]
         names = [f"{row['variable']}{'' if row['level'] is None else row['level']}" for row in rows]
@@ -144,7 +145,7 @@ def verify(
         truth: the same for the truth; None takes that of the ensemble's tensor store. If there is none, only the spread
             is scored.
         members: how many members, from the first on, make up the raw reduced ensemble that forecasts are compared with;
-            None takes as many as the first forecast was made from.
+            None takes as many as the first forecast was made from, or 5 if it does not state the number.
         baselines: statistical forecasts to score as further baselines, given as `forecast` is, e.g.
             {"emos": eml.train(store, model="emos", ...).predict(ensemble)}.
         **settings: other settings of `ensemble-ml evaluate` by their names: `fit`, `regions`, `climate_days`,
@@ -154,8 +155,8 @@ def verify(
         The scores; `report` writes their page, `to_xarray` gives them as numbers.
 
     Raises:
-        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known; or Datasets are
-            given in a list, without names.
+        UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known, or its value is
+            not allowed; or Datasets are given in a list, without names.
 
     Example:
         >>> import ensemble_ml as eml

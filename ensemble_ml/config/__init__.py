@@ -1,7 +1,7 @@
 """The only schema of the configuration: plain dataclasses that check their values when they are made.
 
-Hydra composes the files of `conf/` over these classes. `OmegaConf.to_object` then turns the result into instances,
-once, in `compose`. No code but `cli` and `compose` sees a DictConfig.
+Hydra composes the files of `conf/` over these classes. `OmegaConf.to_object` then turns the result into instances, in
+`compose.build_config`. Tasks get these instances, never a DictConfig.
 
 OmegaConf cannot compose frozen classes, nor fields of the types Literal, tuple or Path, so the classes have none of
 these. It finds the member of an Enum by its name, so members are named as users write them. `doc` in the metadata of a

@@ -129,7 +129,8 @@ def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple
 
     Args:
         cls: the configuration class.
-        values: the defaults of the files in `conf/`, which replace those of the class; nested like it.
+        values: the defaults of the files in `conf/`, which replace those of the class; nested like the class. None
+            lists those of the class.
         prefix: prefix of the keys, such as "optim.".
     """
     lines = []

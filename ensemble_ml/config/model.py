@@ -33,7 +33,11 @@ Standardise = Enum("Standardise", {"global": "global", "las": "las"})
 
 
 class Precision(Enum):
-    """The arithmetic of the convolutions. `auto` times a step of each and takes the fastest that the hardware has."""
+    """The arithmetic of the convolutions.
+
+    In training, `auto` times a step in float32 and, if the hardware has it, in bfloat16, and takes the faster one. In
+    prediction, it is the precision of the checkpoint, or float32 if the device lacks that.
+    """
 
     auto = "auto"
     float32 = "float32"

@@ -66,6 +66,7 @@ class MomentumKept(Enum):
     mean = "mean"
 
 
+# Settings that take effect only if ranks vote. Older runs accepted them in any case (see `training.agreement`).
 OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept"))
 
 
@@ -108,7 +109,7 @@ class OptimConfig:
         return self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
 
     def __post_init__(self) -> None:
-        self.quorum = str(self.quorum)  # YAML reads a number
+        self.quorum = str(self.quorum)  # YAML reads `quorum: 3` as a number
         require("optim.lr", self.lr, self.lr > 0, "must be above 0")
         for key in ("beta1", "beta2"):
             require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")

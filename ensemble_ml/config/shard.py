@@ -9,7 +9,7 @@ from ensemble_ml.config.base import at_least, check_periods, opt, require
 
 @dataclass
 class ShardConfig:
-    """Weights that ranks share, against whole ones; and pretraining on members, against training from scratch."""
+    """Sharded weights against whole ones, and pretraining on members against training from scratch."""
 
     ranks: list[int] = opt(lambda: [2, 4], "numbers of ranks whose steps are timed")
     shape: list[int] = opt(lambda: [4, 33, 64], "levels, rows and columns of the network whose steps are timed")

@@ -53,7 +53,7 @@ def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] =
 
     Args:
         params: all parameters, in the order of the model.
-        limit: most elements of a bucket.
+        limit: most elements of a bucket, including the padding of each parameter to a multiple of 64.
         late: indices into `params` of those that come last.
 
     Returns:
@@ -128,6 +128,8 @@ class Arrivals:
 
     def _arrived(self, index: int) -> None:
         """Note that a gradient is complete, and hand on the buckets that it completes.
+
+        Do nothing inside `hold` or with `defer`.
 
         Raises:
             RuntimeError: its bucket was handed on before in this step.

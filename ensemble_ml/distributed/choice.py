@@ -57,7 +57,7 @@ def make_exchange(
         connect: makes the communicators.
 
     Raises:
-        UserError: the settings do not fit the ranks.
+        UserError: the settings do not fit the ranks, or the backend cannot sum the type of the exchange.
     """
     ranks = topology.data * topology.spatial
     if ranks == 1:
@@ -159,7 +159,8 @@ def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int
 def consecutive_groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Communicator, Communicator]:
     """Return the communicators (outer, inner) of this rank. All ranks of the job call this.
 
-    Inner groups are `inner_size` consecutive ranks. An outer group holds the ranks at the same place of each of them.
+    An inner group holds `inner_size` consecutive ranks of one model. An outer group holds the ranks at the same place
+    of each inner group of that model. A group of one rank is a null communicator.
     """
     found: dict[str, Communicator] = {"outer": NullCommunicator(), "inner": NullCommunicator()}
     for members in topology.groups("data", "lat", "lon"):
@@ -239,8 +240,8 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return
-    # The number of ranks has changed: sum up all parts, then divide by the number of parts for a mean, or by the number
-    # of ranks for an equal share.
+    # Otherwise, sum up all parts, then divide by the number of parts for a mean, or by the number of ranks for an equal
+    # share.
     total = {name: value.clone() for name, value in read(0).items()}
     for rank in range(1, ranks):
         for name, value in read(rank).items():

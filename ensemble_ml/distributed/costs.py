@@ -4,11 +4,12 @@ The cost of messages is linear in their bytes (Hockney 1994, Parallel Computing 
 latency of a reduce-scatter and an all-gather by halving and doubling (Thakur, Rabenseifner and Gropp 2005).
 
     step    = compute + halo + norm + exposed
-    halo    = sum of (2 alpha + beta bytes) over convolutions, split axes and passes
+    halo    = sum of (2 alpha + beta max(0, bytes - free)) over convolutions, split axes and passes
     norm    = sum of (2 alpha log2(S) + beta bytes) over sums and gathers
 
     alpha     latency of a message, in seconds
     beta      seconds a byte
+    free      bytes that pass an idle link at no cost
     S         number of ranks of a sum or gather (norms, the weights of the loss)
     exposed   the part of the gradient exchange that is left when the backward pass is done
 
@@ -83,7 +84,7 @@ class Piece:
         seconds: duration of the step.
         backward: duration of the backward pass.
         ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
-        measured: whether this was measured, or extrapolated from another piece.
+        measured: whether the times were measured; otherwise they were extrapolated or computed.
     """
 
     seconds: float

@@ -1,9 +1,9 @@
 """Fake communicators for dry runs: they answer at once, and record what a real communicator would have sent.
 
-The same model, halo exchange and loss run on them as in a job of many ranks. So no list of messages is
-kept by hand, and the local work of a rank can be timed alone. A fake communicator answers as if the other ranks had
-sent what this one sends, or with zeros if the shapes differ. Results are therefore meaningless, but shapes, bytes and
-times are right. Tensors may be fake (without memory or work).
+The same model, halo exchange and loss run on them as in a job of many ranks. So no list of messages is kept by hand,
+and the local work of a rank can be timed alone. A fake communicator makes its answer from the values of this rank, or
+of zeros if the shapes differ. Results are therefore meaningless, but shapes, bytes and times are right. Tensors may be
+fake (without memory or work).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def exchange_traffic(
         topology: the mesh of the job.
         local_size: ranks of a node.
         parts: what `shard.own_part` returns for each parameter; None if all ranks use all parameters whole.
-        late: for each parameter, whether it belongs to the last buckets (see `buckets`).
+        late: for each parameter, whether it belongs to the last buckets (see `buckets`); None if none does.
 
     Returns:
         The messages of each bucket (none for an exchange without buckets), and whether the backward pass hides them.

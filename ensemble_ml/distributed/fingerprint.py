@@ -13,15 +13,16 @@ from ensemble_ml.errors import UserError
 
 
 def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
-    """Compare layout (shapes, types, memory formats) and weights with those of the first of all ranks.
+    """Compare layout (shapes, types, memory formats) and weights with those of the first of the ranks that are joined.
 
     Args:
         params: the parameters of this rank.
-        groups: communicators that together join all ranks. Those of neighbouring ranks come first, then those of the
-            ranks at the same place of each such group. The error can then name ranks by their numbers in the job.
+        groups: communicators that together join these ranks. That of consecutive ranks comes first, then that of the
+            ranks at the same place of each such group.
 
     Raises:
-        UserError: raised on every rank, naming the ranks that differ.
+        UserError: raised on every rank. The message names the ranks that differ by their numbers, from 0, among the
+            ranks that are joined.
     """
     if all(group.size == 1 for group in groups):
         return

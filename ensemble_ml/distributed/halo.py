@@ -1,12 +1,12 @@
 """Exchange halos: pad a rank's shard with rows and columns of its neighbours, and apply the adjoint of this padding.
 
-Axes of tensors: B init time, C channel, then the axes of the field. `rows` and `columns` name those that are split.
+Axes of tensors: B init time, C channel, then the axes of the field. `rows` and `columns` name the axes that are split.
 
 Every rank pads its shard by `left` and `right` points on each split axis. A negative width crops. The padding holds the
-values that the whole field has there: points of a neighbour, or beyond the outer edges what the rule of the edge
-demands: zeros, the outermost row repeated, or the row on the other side of the pole, rolled by half the circle (see
-`models.padding`). An ordinary operation without padding then gives exactly this rank's shard of the
-whole result. For a convolution:
+values that the whole field has there. These are points of a neighbour or, beyond the outer edges, the values that the
+rule of the edge gives: zeros, the outermost row repeated, or the row on the other side of the pole, rolled by half the
+circle (see `models.padding`). An ordinary operation without padding then gives exactly this rank's shard of the whole
+result. For a convolution:
 
     left  = p
     right = d (k - 1) - p - s + 1      at the last rank: p
@@ -64,7 +64,7 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
 
 def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
-    """Return the sides that are not None.
+    """Check that the shard is thick enough, and return the sides that are not None.
 
     Raises:
         UserError: `x` is thinner than a neighbour's halo, or than the rows that a pole mirrors.

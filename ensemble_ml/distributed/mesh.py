@@ -35,7 +35,10 @@ class Mesh:
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     def along(self, *axes: str) -> Communicator:
-        """Return the communicator of the ranks that differ from this one along `axes` only."""
+        """Return the communicator of the ranks that differ from this one along `axes` only.
+
+        `axes` must be one of `ROLES`. For other axes the result is a null communicator, whatever the topology.
+        """
         return self.groups.get(axes) or self._one
 
     def __deepcopy__(self, _: object) -> Mesh:

@@ -2,8 +2,8 @@
 
 Voting ranks update momentum from their own gradients, so momenta drift apart by the noise of the ranks' batches. They
 can be averaged after every K steps, after intervals that double, or selectively: for the layers whose variance over
-ranks is largest relative to their mean square, within a budget of bytes. The variances are estimated from the same few
-hundred elements of each layer on every rank. All ranks gather these, so all choose the same layers.
+ranks is largest relative to their mean square, within a budget of bytes. The variances are estimated from up to 256
+elements of each layer, the same on every rank. All ranks gather these, so all choose the same layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MomentumPlan:
     Attributes:
         policy: never, at a fixed interval, at growing intervals, or selected layers at a fixed interval.
         every: steps between averagings; the first interval if they grow.
-        budget: bytes of one selective averaging.
+        budget: bytes that a rank may send in one selective averaging.
     """
 
     policy: MomentumSync = MomentumSync.never
@@ -54,7 +54,7 @@ class MomentumPlan:
         if self.policy is MomentumSync.never or (step + 1) % self.every:
             return False
         turn = (step + 1) // self.every + 1
-        # With growing intervals, averagings come after 1, 3, 7, 15, ... of the first interval.
+        # With growing intervals, averagings come after 1, 3, 7, 15, ... times `every` steps.
         return self.policy is not MomentumSync.growing or turn & (turn - 1) == 0
 
     def follow(self, momenta: Sequence[Tensor], group: Communicator, step: int) -> Synchronised | None:
@@ -116,7 +116,10 @@ def positions(elements: int, step: int) -> Tensor:
 
 
 def choose(variance: Sequence[float], sizes: Sequence[float], budget: float) -> tuple[int, ...]:
-    """Return the layers with the largest variance that fit into `budget` bytes together, in ascending order."""
+    """Choose layers by decreasing variance, each if it fits into what is left of `budget` bytes.
+
+    Layers without variance are left out. The result is in ascending order.
+    """
     taken = []
     for i in sorted(range(len(sizes)), key=lambda i: (-variance[i], i)):
         if variance[i] > 0 and sizes[i] <= budget:

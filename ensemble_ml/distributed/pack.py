@@ -1,4 +1,4 @@
-"""Signs and small codes packed into words, by torch operations that run on CPU and CUDA and compile.
+"""Signs and small codes packed into words, by torch operations that run on CPU and CUDA, also under `torch.compile`.
 
 NumPy (`pack_host`, for host memory) and Triton (`triton_vote`, for GPUs) make the same words faster, and are used where
 possible.

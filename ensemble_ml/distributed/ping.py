@@ -131,6 +131,6 @@ def _waiting(*begin: Callable[[], Pending]) -> Callable[[], object]:
 
 
 def _sum(group: Communicator, size: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that sums over ranks such that each rank sends `size` bytes."""
+    """Return a function that runs an all-reduce in which each rank sends about `size` bytes."""
     x = torch.zeros(max(1, size // 4 * group.size // (2 * (group.size - 1))), device=device)
     return lambda: group.all_reduce(x)

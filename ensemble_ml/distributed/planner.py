@@ -29,8 +29,8 @@ class Candidate:
         shape: (Y, X) of the largest shard that a rank holds.
         samples: samples of a rank in a step.
         why: the reason why the partition is not feasible; empty if it is.
-        memory: bytes that a step takes on a rank, if known.
-        cost: the predicted cost of a step, if known.
+        memory: bytes that a step takes on a rank; 0 if not known.
+        cost: the predicted cost of a step; None if not known.
     """
 
     data: int
@@ -130,7 +130,8 @@ def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], boo
         works: returns whether another number of ranks has a feasible partition.
 
     Raises:
-        UserError: no candidate is feasible. The message names the nearest numbers of ranks that would work.
+        UserError: no candidate is feasible. The message names the nearest numbers of ranks that would work, if there
+            are any up to four times `ranks`.
     """
     if any(not candidate.why for candidate in found):
         return
@@ -159,7 +160,10 @@ def pick(found: Sequence[Candidate]) -> Candidate:
 
 
 def table(found: Sequence[Candidate], batch: int, best: Candidate | None = None) -> str:
-    """Format the feasible candidates as a table, fastest first, with the best one marked."""
+    """Format the feasible candidates as a table, fastest first, with the best one marked.
+
+    The column `exchange` has only the part of the gradient exchange that the backward pass does not hide.
+    """
     widths = (5, 5, 5, 12, 10, 9, 9, 10, 10, 9, 10)
     names = ("data", "lat", "lon", "part", "compute", "halo", "norm", "exchange", "step", "dates/s", "memory")
     below = ("", "", "", "rows x col", "ms", "ms", "ms", "ms", "ms", "", "MB")

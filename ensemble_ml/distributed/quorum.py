@@ -201,7 +201,7 @@ class QuorumVote(Vote):
     def _take_outcome(self, heads: Tensor, winner: Tensor) -> None:
         """Turn the winning words into signs.
 
-        Afterwards exactly those parameters have a gradient that at least one of the voting ranks used.
+        Afterwards a parameter has a gradient if and only if at least one of the voting ranks used it.
         """
         [bucket], [flat] = self.buckets, self._flats
         unpack_signs(winner.to(flat.device), flat)

@@ -40,11 +40,11 @@ def shard_weights(
         outer: the ranks that hold the same part of the weights (`choice.consecutive_groups`).
         inner: the ranks that hold all weights together.
         after_forward: free gathered weights after the forward pass, and gather them again for the backward pass.
-        by_block: gather the weights of one residual block at a time, not those of the whole U-Net. Runs use both
-            defaults; `benchmark=shard` measures the alternatives.
+        by_block: gather the weights of one residual block at a time, not those of the whole U-Net. Runs use the
+            defaults of `after_forward` and `by_block`; `benchmark=shard` measures the alternatives.
 
     Raises:
-        UserError: the weights of the ranks differ.
+        UserError: the models of the ranks differ, in their layout or their weights.
     """
     # These take more than a second to import, and most runs do not need them.
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,6 +141,9 @@ def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def idle_pass(model: EnsembleModel) -> None:
-    """Run the U-Net on zeros. A rank without a sample calls this, because gathering weights takes all ranks."""
+    """Run the U-Net on zeros, forward only.
+
+    In validation, a rank without a sample calls this, because all ranks have to take part in gathering weights.
+    """
     bias = model.plane_bias
     model.unet(bias.new_zeros(1, len(bias), *model.cells, bias.shape[1]))
