@@ -105,8 +105,8 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
     Args:
         draft: the complete file.
         path: its final name.
-        replace: whether an existing file may be replaced. If not, the draft stays beside the file, except on file
-            systems without hard links.
+        replace: whether an existing file may be replaced. If not, the draft stays beside the file. File systems without
+            hard links are the exception: there the draft is renamed, and an existing file is replaced.
 
     Raises:
         UserError: the file exists, and `replace` is false.
