@@ -49,9 +49,10 @@ def check_writable(output: str | Path, key: str = "output") -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Return an unused name beside `path` for a draft of it. Remove drafts of it that killed runs left there.
+    """Return an unused name beside `path` for a draft of it. Remove its drafts that have not changed for an hour.
 
-    The name is random, because processes in different containers may have the same process id.
+    Killed runs leave such drafts. The name is random, because processes in different containers may have the same
+    process id.
 
     Args:
         path: the final name.
