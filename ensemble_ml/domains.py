@@ -14,7 +14,7 @@ from ensemble_ml.grid import TOLERANCE, Edge, Grid, canonical
 
 
 def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the rows (Y',) and columns (X',) of `grid` within a region, its edges included.
+    """Return the indices of the rows (Y',) and columns (X',) of `grid` within a region, including the region's edges.
 
     Args:
         grid: the grid.
@@ -111,10 +111,10 @@ def even_grid(grid: Grid, degrees: float) -> Grid:
 
     Args:
         grid: the grid.
-        degrees: the spacing.
+        degrees: the spacing in degrees.
 
     Raises:
-        UserError: `degrees` does not divide 180, or no cell lies on the grid.
+        UserError: `degrees` does not divide 180, or fewer than two rows or columns of cells lie on the grid.
     """
     rows = 180 / degrees
     if abs(rows - round(rows)) > 1e-6 * rows:
@@ -153,7 +153,7 @@ def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
 def settings_for(source: Grid, target: Grid) -> str:
     """Return the settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`.
 
-    The text is empty if there are none.
+    The text is empty if the grids are the same, or if no settings do so.
 
     Args:
         source: the grid of the data.
@@ -174,7 +174,7 @@ def settings_for(source: Grid, target: Grid) -> str:
 
 
 def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
-    """Return the grids that a single setting makes of `source` at the spacing of `target`, each with its setting."""
+    """Return `source`, and the grids that one setting makes of it at the spacing of `target`, each with its setting."""
     found = [("", source)]
     # A single row or column has no spacing to compare.
     if min(source.shape + target.shape) < 2:

@@ -49,9 +49,10 @@ def check_writable(output: str | Path, key: str = "output") -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Return an unused name beside `path` for a draft of it. Remove drafts of it that killed runs left there.
+    """Return an unused name beside `path` for a draft of it. Remove its drafts that have not changed for an hour.
 
-    The name is random, because processes in different containers may have the same process id.
+    Killed runs leave such drafts. The name is random, because processes in different containers may have the same
+    process id.
 
     Args:
         path: the final name.
@@ -105,8 +106,8 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
     Args:
         draft: the complete file.
         path: its final name.
-        replace: whether an existing file may be replaced. If not, the draft stays beside the file, except on file
-            systems without hard links.
+        replace: whether an existing file may be replaced. If not, the draft stays beside the file. File systems without
+            hard links are the exception: there the draft is renamed, and an existing file is replaced.
 
     Raises:
         UserError: the file exists, and `replace` is false.

@@ -1,7 +1,8 @@
 """The geometry of a regular latitude-longitude grid: order of points, wrap, poles, and exact cell areas.
 
 In the program latitude runs from north to south, and longitude eastwards. A grid that closes the circle starts at its
-first longitude in [0, 360). A regional grid stays in one piece, so it starts below zero if it crosses Greenwich.
+first longitude in [0, 360). A regional grid stays in one piece, so it starts below zero if it crosses Greenwich or ends
+there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Edge(Enum):
 
     POLE_ROW = "pole_row"  # the row lies on the pole itself
     POLE_BETWEEN = "pole_between"  # the pole lies half a spacing beyond the row
-    OPEN = "open"  # a regional grid: nothing is known beyond
+    OPEN = "open"  # any other edge, such as that of a regional grid: nothing is known beyond
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,10 @@ class Grid:
         return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
 
     def latitude_bounds(self) -> np.ndarray:
-        """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows, up to the poles."""
+        """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows.
+
+        The outer edges lie half a spacing beyond the outermost rows, but not beyond the poles.
+        """
         middle = (self.latitude[:-1] + self.latitude[1:]) / 2
         first, last = _outer_bounds(self.latitude)
         return np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])
@@ -104,7 +108,7 @@ class Grid:
     def longitude_bounds(self) -> np.ndarray:
         """Return the edges of the columns, (X + 1,) degrees east, ascending: midway between columns.
 
-        If the grid wraps, the first and the last edge are 360 degrees apart.
+        The outer edges lie half a spacing beyond the outermost columns. If the grid wraps, they are 360 degrees apart.
         """
         if self.wraps:
             around = np.concatenate([[self.longitude[-1] - 360], self.longitude, [self.longitude[0] + 360]])

@@ -206,7 +206,7 @@ class Swap:
         return self
 
     def post_with(self, other: Swap) -> None:
-        """Send this exchange and `other` as one message. Both must use the same communicator."""
+        """Send this exchange and `other` as one message. Both must have the same communicator and the same type."""
         joint = Swap(self._comm, [*self._out, *other._out], [*self._shapes, *other._shapes], self._like).post()
         self._out, other._out = [], []
         self._joint, other._joint = (joint, 0), (joint, len(self._shapes))
@@ -270,7 +270,7 @@ def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
 
 
 class Opposite:
-    """The exchange of rows across a pole. It fetches the columns half the circle away from the ranks that hold them.
+    """The exchange of rows across a pole: it fetches columns half the circle away, from the ranks that hold them.
 
     The input strips `given` have this rank's own columns. The results have the same columns or, with `wide`, also those
     that pad the shard on both sides. With `back` it is the adjoint exchange, for gradients: the inputs have the shape
@@ -333,7 +333,8 @@ def _pieces(
     These are the columns half the circle away from the target's own, and `reach` more before and after them.
 
     Returns:
-        (start at the source, start at the target, length) of each run of columns.
+        (start at the source, start at the target, length) of each run of columns. Starts count from the first column of
+        the source and from the first column that the target needs.
     """
     total = parts[-1][1]
     first, last = parts[target][0] - reach[0], parts[target][1] + reach[1]

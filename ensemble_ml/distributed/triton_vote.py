@@ -1,9 +1,9 @@
 """Triton kernels of the one-bit vote, for GPUs: pack, majority and unpack read and write each element once.
 
 The modules `pack` and `vote` call them for CUDA tensors if Triton is installed and its results are right. This is
-tested once for each device, with a few hundred numbers. If the results differ from those of the torch operations, these
-are used. The kernels work on int32 words of 32 elements; two of them, in little-endian order, are an int64 word of
-`pack`.
+tested once for each device, with a few hundred numbers. If the kernels fail, or their results differ from those of the
+torch operations, the torch operations are used. The kernels work on int32 words of 32 elements; two of them, in
+little-endian order, are an int64 word of `pack`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Exchanges that vote on Lion's signs: our own, and two published ones to compare it with.
 
-Every rank forms u from its own gradient and momentum, and the ranks vote on the sign of u:
+Every rank forms Lion's update u (Chen et al. 2023, arXiv:2302.06675) from its own gradient and momentum, and the ranks
+vote on the sign of u:
 
     u = beta1 m + (1 - beta1) g
 
-    m   this rank's momentum
-    g   this rank's gradient
+    m      this rank's momentum
+    g      this rank's gradient
+    beta1  first beta of the optimizer
 
 Momenta therefore differ between ranks, unless they are averaged from time to time (`momentum`). A ballot begins with a
 header of a few words: whether this rank's numbers are finite, and which parameters it used. So all ranks have these
@@ -41,12 +43,13 @@ from ensemble_ml.optim.lion import Lion
 
 
 class Vote(BucketExchange):
-    """An exchange with one vote a bucket, `bits` out and one bit back.
+    """An exchange with one vote a bucket. For each element, `bits` go out and one bit comes back.
 
     Args:
         group: the ranks that vote.
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
-        scale: what codes are multiples of, mean|u| or max|u|; `sign` sends one bit whatever `bits` is.
+        scale: what delta (see `vote`) is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit,
+            whatever `bits` is.
         inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
@@ -168,7 +171,7 @@ class Vote(BucketExchange):
         return {f"momentum.{i}": m for i, m in enumerate(self.momenta)}
 
     def _before_flush(self) -> None:
-        """Clip the whole gradient, if `clip_by=total` asks for it."""
+        """Scale and clip the whole gradient, if `clip_by=total` asks for it."""
         if self._wait:
             self._scale(self.params)
             norm = total_norm(self.params)
@@ -188,7 +191,7 @@ class Vote(BucketExchange):
         self._vote(flat, self._header(magnitude, used), views, magnitude, partial(self._take, number, used))
 
     def _take(self, number: int, used: Sequence[bool], everyone: Tensor, winner: Tensor) -> None:
-        """Store the outcome of a bucket: every rank's header (P, h), and the winning words as signs."""
+        """Store the outcome of a bucket: every rank's header (ranks, h), and the winning words as signs."""
         self._headers.append(everyone)
         self._mark_used(self.buckets[number], everyone, used)
         unpack_signs(winner, self._flats[number])
@@ -222,7 +225,10 @@ class Vote(BucketExchange):
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
-        """Scale gradients of a share of the batch to the size of the whole batch's; without a share, to zero."""
+        """Scale sums of gradients over a share of the batch to the size of the whole batch's; without a share, to zero.
+
+        If ranks average before they vote, `_average_inside` has done this already.
+        """
         if self.reduction is Reduction.sum and self.inner.size == 1:
             whole = self._whole(self.share or 0.0)
             for p in params:
@@ -230,7 +236,10 @@ class Vote(BucketExchange):
                     p.grad *= whole
 
     def _whole(self, share: float) -> float:
-        """Return the factor from a sum over `share` of the batch to the size of one over all of it; 0 for no share."""
+        """Return the factor that scales a sum over `share` of the batch to one over the whole batch; 0 for no share.
+
+        If `self.share` is None, all voters have equal shares, and the factor is their number.
+        """
         if self.share is None:
             return float(self.group.size)
         return 1 / share if share else 0.0
@@ -268,7 +277,8 @@ class Vote(BucketExchange):
     def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
         """Return the header (h,) of a ballot.
 
-        It holds whether a number is not finite, then one bit for each parameter: whether this rank used it.
+        It holds whether a number is not finite, then one bit for each parameter: whether this rank, or one of its inner
+        ranks, used it.
         """
         bits = sum(int(u) << i for i, u in enumerate(used))
         # 63 bits a word, since words are signed.
@@ -322,6 +332,11 @@ class LionCub(Vote):
     overflow. No step is left beyond 127 ranks. With one bit, signs go through all_to_all, are unpacked and added as
     integers, and go back through all_gather.
 
+    Args:
+        group: the ranks that exchange.
+        bits: 1 or 8 bits an element that a rank sends.
+        settings: passed to `Vote`; there is never an overlap with the backward pass.
+
     Raises:
         UserError: `bits` is 8, and there are more than 127 ranks.
     """
@@ -371,7 +386,7 @@ class DistributedLion(Vote):
 
 
 def _add_signs(ballots: Tensor) -> Tensor:
-    """Return the sum over ranks of the signs in packed words (P, w), as float (64 w,)."""
+    """Return the sum over ranks of the signs in packed words (ranks, w), as float (64 w,)."""
     kind = torch.int8 if len(ballots) < 128 else torch.int16
     total = torch.zeros(ballots.shape[1] * WORD, dtype=kind, device=ballots.device)
     for row in ballots:

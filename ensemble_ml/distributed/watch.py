@@ -8,8 +8,8 @@ The watch thread also writes a heartbeat, which stops if its rank dies silently 
 rank is only slow. Rank 0 serves the store. If rank 0 stops answering, the watch thread of another rank may block
 forever in a request, so a second thread on every other rank checks when rank 0 last answered.
 
-An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. The others get some time to end by themselves, so
-that they can finish the file that they are writing.
+An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. After one rank reports it, the others get some time
+to end by themselves, so that they can finish the file that they are writing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        An error that may follow from another rank's failure is left to `fail`.
+        A report that another rank has written stays. An error that may follow from another rank's failure is left to
+        `fail`.
         """
         if _may_follow(error):
             return
@@ -87,8 +88,8 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Write the cause of a failure into the store.
 
-        If another rank has failed first, print its cause instead and end this process. If the error may follow from
-        another rank's failure, wait for that rank's report first.
+        If another rank has failed first, print its cause instead and end this process, unless both were interrupted. If
+        the error may follow from another rank's failure, wait for that rank's report first.
         """
         if _may_follow(error):
             # The rank at fault may not have written its cause yet: a dead rank is only found after `silence` seconds.

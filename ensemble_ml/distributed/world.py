@@ -2,13 +2,16 @@
 
 They are read from environment variables that the launcher sets:
 
-    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, ...
     srun        SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...
     Open MPI    OMPI_COMM_WORLD_*
     MPICH       PMI_RANK, PMI_SIZE (also its derivatives)
 
+MASTER_ADDR and MASTER_PORT give the address under any launcher. If they are not set, SLURM's node list gives the host,
+and its numbers of job and step give the port.
+
 If torchrun's agent started the process, only torchrun's variables count, because the agent may itself run under srun.
-If two other launchers disagree, the user has to decide.
+If two other launchers disagree, the user has to decide (`parallel.launcher`).
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ class World:
     Attributes:
         rank: number of this rank.
         size: number of ranks.
-        local_rank: number of this rank on its node.
+        local_rank: number of this rank on its node; equal to `rank` if the launcher does not give it.
         local_size: number of ranks on this node. If the launcher does not give it, it is `size` until the ranks are
             connected and have counted themselves.
         launcher: the launcher whose variables were read.
-        host: host of rank 0; None if the launcher does not give it.
-        port: port on which rank 0 listens; None if the launcher does not give it.
+        host: host of rank 0; None if no variable gives it.
+        port: port on which rank 0 listens; None if no variable gives it.
         job: the launcher's name for this job, as far as it gives one; not unique for every launcher.
         counted: whether the launcher gave `local_size`.
     """

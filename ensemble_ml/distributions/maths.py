@@ -22,7 +22,8 @@ _STEP = 1e-5  # relative step of the shape k in the central difference
 class _Incomplete(torch.autograd.Function):
     """The regularised lower incomplete gamma function F_k(x), with a derivative by its shape, which torch lacks.
 
-    The derivative by the shape k is a central difference. At the largest k, it gives scores to six digits.
+    The derivative by the shape k is a central difference. At the largest k, it gives derivatives of scores to six
+    digits.
     """
 
     @staticmethod

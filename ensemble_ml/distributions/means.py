@@ -20,7 +20,9 @@ _GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of l
 # Below the grid: first, last and number of the exponents of ten of -location / scale. The mean of the truncated normal
 # falls as 1 / l there, so a table with even steps would have to be very long.
 _BELOW = (math.log10(-_GRID[0]), 6.0, 1201)
-LEAST_MEAN = 0.1  # in scales; a truncated normal of a smaller mean is narrower than the error of such a mean
+# Least mean of a truncated normal, in scales. Near zero, its standard deviation is about as small as its mean, and
+# smaller than the error of that mean.
+LEAST_MEAN = 0.1
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
@@ -40,10 +42,11 @@ MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """Return the location at which the distribution with a given scale has a given mean, in the units of `mean`.
 
-    There is no closed form, so the location is interpolated linearly in a table. Its entries are 1 % of a scale apart;
-    far below zero, they are 1 % of the location apart. For the distribution with two bounds, Newton's method starts
-    from the table of the distribution with one bound. Gradients are those of the interpolation, or of the implicit
-    function. They are large where the mean is near a bound. At the bound, those of the interpolation are zero.
+    Most distributions have no closed form, so the location is interpolated linearly in a table. Its entries are 1 % of
+    a scale apart; far below zero, they are 1 % of the location apart. For the distribution with two bounds, Newton's
+    method starts from the table of the distribution with one bound. Gradients are those of the interpolation, or of the
+    implicit function. They are large where the mean is near a bound. At the bound, the gradient of the interpolation by
+    the mean is zero.
 
     A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
     normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are

@@ -29,7 +29,10 @@ class Coordinate:
 
 
 def global_attributes(header: Header) -> dict[str, str]:
-    """Return the global attributes of a forecast. Training dates are among them if they make a short text."""
+    """Return the global attributes of a forecast that are not empty.
+
+    Training dates are among them if they make a short text.
+    """
     short = {name: dates.text for name, dates in header.dates.items()}
     about = {"Conventions": "CF-1.11", **header.attributes, **short}
     return {key: value for key, value in about.items() if value}
@@ -80,7 +83,7 @@ def height_of(name: str) -> Coordinate | None:
 
 
 def _times(header: Header) -> Iterator[Coordinate]:
-    """Yield the init times, the lead times, the valid times and their bounds.
+    """Yield the init, lead and valid times, and bounds of the valid times if all variables over intervals share them.
 
     A file has one init time, and files of several init times concatenate along this axis. Valid times have both axes,
     init time and lead. As an axis of their own they would overlap between files, and many files opened as one would

@@ -35,8 +35,9 @@ def export(config: ExportConfig) -> Path:
         The path of the folder.
 
     Raises:
-        UserError: the checkpoint is absent or damaged; the output exists and `overwrite` is off, or it holds other
-            files than those of an export; the scores cannot be read, or are those of other checkpoints.
+        UserError: the checkpoint is absent or damaged; the output exists and `overwrite` is off, is a file or a link,
+            or holds files that no export writes; the scores cannot be read, or have no forecast of this checkpoint
+            other than baselines.
     """
     output = Path(config.output).absolute()
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")

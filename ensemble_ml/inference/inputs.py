@@ -108,7 +108,7 @@ class Samples:
             spatial: the ranks that share the date.
 
         Raises:
-            UserError: on all ranks alike.
+            UserError: there is such a field. All ranks raise it.
         """
         start, members = sample.start, sample.members
         for values, names in ((members.pressure, self.spec.variables), (members.surface, self.spec.surface)):

@@ -126,7 +126,7 @@ def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
 
 
 def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
-    """Return the coordinates and attributes of several init times together, all made from equally many members.
+    """Return the coordinates and attributes of several init times together, all made from the same members.
 
     Args:
         job: the job.
@@ -172,7 +172,7 @@ def _origin(job: Job) -> dict[str, str]:
 
 
 def _asked(config: PredictConfig) -> str:
-    """Return the settings that decide what is in the files, in words, if they differ from the defaults."""
+    """Return, as text, the settings that decide what is in the files and differ from the defaults."""
     usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
     names = (part.name for part in fields(config) if part.name not in elsewhere)
     every = {name: getattr(config, name) for name in names}

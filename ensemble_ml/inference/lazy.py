@@ -33,7 +33,7 @@ from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.store.source import Fields
 from ensemble_ml.training.checkpoint import load_model
 
-# Only one batch is predicted at a time, however many threads Dask has. torch already divides each batch among all
+# A process predicts only one batch at a time, however many threads Dask has. torch already divides each batch among all
 # cores, and two batches at once would take twice the memory.
 _alone = threading.Lock()
 
@@ -99,6 +99,9 @@ class Forecaster:
         Returns:
             float32 fields by the value of their kind. Each has an axis of init times at the place that `contents`
             gives it.
+
+        Raises:
+            UserError: a prediction is not finite, or a field made from it is infinite.
         """
         prediction, samples = batch
         job, made = self.job, dict[str, list[np.ndarray]]()

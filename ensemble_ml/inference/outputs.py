@@ -54,7 +54,8 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
 
     Raises:
         UserError: a threshold is for a variable that is not predicted, is not finite, or lies outside the bounds of its
-            variable; or the settings ask for thresholds or members and the model predicts spread alone.
+            variable; the list of a variable is empty; or the settings ask for thresholds or members and the model
+            predicts spread alone.
     """
     thresholds = {str(name): tuple(sorted(set(map(float, values)))) for name, values in config.thresholds.items()}
     names = (*spec.variables, *spec.surface)
@@ -151,7 +152,7 @@ def outputs(
         only: name of the one variable to make, or None for all.
 
     Raises:
-        UserError: a prediction is not finite.
+        UserError: a prediction is not finite, or a field made from it is infinite.
     """
     for name in (*spec.variables, *spec.surface):
         if only in (None, name):
@@ -220,6 +221,7 @@ class _Variable:
             if values is not None and not (torch.isfinite(values) | hidden).all():
                 raise UserError(f"{name}: the prediction is not finite; the checkpoint is of no use for this input")
         for kind, values in self.fields(wanted):
+            # A remapped member is NaN where the member is absent, so NaN is not refused here.
             if (torch.isinf(values) & ~hidden).any():
                 raise UserError(f"{name}: {kind.value} is not finite; the checkpoint is of no use for this input")
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values

@@ -1,9 +1,9 @@
 """Make the forecasts of many init times.
 
-One thread reads ahead, the main thread predicts, and a third thread writes. With several ranks, the spatial groups take
-turns at the init times. Each rank of a group reads and predicts its part of the grid, and the first rank of the group
-writes. Everything that can be refused is refused before the first computation. Each file appears under its name only
-when it is complete.
+One thread reads ahead, the main thread predicts, and a third thread writes. With several ranks, the groups of ranks
+that share a date take turns at the init times. Each rank of a group reads and predicts its part of the grid, and the
+first rank of the group writes. Everything that can be refused is refused before the first computation. Each file
+appears under its name only when it is complete.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def nearest_points(grid: Grid, points: Any) -> Places:
         points: a list of [latitude, longitude] in degrees.
 
     Raises:
-        UserError: `points` is not a list of pairs, or a point lies outside the grid by more than half a spacing.
+        UserError: `points` is not a list of pairs, or a point lies beyond a pole, or outside the grid by more than half
+            a spacing.
     """
     asked = _as_pairs(points)
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)

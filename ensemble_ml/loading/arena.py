@@ -28,8 +28,8 @@ Extents = tuple[tuple[int, int], ...]  # (offset, bytes) of the pieces of a unit
 class Arena:
     """A file of `size` bytes, in whole pages, that is allocated in pieces.
 
-    A unit may be split into several pieces, so it fits as long as enough pages are free anywhere. One thread allocates
-    and frees; any thread may read.
+    A unit may be split into several pieces, so it fits as long as enough pages are free anywhere. Only one thread at a
+    time may allocate or free; any thread may read.
 
     Args:
         size: Bytes of the file, rounded up to whole pages.

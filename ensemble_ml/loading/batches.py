@@ -76,7 +76,7 @@ class Batch:
 
 
 class Batches:
-    """The training batches of the global steps `start_step` to `steps` of a run.
+    """The training batches of the global steps `start_step` to `steps` - 1 of a run.
 
     Iterating twice gives the same batches twice.
 
@@ -123,7 +123,8 @@ class Batches:
             step: Global step, from 0.
 
         Raises:
-            UserError: An input field is missing, or a value is not finite where its variable has no mask.
+            UserError: An input field is missing, a value is not finite where its variable has no mask, or too few
+                members of a date are complete.
         """
         draws = self.draws(step, self.share[1])[self.share[0]]
         idle = not draws

@@ -126,8 +126,8 @@ class ClairvoyantLoader:
             memory of each node among its ranks, and gives every rank the smallest share. Samples are held packed, or
             decompressed where all of them fit and, on several nodes, ranks need not exchange more bytes.
         disk: Bytes of local disk for the same purpose.
-        folder: Folder of the cache on local disk. A later run with the same plan finds it filled where `source` names
-            its content (`StoreItems`, or `DatasetItems(dataset, name)`).
+        folder: Folder of the cache on local disk, required where `disk` is above 0. A later run with the same plan
+            finds it filled where `source` names its content (`StoreItems`, or `DatasetItems(dataset, name)`).
         assign: `Assign.fixed` or `Assign.locality` of `ensemble_ml.config`, see `Plan`.
         threads: Number of threads that fetch and decode.
         ahead: Number of batches of look-ahead.
@@ -139,8 +139,8 @@ class ClairvoyantLoader:
             you keep.
 
     Raises:
-        UserError: Settings do not fit, or differ between ranks. A loop also raises it after all batches were handed
-            out, if another loop over the same loader is under way, or if ranks are at different steps.
+        UserError: Settings do not fit, or differ between ranks. A loop also raises it after all batches were handed out
+            or the loader was closed, if another loop over it is under way, or if ranks are at different steps.
     """
 
     def __init__(

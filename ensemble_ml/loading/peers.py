@@ -86,7 +86,7 @@ class Peers:
         Args:
             owner: Rank that holds the sample.
             sample: Number of the sample.
-            scratch: Memory for the packed sample. It is used if the owner is on another node.
+            scratch: Memory for the packed sample. It is used if the owner's slab cannot be read in place.
         """
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
@@ -103,7 +103,7 @@ class Peers:
             return None
 
     def _slab(self, owner: int, tier: int) -> Slab | None:
-        """Return the slab of another rank, where it is on this node and can be opened."""
+        """Return the slab of another rank; None where it is on another node or cannot be opened."""
         if not self._wire.near(owner):
             return None
         with self._lock:

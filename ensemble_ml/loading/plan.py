@@ -13,8 +13,9 @@ policy can therefore read fewer samples from slow storage than
 
 This bound is reached by holding any K samples for the whole run, each on exactly one rank. Nothing is ever evicted.
 Only the rank that holds a sample reads it from slow storage, and only once; other ranks that need it ask the holder.
-Where a sample can be read from any offset on, the space left at the end of a cache holds the head of one more sample.
-The bound is then reached to the byte, provided that enough samples remain to fill every such space.
+Where a sample can be read from any offset on, the space left at the end of each rank's memory holds the head of one
+more sample. The bound is then reached to the byte, provided that enough samples remain to fill every such space. Memory
+that is still free holds copies of other ranks' samples (`copies.py`), which saves transfers between ranks.
 
 NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank separately, so several ranks may
 hold the same one.
@@ -305,7 +306,7 @@ class Traffic:
             storage_rate: Speed of slow storage over all ranks, in bytes per second.
             compute: Seconds per epoch that the slowest rank computes.
             decode: Seconds per epoch that the slowest rank decodes, with all its threads.
-            again: The same after the first epoch; None if it does not differ.
+            again: The value of `decode` for each later epoch; None if it is the same.
 
         Returns:
             Seconds of the whole run, and the name of the limit that accounts for most of them.

@@ -1,8 +1,8 @@
 """Produce the batches of a training run in the order of its schedule.
 
-Threads fetch packed units before they are used, decode them and join them to batches. The batches lie in a ring of
-page-aligned buffers, each of which is reused. On a machine with a GPU the buffers are pinned, and a separate CUDA
-stream copies them to the GPU. The size of the ring limits how far ahead the threads read.
+Threads fetch packed units (`units.py`) before they are used, decode them and join them to batches. The batches lie in a
+ring of page-aligned buffers, each of which is reused. On a machine with a GPU the buffers are pinned, and a separate
+CUDA stream copies them to the GPU. The size of the ring limits how far ahead the threads read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Engine:
     Args:
         schedule: Schedule of the run. The plan of `cache` must have been made for this schedule.
         cache: Cache of this rank.
-        coordinate: Data coordinate of this rank.
+        coordinate: Data coordinate of this rank, which is the number of its share of each batch.
         device: Device to which batches are copied.
         ahead: Number of batches that are prepared ahead of the one in use.
         threads: Number of threads that fetch and decode.

@@ -4,8 +4,8 @@ There is one file for each rank and tier. Its header has two words that identify
 may hold. The samples follow, at the offsets that the plan assigns.
 
 In memory the file is a memfd. Other processes of the same user open it by its path under /proc, and the kernel frees it
-when the last process that holds it ends, even by a crash. On disk the file may be kept, and a run
-with the same plan then finds it filled.
+when the last process that holds it ends, even by a crash. On disk the file may be kept, and a run with the same plan
+then finds it filled.
 """
 
 from __future__ import annotations
@@ -155,8 +155,10 @@ class Slab:
     def put(self, sample: int, data: memoryview) -> bool:
         """Store a sample; return False if the disk is full or fails, which the caller may ignore.
 
-        The bytes are written with `pwrite`. A copy into the mapped memory would kill the process if the disk is
-        full.
+        The bytes are written with `pwrite`. A copy into the mapped memory would kill the process if the disk is full.
+
+        Raises:
+            OSError: The file cannot be written for another reason.
         """
         place = self.shape.find(sample)
         assert place >= 0 and len(data) == self.shape.size[place], (sample, len(data))
@@ -233,5 +235,5 @@ def checksum(data: memoryview) -> int:
     view, found = np.frombuffer(data, np.uint8), 0  # google_crc32c refuses writable memoryviews
     for start in range(0, len(view), _PIECE):
         found = google_crc32c.extend(found, view[start : start + _PIECE])
-        time.sleep(0)
+        time.sleep(0)  # lets other threads run
     return int(found)

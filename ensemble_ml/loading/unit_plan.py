@@ -1,9 +1,10 @@
 """Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
 
-A run trains on random subsets of the members of each init time, and reads its validation dates again and again. Units
-are therefore used at irregular times. For units of equal size, Belady's rule with bypass (`replacement.py`) reads the
-fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of equal size. If every
-unit is used exactly once an epoch, a cache that never changes reads as few and needs no rewriting.
+A unit is one member, or the targets, of an init time (`units.py`). A run trains on random subsets of the members of
+each init time, and reads its validation dates again and again. Units are therefore used at irregular times. For units
+of equal size, Belady's rule with bypass (`replacement.py`) reads the fewest bytes from slow storage that a cache of the
+given size allows; packed members are nearly of equal size. If every unit is used exactly once an epoch, a cache that
+never changes reads as few and needs no rewriting.
 
 Every init time has a home: the only rank whose caches may hold its units, so no unit is held twice. The caches of each
 rank are planned separately.
@@ -39,7 +40,7 @@ class Trace:
     Attributes:
         turn: Position of the turn in the schedule.
         unit: Number of the unit.
-        user: Data coordinate that uses it.
+        user: Data coordinate (`schedule.Turn`) that uses it.
     """
 
     turn: np.ndarray
@@ -152,7 +153,7 @@ class UnitPlan:
 
     @property
     def keep(self) -> np.ndarray:
-        """Return whether a unit that is read at each use stays in a cache, (A,) bool."""
+        """Return, for each use, whether it reads a unit that then stays in a cache, (A,) bool."""
         return self._fate[2]
 
     @property
