@@ -158,7 +158,7 @@ def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]
 
 
 def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
-    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KB or holds the whole grid.
+    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KiB or holds the whole grid.
 
     Args:
         levels: Number of levels in a chunk.
