@@ -1,7 +1,7 @@
 """Write and read the small arrays and attributes of a store through zarr-python.
 
-These are coordinates, static fields, statistics, and the attributes of the root group; `factors.py` handles the packing
-factors.
+These are coordinates, static fields, statistics, and the attributes of the root group. The module also creates the
+arrays of fields, but not their shards. `factors.py` handles the packing factors.
 """
 
 from __future__ import annotations

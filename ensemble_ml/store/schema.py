@@ -54,7 +54,7 @@ class ArraySpec:
     part: Part
     kind: Kind
     dtype: np.dtype
-    dates: int
+    dates: int  # number of init times
     fields: tuple[int, int, int, int]  # M, T, V, Z
     grid: tuple[int, int]  # Y, X
     rows: int  # rows of a chunk
