@@ -41,12 +41,13 @@ def _of(module: str, function: str) -> Callable[[Any], object]:
 
 
 def _imported(module: str) -> Any:
-    """Import a module of a task."""
+    """Import a module of a task (see `imports_uncollected`)."""
     with imports_uncollected():
         return importlib.import_module(module)
 
 
 def _inspect(config: schema.InspectConfig) -> object:
+    """Run the task `inspect`: print what a store, an archive, a run or a checkpoint holds."""
     from ensemble_ml.store.contents import has_contents
     from ensemble_ml.store.remote import is_remote
 
@@ -82,6 +83,7 @@ def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]
 
 
 def _predict(config: schema.PredictConfig) -> object:
+    """Run the task `predict`, with the best checkpoint if the setting names a run."""
     with imports_uncollected():
         from ensemble_ml.api.inputs import open_input
         from ensemble_ml.inference import predict
@@ -92,6 +94,7 @@ def _predict(config: schema.PredictConfig) -> object:
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
+    """Run the task `evaluate`."""
     with imports_uncollected():
         from ensemble_ml.api.inputs import open_ground, open_verified
         from ensemble_ml.verification import evaluate
@@ -107,6 +110,7 @@ _ELSEWHERE = (
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:
+    """Run the benchmark that the settings name. A package without a checkout has none."""
     names = benchmark_names()
     schema.require("benchmark", config.benchmark, bool(names), _ELSEWHERE.format(config.benchmark))
     schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")

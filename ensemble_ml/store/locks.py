@@ -26,6 +26,7 @@ def _lock(descriptor: int, path: Path, how: int) -> None:
 
     Raises:
         NoLocks: The file system has no locks.
+        BlockingIOError: `how` contains LOCK_NB, and the lock is held elsewhere.
     """
     try:
         fcntl.flock(descriptor, how)
@@ -55,7 +56,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def _held(path: Path, how: int) -> Iterator[int]:
-    """Open `path`, lock it, and close it at the end, which releases the lock."""
+    """Open `path`, creating it if needed, lock it, and close it at the end, which releases the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     _open.add(descriptor)
     try:
@@ -68,7 +69,9 @@ def _held(path: Path, how: int) -> Iterator[int]:
 
 
 def exclusive(path: Path) -> AbstractContextManager[int]:
-    """Acquire an exclusive lock on `path`, waiting for any other holder. The context has the open file's descriptor.
+    """Acquire an exclusive lock on `path`, waiting for any other holder.
+
+    The context manager yields the descriptor of the lock file. The file is created if needed, and stays afterwards.
 
     Raises:
         NoLocks: The file system has no locks.
@@ -104,15 +107,16 @@ def claimed(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def claimed_once(path: Path) -> Iterator[bool]:
-    """Try to acquire an exclusive lock on `path` without waiting, and remove the file at the end.
+    """Try to acquire an exclusive lock on `path` without waiting. If this succeeds, remove the file at the end.
 
-    The file holds the host name and number of the process that holds the lock.
+    The file contains the host name and the process number of the holder.
 
     Yields:
         Whether this process holds the lock.
 
     Raises:
         NoLocks: The file system has no locks. The file is removed.
+        FileNotFoundError: The folder of `path` is not there.
     """
     with ExitStack() as stack:
         held = False
@@ -130,7 +134,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
         if not held:
             yield False
             return
-        # A person can read from the file who holds the lock.
+        # A person can read in the file which process holds the lock.
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
         try:

@@ -1,6 +1,6 @@
 """Write and check the manifest of a store, which lists every file with its size and sha256.
 
-It shows damage, and whether two stores have the same contents.
+The manifest reveals damage, and whether two stores have the same contents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIMATE = "climate_"  # prefix of the arrays of the model climate, which follow 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of a store: its size in bytes and its sha256.
+    """The entry of one file: its size in bytes and its sha256.
 
     The sha256 of a shard is taken over its checksums (`shard.digest_shard`).
     """
@@ -30,11 +30,12 @@ class Entry:
 
 
 def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
-    """List all files below `root`, except the manifest.
+    """Return the entries of all files below `root` except the manifest, by path relative to `root`.
 
     Args:
         root: Folder of the store.
         known: Entries of files that need not be read again, such as shards that were hashed while they were written.
+            Files that do not exist are ignored.
     """
     files = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
@@ -65,10 +66,10 @@ def stamp(root: Path) -> tuple[int, int, int]:
 
 
 def read_manifest(root: Path) -> dict[str, Entry]:
-    """Read the manifest.
+    """Return the entries of the manifest, by path relative to `root`.
 
     Raises:
-        UserError: It is missing, damaged or cannot be read.
+        UserError: The manifest is missing, damaged or cannot be read.
     """
     try:
         body = json.loads((root / MANIFEST).read_text())
@@ -125,7 +126,7 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
         chunks: Number of chunks of a shard; None for other files.
 
     Raises:
-        UserError: It is missing, unreadable, or its contents have changed.
+        UserError: The file is missing or unreadable, or its contents have changed.
     """
     try:
         found = hash_file(path) if chunks is None else digest_shard(path, chunks)
@@ -136,9 +137,9 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
 
 
 def fingerprint(files: dict[str, Entry]) -> str:
-    """Return 16 hex digits that are equal for stores of the same fields, whatever their path and provenance.
+    """Return 16 hex digits that are equal for stores of the same fields in the same packing.
 
-    The root attributes, the list of sources and the model climate do not count.
+    Path and provenance do not matter. The root attributes, the list of sources and the model climate do not count.
     """
     # These files hold provenance and paths.
     aside = ("zarr.json", SOURCES_FILE)

@@ -1,7 +1,7 @@
 """Write and read the small arrays and attributes of a store through zarr-python.
 
-These are coordinates, static fields, statistics, and the attributes of the root group; `factors.py` handles the packing
-factors.
+These are coordinates, static fields, statistics, and the attributes of the root group. The module also creates the
+arrays of fields, but not their shards. `factors.py` handles the packing factors.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class Metadata:
     packing: Packing  # of forecast, control and truth
     parts: tuple[Part, ...]
     static: tuple[str, ...]  # names of static fields
-    lead_bounds: dict[str, list[list[int] | None]]  # by variable, first and last hour of the interval of each lead
+    # By variable, first and last hour of the interval of each lead; None for a lead without an interval.
+    lead_bounds: dict[str, list[list[int] | None]]
     quantisation_error: dict[str, float]  # largest, by variable, in its unit
     provenance: dict[str, Any]
     masked: tuple[str, ...]  # variables with points that have no value
-    held: tuple[Part, ...]  # parts with a field for any init time
+    held: tuple[Part, ...]  # parts that have at least one field
     factor_dates: int  # init times in a chunk of the factors
-    climate_days: int = 0  # window of the stored model climate in days; 0 where there is none
+    climate_days: int = 0  # half-width of the stored model climate's window; 0 if there is none
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
@@ -92,7 +93,7 @@ def write_metadata(
     static: dict[str, np.ndarray],
     statistics: tuple[np.ndarray, dict[tuple[Part, Kind], Moments]],
 ) -> None:
-    """Write everything but shards and factors. This is called once, when all fields are known.
+    """Write coordinates, static fields, statistics and root attributes. Call this once, when all fields are known.
 
     Args:
         root: Folder of the store.
@@ -152,7 +153,8 @@ def read_statistics(root: Path, part: Part = Part.FORECAST) -> tuple[np.ndarray,
         part: FORECAST for the members' values; MEAN or SPREAD for the ensemble's mean or spread as a field.
 
     Returns:
-        Years (N,), and the moments by kind: (N, T, V, Z) on pressure levels, (N, T, S) at the surface.
+        Years (N,), and the moments by kind: (N, T, V, Z) on pressure levels, (N, T, S) at the surface. A kind without
+        statistics is left out.
     """
     before = _prefix(part)
     group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
@@ -217,7 +219,7 @@ def plan_digest(path: Path) -> str | None:
 
 
 def _attributes(path: Path) -> dict[str, Any]:
-    """Return the attributes of the root group at `path`; none if there is no group."""
+    """Return the attributes of the root group at `path`; none if there is no group, or if it cannot be read."""
     try:
         return dict(json.loads((path / "zarr.json").read_text())["attributes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -253,7 +255,7 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
     # Small arrays carry no checksums of their own, so their files are checked before they are used.
     own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
     small = [name for name in files if name.startswith(own)]
-    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # such small reads mostly wait for the storage
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads mostly wait for the storage
         list(pool.map(lambda name: check_file(root / name, files[name]), small))
     group = zarr.open_group(root, mode="r", use_consolidated=False)
     attrs: dict[str, Any] = dict(group.attrs)
@@ -279,7 +281,7 @@ def _read_layout(group: zarr.Group) -> Layout:
         """Return the values of a coordinate; an empty list where the store has none."""
         return _get(group, name).tolist() if name in group else []
 
-    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # as above
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # threads overlap the waits for the storage
         found = dict(zip(_COORDINATES, pool.map(read, _COORDINATES), strict=True))
     return Layout(
         np.asarray(found["init_time"], "datetime64[s]").astype("datetime64[ns]"),

@@ -19,7 +19,7 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 
 
 def _load() -> ctypes.CDLL | None:
-    """Load the compiled library; return None if there is none, or if it was compiled from another source."""
+    """Load the compiled library; return None if it is disabled, missing, or compiled from another source."""
     if os.environ.get("ENSEMBLE_ML_NATIVE") == "0":
         return None
     try:
@@ -79,7 +79,8 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
 def decode_field(codes: np.ndarray, factors: Sequence[float], exact: bool, out: np.ndarray) -> bool:
     """Decode one field of either byte order, without the cost of arrays for its factors.
 
-    Arguments and result are those of `decode`, but for `factors`, which are three numbers. All arrays are contiguous.
+    Arguments and result are as for `decode`, except that `factors` are three numbers. Arrays that are not contiguous
+    are left to the caller.
     """
     if _library is None or codes.dtype.char != "H" or not out.flags.carray:
         return False
@@ -95,7 +96,7 @@ def fuse(
     codes: np.ndarray, factors: list[np.ndarray], exact: np.ndarray, mean: np.ndarray, spread: np.ndarray,
     sums: np.ndarray, ends: np.ndarray,
 ) -> bool:  # fmt: skip
-    """Compute mean and spread (ddof = 1) over members that all have all points.
+    """Compute mean and spread (ddof = 1) over members without absent fields or masked points.
 
     Args:
         codes: (M, Z, R, X) uint16.
@@ -122,7 +123,7 @@ def fuse_plain(
 ) -> bool:
     """Do the work of `fuse` for float32 values.
 
-    The results of a level are valid only if its `sums` are finite; otherwise a point of it has no value.
+    The results of a level are valid only if its `sums` are finite. They are not if a value is NaN or infinite.
 
     Args:
         values: (M, Z, R, X) float32.

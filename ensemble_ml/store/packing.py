@@ -3,7 +3,7 @@
     value = (X * scale + reference) * decimal
 
     X          packed integer, 0 to 65535
-    reference  R, the smallest value of the field before the decimal factor
+    reference  R, the value at X = 0 before the decimal factor
     scale      2^E, a power of two
     decimal    10^-D
 
@@ -146,9 +146,10 @@ def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarr
 def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> np.ndarray:
     """Return whether float32 arithmetic decodes each field to the same bits as float64 rounded to float32, (...) bool.
 
-    It does where `decimal` is one, `reference` is a float32 number, and `scale` is a normal power of two (or zero). X *
-    scale is then exact, so both computations round the sum of the same two float32 numbers. Rounding that sum to 53
-    bits first is innocuous, because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?").
+    It does where `decimal` is one, `reference` is a float32 number, and `scale` is zero or a power of two from 2^-125
+    to 2^108. X * scale is then exact in float32, so both computations round the sum of the same two float32 numbers.
+    Rounding that sum to 53 bits first changes nothing, because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double
+    rounding innocuous?", doi:10.1145/221332.221334).
 
     Args:
         reference: (...) float64.
@@ -222,11 +223,14 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     """Pack float32 values into 16-bit integers, each field with its own reference and scale.
 
     As in GRIB simple packing without a decimal scale, the reference is the minimum of the field, and the scale is the
-    smallest power of two with which 65535 steps span the field.
+    smallest power of two with which 65535 steps span the field, but at least 2^-120. It is 0 for a constant field.
 
     Args:
         values: (..., Y, X) float32.
         mask: (..., Y, X) bool, True at points that do not count and become the integer 0; None for none.
+
+    Returns:
+        A packed block with every field present.
 
     Raises:
         UserError: A value that is not masked is NaN or infinite.
@@ -241,7 +245,7 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     codes = np.empty(values.shape, np.uint16)
     fields, ends = values.reshape(-1, *values.shape[-2:]), (low.reshape(-1, 1, 1), scale.reshape(-1, 1, 1))
     # A few fields at a time, so that the float64 intermediate stays small, but not one by one: the calls
-    # for fields of 64 x 32 points would take longer than their packing. A constant field gets zeros.
+    # for fields of 64 x 32 points would take longer than their packing. All integers of a constant field are 0.
     for part in parts_of(len(fields), fields[:1].size):
         steps = np.where(ends[1][part] > 0, ends[1][part], 1.0)
         codes.reshape(fields.shape)[part] = np.rint((fields[part] - ends[0][part]) / steps)
@@ -279,10 +283,10 @@ def error_bound(block: PackedBlock) -> np.ndarray:
     """Return the largest error that quantising can have made in each field, in the units of the field, (...) float64.
 
     It is half a step of the integers plus half a unit in the last place of the decoded float32. It is 0 for a constant
-    field and for values kept in float32.
+    or absent field, and for values kept in float32.
 
     Args:
-        block: Packed fields.
+        block: Packed or float32 fields.
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)
@@ -303,12 +307,12 @@ def check_finite(
         values: (..., Y, X).
         present: (...) bool; None where every field is present.
         mask: (..., Y, X) bool or None.
-        where: Function that names a field by its leading index.
+        where: Function that names a field by its leading index, for the message; None gives the index itself.
 
     Raises:
-        UserError: Names the first such field, and counts its points that are not numbers.
+        UserError: There is such a value. The message names the first such field, and counts its NaN and infinities.
     """
-    if values.size <= _SLAB:  # small fields, of which all are looked at together
+    if values.size <= _SLAB:  # checks few values in one call, whatever the number of fields
         good = np.isfinite(values)
         good |= False if mask is None else mask
         good |= False if present is None else ~present[..., None, None]

@@ -38,12 +38,13 @@ class BuildPlan:
         static: Static fields (Y, X) by name.
         lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
         provenance: Origin of the data, as any values that JSON can hold, including the fingerprint of the source.
-        climate_days: Window of the model climate that the store will hold, in days; 0 for none.
+        climate_days: Half-width in days of the window of the model climate that the store will hold; 0 for none.
         reads: Function that returns the fields of the archive from which an init time is built; None for fields in
             memory.
 
     Raises:
-        UserError: A static field holds NaN or infinity, or a model climate is wanted of init times of one year.
+        UserError: A static field holds NaN or infinity, or `climate_days` is set and the init times are not of two
+            years or more.
     """
 
     layout: Layout
@@ -79,7 +80,7 @@ class BuildPlan:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Return the settings on which two runs must agree, as JSON values."""
+        """Return the settings and the provenance as JSON values. `differs` compares those of two plans."""
         lay = self.layout
         layout = {
             "start dates": [str(time) for time in lay.init_time.astype("datetime64[m]")],
@@ -110,7 +111,7 @@ class BuildPlan:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def of_date(self, date: int) -> str:
-        """Return 16 hex digits that identify the settings of one init time, whatever the source files hold by now."""
+        """Return 16 hex digits that identify this plan and one of its init times, whatever the source files hold."""
         text = f"{self._settled} {self.layout.init_time[date]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -145,16 +146,16 @@ def plan_of(
     climate_days: int = 0,
     reads: Reads | None = None,
 ) -> BuildPlan:
-    """Make a `BuildPlan`, whose arguments these are, but for parts in any order and None for an empty dictionary.
+    """Make a `BuildPlan`. The parts may be in any order, and None stands for an empty dictionary.
 
     Args:
         layout: Coordinates.
-        parts: Those of forecast, control and truth that will be written, in any order.
+        parts: Those of forecast, control and truth that will be written, in any order. Other parts are ignored.
         packing: Their number format.
         static: Static fields (Y, X) by name, or None.
         lead_bounds: Intervals, or None.
         provenance: Provenance, or None.
-        climate_days: Window of the model climate, in days.
+        climate_days: Half-width of the model climate's window in days; 0 for none.
         reads: Function that returns the fields of an init time, or None.
 
     Raises:

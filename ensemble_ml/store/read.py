@@ -84,7 +84,7 @@ class TensorStore:
         return f"<TensorStore {self.path}: {parts}; {len(lay.init_time)} dates, {', '.join(lay.names)}>"
 
     def has(self, part: Part) -> bool:
-        """Return whether any field of `part` is there, for any init time."""
+        """Return whether `part` has at least one field at one init time or more."""
         return part in self._held
 
     def read(
@@ -100,7 +100,7 @@ class TensorStore:
             part: Which fields.
             date: Index into `layout.init_time`.
             selection: Coordinate values; the axes of the result follow their order.
-            out: Float32 arrays of the result's shapes to decode into; a kind that is absent gets a new array.
+            out: Float32 arrays of the result's shapes to decode into; a kind that `out` lacks gets a new array.
 
         Returns:
             Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent
@@ -150,10 +150,7 @@ class TensorStore:
         return found if kind == "pressure" else found[:, None]
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
-        """Return the same store with its shards opened by `open_shard`.
-
-        A cache between the store and its files is such a function.
-        """
+        """Return the same store with its shards opened by `open_shard`, which may be a cache such as `KeptShards`."""
         return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
 
     def keeping(self, most: int) -> TensorStore:
@@ -174,7 +171,9 @@ class TensorStore:
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield the chunks that `read` would read.
+        """Yield the chunks of a selection.
+
+        They include the chunks of absent fields, which `read` does not read.
 
         Args:
             part: Which fields.
@@ -242,7 +241,7 @@ class TensorStore:
         return {name: read_array(self._root, name) for name in self._static_names}
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits that are equal for stores of the same fields, whatever their path and provenance."""
+        """Return 16 hex digits that are equal for stores of the same fields in the same packing, wherever they are."""
         return fingerprint(self._files)
 
     def verify(self) -> None:
@@ -366,7 +365,7 @@ class TensorStore:
         grid = np.ix_(*wanted.fields)
         there = self._factors.of_date(spec, "present", date)[grid]
         factors = [self._factors.of_date(spec, name, date)[grid] for name in FACTORS] if spec.packed else []
-        # Where float32 arithmetic gives the same bits it is used, because it is faster.
+        # Float32 factors make `dequantise` use float32 arithmetic, which is faster and gives the same bits here.
         if spec.packed and exact_in_float32(*factors):
             factors = [factor.astype(np.float32) for factor in factors]
         self._fill(out, spec, date, wanted, there, [factor[..., None, None] for factor in factors])

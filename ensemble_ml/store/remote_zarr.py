@@ -13,14 +13,14 @@ from zarr.storage import ObjectStore
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.remote import Range, fetched, loop, refusal
 
-_KEPT = 256 << 20  # bytes of a store to keep in memory at most
+_KEPT = 256 << 20  # limit of the bytes of a store that are kept in memory
 _DOCUMENTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
 class RemoteStore(ObjectStore):  # type: ignore[type-arg]
     """A store of all objects below a URL, in the form that zarr reads (see `zarr.storage.ObjectStore`).
 
-    Metadata are kept, and also the answer that there are none, because zarr and xarray request them many times.
+    Metadata documents are kept, and so is the absence of a document, because zarr and xarray request them many times.
 
     Args:
         store: obstore's store of all objects below the URL.
@@ -31,7 +31,7 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         super().__init__(store, read_only=True)
         self._url = url
         self._documents: dict[str, bytes | None] = {}
-        self._tags: dict[str, tuple[Any, ...] | None] = {}  # ETag and size by key; None for an object that is not there
+        self._tags: dict[str, tuple[Any, ...] | None] = {}  # version by key (see `_fetched`); None if not there
         self._kept: dict[tuple[str, str], asyncio.Future[bytes | None]] = {}  # by key and range, last used at the end
         self._bytes = 0  # number of bytes in `_kept`
 
@@ -67,7 +67,7 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
             wanted: the bytes to read; None reads all.
 
         Raises:
-            UserError: the object cannot be read, or has changed since another part of it was read.
+            UserError: the object cannot be read, or has changed since it was first requested.
         """
         if wanted is None and key.rsplit("/", 1)[-1] in _DOCUMENTS:
             if key not in self._documents:
@@ -87,7 +87,7 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
             raise
 
     async def _checked(self, key: str, wanted: Range) -> bytes | None:
-        """Fetch bytes, raise a UserError if the object has changed, and drop the least recently used bytes."""
+        """Fetch bytes, raise a UserError if the object has changed, and drop those used longest ago above the limit."""
         content, tag = await self._fetched(key, wanted)
         if self._tags.setdefault(key, tag) != tag:
             raise UserError(f"{self._url}: {key} changed while it was read; run again")
@@ -101,7 +101,15 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         return content
 
     async def _fetched(self, key: str, wanted: Range) -> tuple[bytes | None, tuple[Any, ...] | None]:
-        """Return bytes of an object, and its ETag and size; None for both if it is not there."""
+        """Fetch bytes of an object.
+
+        Returns:
+            The bytes, and the object's version: its ETag, or time of modification if it has no ETag, and its size. None
+            for both if the object is not there.
+
+        Raises:
+            UserError: the object cannot be read.
+        """
         try:
             content, meta = await fetched(self.store, key, wanted)
         except FileNotFoundError:

@@ -54,7 +54,7 @@ class ArraySpec:
     part: Part
     kind: Kind
     dtype: np.dtype
-    dates: int
+    dates: int  # number of init times
     fields: tuple[int, int, int, int]  # M, T, V, Z
     grid: tuple[int, int]  # Y, X
     rows: int  # rows of a chunk
@@ -158,7 +158,7 @@ def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]
 
 
 def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
-    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KB or holds the whole grid.
+    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KiB or holds the whole grid.
 
     Args:
         levels: Number of levels in a chunk.

@@ -30,7 +30,7 @@ from ensemble_ml.store.schema import ArraySpec
 LEVEL = 5  # compression level of lz4; higher levels save 1 % and cost a third of the speed
 ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
 CHECKSUM = 4  # bytes of a crc32c
-_LARGEST_READ = 2 << 20  # bytes of a read of several chunks; more are no faster, and do not fit the CPU cache
+_LARGEST_READ = 2 << 20  # bytes of a read of several chunks; more is no faster and does not fit into the CPU cache
 
 
 def checksum(data: bytes) -> bytes:
@@ -181,7 +181,7 @@ def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, in
 
     Args:
         spans: (N, 2) offset and size of each chunk, in the order of the file.
-        most: Bytes of a run of several chunks at most.
+        most: Limit of the bytes of a run; a single chunk may have more.
 
     Yields:
         Positions (first, last + 1) of each run.
@@ -213,7 +213,7 @@ def _read_index(shard: Shard, chunks: int) -> np.ndarray:
 
 
 def _decompress(data: np.ndarray, chunk: np.ndarray, path: str) -> None:
-    """Check and decompress one chunk into `chunk`."""
+    """Check the crc32c of one encoded chunk, and decompress it into `chunk`."""
     _verify(data, path)
     try:
         blosc.decompress(data[:-CHECKSUM], chunk)

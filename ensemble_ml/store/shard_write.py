@@ -28,7 +28,7 @@ Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 class ShardWriter:
     """A shard that is written chunk by chunk under a draft name and renamed when it is closed.
 
-    Chunks may be appended in any order, and lie in the file in this order. The same order makes the same file.
+    Chunks lie in the file in the order in which they are appended. Any order is allowed.
     All methods raise an OSError if the system cannot write.
 
     Args:

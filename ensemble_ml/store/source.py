@@ -112,10 +112,10 @@ class Source(Protocol):
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Return the variables that have points without a value in any field of any part."""
+        """Return the variables of which at least one field, of any part, has points without a value."""
 
     def has(self, part: Part) -> bool:
-        """Return whether any field of `part` is there."""
+        """Return whether `part` has at least one field."""
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
         """Read one init time.
@@ -126,10 +126,11 @@ class Source(Protocol):
             selection: The fields and rows to read.
 
         Returns:
-            Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units.
+            Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent.
 
         Raises:
-            UserError: The part or a selected field is not there, or a field cannot be decoded.
+            UserError: The source does not have the part, the init time or a selected value, or a field cannot be
+                decoded.
         """
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +152,8 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
         leads: Lead times of the source, in hours.
 
     Returns:
-        For each variable with intervals, [first, last] hour for each lead; None for a lead without an interval. The
-        result is empty for a source that has no `lead_bounds`.
+        For each variable with an interval at one of the leads, [first, last] hour for each lead; None for a lead
+        without an interval. The result is empty for a source that has no `lead_bounds`.
     """
     known, hours = getattr(source, "lead_bounds", {}), source.layout.lead_hours
     found = {name: [known[name][hours.index(lead)] for lead in leads] for name in names if name in known}

@@ -107,7 +107,7 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
         files: the files with their stamps at the time of reading.
         now: the stamps that were looked up already, by path. New ones are added, so that a file from which many init
             times come is looked up only once.
-        lost: whether a file that cannot be seen counts as changed. It may be there all the same: the process that read
+        lost: whether a file that cannot be seen counts as changed. Such a file may still exist: the process that read
             it may have seen it under another path.
     """
     for path, before in files.items():

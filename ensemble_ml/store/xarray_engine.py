@@ -49,7 +49,7 @@ class EnsembleBackend(BackendEntrypoint):
             filename_or_obj: the folder of the store.
             drop_variables: names of variables to leave out.
             use_cftime: must not be true.
-            **decoders: xarray's options such as `decode_times`.
+            **decoders: xarray's options such as `decode_times`. `concat_characters` and `decode_coords` have no effect.
 
         Raises:
             UserError: there is no store, or it is damaged; `mask_and_scale`, `decode_times` or `decode_timedelta` is
@@ -76,7 +76,7 @@ class EnsembleBackend(BackendEntrypoint):
 
 
 def _coordinate(values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> xr.Variable:
-    """Return a coordinate of the Dataset, with times and leads decoded."""
+    """Return a coordinate of the Dataset: init times as datetime64[ns], leads as timedelta64[ns], others as stored."""
     encoding = {key: attrs[key] for key in ("units", "calendar", "dtype") if key in attrs}
     if dims == ("init_time",):
         times = values.astype("datetime64[s]").astype("datetime64[ns]")
@@ -198,7 +198,7 @@ class SourceArray(BackendArray):
         return selection, rows - first, index["longitude"]
 
     def _date(self, date: int, selection: Selection) -> np.ndarray:
-        """Read a selection of one init time."""
+        """Read a selection of one init time: (M, T, 1, Z, rows, X), or (M, T, 1, rows, X) at the surface."""
         fields = self.source.read(self.part, date, selection)
         return fields.pressure if self.name in self.source.layout.variables else fields.surface
 

@@ -155,7 +155,8 @@ def assemble(
         progress: shows how far the fits are, and limits their time.
 
     Raises:
-        UserError: settings, store, ranks and checkpoint do not fit together, or too few members or fields are there.
+        UserError: settings, store, ranks and checkpoint do not fit together, too few members or fields are there, or
+            memory does not suffice.
     """
     session, progress = session or solo(), progress or Progress()
     # A batch is divided by samples among the data ranks, so ranks beyond the batch size would get none.
@@ -220,12 +221,12 @@ def assemble(
 
 
 def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
-    """Load the model that this one learns from, in its own precision, and partition it as this run.
+    """Load the model that this one learns from, in its own precision, and partition it like the model of this run.
 
     On a device without bfloat16 it computes in float32.
 
     Raises:
-        UserError: it has other fields.
+        UserError: it has other fields, leads, static fields or distributions, or another grid.
     """
     assert config.teacher is not None
     teacher = load_checkpoint(find_checkpoint(config.teacher))
@@ -260,7 +261,7 @@ def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -
 
 
 def _measure_overlap(run: Run, overlap: Overlap) -> None:
-    """Time a forward and backward pass with and without overlap, and set the faster. Weights are not changed."""
+    """Time a forward and backward pass with and without overlap, and choose the faster. Weights are not changed."""
     model, batch = run.state.model, run.batches(0, 1).batch(0).to(run.device, run.dtype)
 
     def step() -> None:
@@ -389,7 +390,11 @@ def _begin(
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
-    """Build model and state of a resumed run from its checkpoint, in the same precision."""
+    """Build model and state of a resumed run from its checkpoint, in the same precision.
+
+    Raises:
+        UserError: the run computes in bfloat16, which this device lacks.
+    """
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     was, now = checkpoint.meta.get("device"), device_name(session.device)
@@ -477,7 +482,7 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
 
     A precision that the settings name is taken. Otherwise all are timed: each rank times a model of its own part of the
     grid, all at the same time, and rank 0 chooses among the precisions that all ranks have. So two runs may choose
-    differently, and then their results differ in the last bits.
+    differently, and then their results differ by rounding errors.
     """
     device = session.device
     if config.model.precision is not Precision.auto:
@@ -516,7 +521,8 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
     """Build the loss of this rank's part of the grid."""
     device = next(state.model.parameters()).device
     area = torch.from_numpy(spec.grid.area_weights()).float()
-    # Area weights have a mean of one over the whole grid. Each rank cuts out its part, so that sums over ranks fit.
+    # Area weights have a mean of one over the whole grid. Each rank cuts its part out of them, so that sums over ranks
+    # have the weights of the whole grid.
     area = area if shard is None else shard.cut(area)
     error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
     return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)

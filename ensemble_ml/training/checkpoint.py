@@ -6,8 +6,8 @@
                               checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
     checkpoints/last, checkpoints/best -> step_...
 
-`training.keeper` writes them. Whenever a run dies, `last` leads to a whole checkpoint, and at most some rubbish is
-left, which the next start removes.
+`training.keeper` writes them. Whenever a run dies, `last` leads to a whole checkpoint. The run may leave incomplete
+files, which the next start removes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def find_checkpoint(path: str | Path) -> Path:
         path: a checkpoint, a run, or a folder of checkpoints.
 
     Raises:
-        UserError: there is no best checkpoint; the message lists what the folder has.
+        UserError: there is no best checkpoint (the message lists what the folder has), or it is damaged or has another
+            format.
     """
     path = Path(path)
     if (path / META).is_file() or not path.is_dir():
@@ -265,7 +266,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
     Args:
         model: the model, changed in place.
         checkpoint: the checkpoint.
-        climate: load the buffers that fits give, too (`fitted_buffers`).
+        climate: also load the buffers that fits give (`fitted_buffers`); otherwise the model keeps its own.
 
     Raises:
         UserError: names or shapes differ.
@@ -347,7 +348,7 @@ def mend_links(folder: Path) -> None:
         # both are equal, so the copy is moved aside; the step's own folder is missing; or it is damaged and the copy is
         # whole.
         step = folder / f"{STEP}{load_meta(copy)['step']:08d}"
-        # An earlier attempt that was killed may have left it.
+        # An earlier attempt that was killed may have left this folder.
         shutil.rmtree(aside, ignore_errors=True)
         if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
             os.rename(copy, aside)
@@ -371,7 +372,7 @@ def mend_links(folder: Path) -> None:
 
 
 def refuse_unread(folder: Path) -> None:
-    """Refuse to start anew over checkpoints none of which can be read. Call this if there is no `last`.
+    """Refuse to start anew in a folder whose checkpoints cannot be read. Call this if there is no `last`.
 
     Args:
         folder: the folder of checkpoints.
@@ -465,7 +466,7 @@ def _damaged(path: str | Path, name: str) -> UserError:
 
 
 def digest(meta: Mapping[str, Any]) -> str:
-    """Return the sha256 of a checkpoint's JSON, without the entry that holds it, and without what a clock said.
+    """Return the sha256 of a checkpoint's JSON, without the entry for this hash and the entry for times (`CLOCK`).
 
     So a run that is repeated, or killed and resumed, has the same hash.
 

@@ -200,7 +200,7 @@ class Dates:
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
         """Return the root mean square of the full ensemble's spread at the input leads, over grid points and dates.
 
-        All grid points have the same weight, whatever their area.
+        All grid points of a date have the same weight, whatever their area, and so have all dates.
 
         Args:
             dates: indices of the dates of all ranks.
@@ -224,7 +224,8 @@ class Dates:
         """Return the moments of the members' values at the input leads, (F,).
 
         If `dates` are whole years of a tensor store, the moments in the store are taken. Otherwise values are read, one
-        member at a time, from at most `most_dates` dates: all members if the dates are few, else some, in rotation.
+        member at a time, from at most `most_dates` dates: all members if the dates are few, else a few members of each
+        date, in rotation.
 
         Args:
             dates: indices of the dates of all ranks.
@@ -426,7 +427,7 @@ def neighbours(times: np.ndarray) -> np.ndarray:
 
 
 def _whole_years(times: np.ndarray, dates: np.ndarray) -> list[int]:
-    """Return the calendar years of `dates` if they include every date of these years; otherwise an empty list."""
+    """Return the calendar years of `dates` if these include every date of `times` in these years; otherwise nothing."""
     years = times.astype("datetime64[Y]").astype(int) + 1970
     chosen = np.unique(years[dates])
     return [int(y) for y in chosen] if np.isin(years, chosen).sum() == len(np.unique(dates)) else []

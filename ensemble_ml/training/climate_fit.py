@@ -12,7 +12,7 @@
     s0          prior spread, of which sigma is a multiple; with a linear correction it follows s1 + linear
                 (`models.heads`). Without a truth, k is the value with the smallest RMSE of s1 against S.
     s1          full spread expected from M members (`features.unbiased_spread`); its k has the smallest RMSE on the
-                validation dates
+                validation dates, and is 2 if there are none
     bias'       bias without the date itself
     linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`)
     c           factor of each field with the smallest CRPS of its own distribution
@@ -100,7 +100,8 @@ def fit_climate(
     """Fit everything that `Climate` holds on the dates `train`.
 
     The validation dates choose k of s1, the penalties of the ridge regression, the fractions of the point network, the
-    width of sigma, and a and b of `models.dry`.
+    width of sigma, and a and b of `models.dry`. Without validation dates, held-out training dates choose all of these
+    but k (`kept_apart`).
 
     Args:
         reader: reads the store.
@@ -170,7 +171,7 @@ def _tell_of_constants(spec: ModelSpec, moments: Moments) -> None:
 
 
 def _from_memory(reader: Reader, team: Team) -> Reader:
-    """Return a reader over a store that keeps what is read of it in memory, up to a share of what is free."""
+    """Return a reader whose tensor store keeps the bytes that it reads, up to a share of the free memory."""
     source = reader.source
     if not isinstance(source, TensorStore):
         return reader
@@ -291,8 +292,8 @@ def _widened(
 ) -> tuple[Tensor, Tensor]:
     """Return the inflation at which the CRPS is smallest, and that CRPS (T, F).
 
-    Terms that were fitted to training dates are too certain of these, so the factor is chosen on `unseen`. Fields that
-    few of the dates of `unseen` have take it from `sample`.
+    Terms that were fitted to training dates fit these dates too well, so the factor is chosen on `unseen`. Fields that
+    have a score on fewer than `FEWEST_TO_WIDEN` dates of `unseen` take it from `sample`.
     """
     factor, error, count = truth.best_factor(unseen, inflation, stage)
     few = count < FEWEST_TO_WIDEN

@@ -2,8 +2,8 @@
 
 1. Measure the importance of channels and hidden units, and how much of it a refit restores (`training.importance`).
 2. Choose sizes. Every part of the forward pass is timed at the sizes that are tried, because three channels fewer may
-   save nothing. The cut that loses least importance for each millisecond is made, again and again, until the sum of the
-   parts is as fast as requested. The smaller model is then timed as a whole, and cut further if it is too slow.
+   save nothing. The cut that loses least importance for each millisecond saved is made, again and again, until the sum
+   of the parts is as fast as requested. The smaller model is then timed as a whole, and cut further if it is too slow.
 3. Train it in an ordinary run with a lower learning rate, by the forecasts of the whole model as well.
 """
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 # Fewest and most timed calls, of which the fastest counts; seconds after which no more than the fewest are made.
 _PASSES, _SECONDS = (5, 30), 0.3
 _MARGIN = 1.05  # factor by which to exceed the requested speedup, because two measurements of a pass differ
-_LEAST = 8  # fewest channels; fewer than these are slower again
+_LEAST = 8  # fewest channels; fewer are slower again
 _SMALL = 0.002  # fraction of the time of a pass; a cut that saves less is not made
 
 
@@ -134,7 +134,7 @@ def _refuse(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
-    """Return the settings that a checkpoint recorded, for one rank and with another path of the store.
+    """Return the settings that a checkpoint recorded, for one rank, without a tournament, and with another store path.
 
     Args:
         plain: the settings as JSON values.
@@ -431,7 +431,7 @@ class Clock:
 def choose_sizes(
     clock: Clock, lost: Callable[[str, int], float], sizes: Mapping[str, int], target: float, whole: float
 ) -> tuple[dict[str, int], bool]:
-    """Cut what loses least importance for each millisecond, until the estimated time reaches the target.
+    """Cut what loses least importance for each millisecond saved, until the estimated time reaches the target.
 
     Args:
         clock: times parts of the pass.
@@ -441,7 +441,7 @@ def choose_sizes(
         whole: milliseconds of the whole model.
 
     Returns:
-        The sizes by group, and whether the target is reached.
+        The sizes by group, and whether the target is reached. If not, no further cut saves enough time.
     """
     found = dict(sizes)
     now = clock.total(found, whole)

@@ -1,7 +1,7 @@
-"""Fit the forms of EMOS on the training dates, and keep the form that scores best on the validation dates.
+"""Fit the forms of EMOS (`models.rivals.emos`) on the training dates, and keep the one that scores best in validation.
 
     global     one set of coefficients for each lead and field
-    local      one set for each grid point as well, with a seasonal term
+    local      one set for each lead, field and grid point, with a seasonal term
     shrunk K   local coefficients, pulled towards the global ones, which weigh as much as K dates
 
 All forms take the members' mean as an anomaly from its mean over the training dates at the point. So the global
@@ -113,7 +113,8 @@ def fit_emos_model(
         progress: shows how far the fit is.
 
     Returns:
-        {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble}.
+        {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble, empty without
+        validation dates}.
     """
     progress = progress or Progress()
     progress.begin(["EMOS: its forms", "EMOS: all points"])

@@ -27,7 +27,7 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
         config: settings of the run.
         session: the ranks of the job.
         made: a list, to which new communicators are added for the caller to close; None for the run itself. With a
-            list, the exchange is one to time steps with, and nothing is logged.
+            list, the exchange is only for timing steps, and nothing is logged.
 
     Raises:
         UserError: settings do not fit the ranks, or with `optim.hierarchical` the nodes are not alike.

@@ -62,7 +62,7 @@ def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Sche
 
 
 def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
-    """Return the samples of a validation, grouped into batches that fit a rank where `parts` of them share a batch."""
+    """Return the samples of a validation, grouped into batches of the size `validation_size(config, parts)`."""
     members = np.arange(min(config.data.validation_members, reader.most))
     return fixed_draws(reader, dates, members, validation_size(config, parts))
 

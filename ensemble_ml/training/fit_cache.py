@@ -4,8 +4,9 @@
 
 KEY is a hash of everything that a fit depends on: the fingerprint of the store, the spec without the settings that no
 fit reads, the dates, the numbers of members, the seed of withheld members, the code, and the seed if a point network is
-fitted. The memory, threads and instructions of the machine count as well: they decide how many points are fitted to,
-and the last bits of the results.
+fitted. The memory, threads and instructions of the machine and the versions of torch and NumPy count as well: they
+decide how many points are fitted to, and the last bits of the results. The number of ranks does not count, although it
+may change the last bits, too.
 
 A file is whole or absent. One that cannot be read is replaced by a new fit.
 """
@@ -128,7 +129,7 @@ def _key(
         "withhold": reader.withhold,
         "seed": seed if point_shapes(reader.spec)["points_first"][0] else 0,
         "code": _CODE,
-        # How much memory there is decides how many points are fitted to; threads and instructions change last bits.
+        # The memory decides how many points are fitted to. Threads, versions and instructions change the last bits.
         "machine": [
             memory_limit(),
             torch.get_num_threads(),

@@ -57,7 +57,7 @@ class Importance:
 
 
 def measure_importance(run: Run, model: EnsembleModel) -> Importance:
-    """Measure importance on the first training batches.
+    """Measure importance on the first `BATCHES` training batches.
 
     Args:
         run: the run of the model.

@@ -83,7 +83,7 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint without tensors of single ranks, and let `last` (and `best`) point to it.
+    """Write a checkpoint without tensors of single ranks, and let `last` point to it, and `best` if `snapshot.best`.
 
     Args:
         folder: the folder of checkpoints.
