@@ -1,10 +1,10 @@
 """Fits the linear correction of `models.linear` to the training dates: ridge regression in closed form.
 
-The weights W of the latitude basis functions are fitted in three steps: one W for all functions; then what each pair of
-functions at the same distance from the equator adds to it; then what each function adds. Each step is fitted to the
-residuals of the step before, and a point has the value of the basis function there as a weight. So a function gets
-weights of its own only as far as its dates support them. Basis functions add up to one, so their sums over points add
-up to those over the globe.
+The weights W of the latitude basis functions are fitted in up to three steps: one W for all functions; then what the
+functions at the same distance from the equator add to it together; then what each function adds. Each step is fitted to
+the residuals of the step before, and weights each point by the value of the functions there. So a function gets weights
+of its own only as far as the data support them. Basis functions add up to one, so their sums over points add up to
+those over the globe.
 
 Targets, in typical spreads:
 
@@ -16,13 +16,14 @@ Targets, in typical spreads:
     S     spread of all N members
     s1    the spread that is expected of all members (`models.features`)
 
-The weight of a point is its area over the square of the relative spread there on that date, one number for all fields
+A point is also weighted by its area over the square of its relative spread on that date, one number for all fields
 (`linear_sums.relative_spread`), because errors grow with the spread. This is generalised least squares (Aitken 1935,
 doi:10.1017/S0370164600014346), and comes close to a fit by the CRPS.
 
-Predictors are standardised. Each output takes the penalty of a list, or no correction at all, by the smallest weighted
-squared error on the validation dates. Without validation dates, a fifth of the training dates is held out for this.
-Where a target is partly missing, the missing part is assumed to be like the rest.
+Predictors are scaled to a sum of squares of one. In each step, each output takes the penalty from a list, or no
+correction at all, that gives the smallest weighted squared error on the validation dates. Without validation dates, a
+fifth of the training dates is held out for this. Where a target is partly missing, the missing part is assumed to be
+like the rest.
 
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
 channel at one of nine offsets), N basis function, Y latitude, X longitude.
@@ -51,9 +52,10 @@ from ensemble_ml.training.team import Team
 log = logging.getLogger(__name__)
 
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
-BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # for what single basis functions add
+BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # for what some of the basis functions add to the weights of all
 VALIDATION_DATES = 40  # most dates to choose penalties by
-FEWEST_DATES = 10  # with fewer dates there is no fit; a fifth of them may be held out
+# With fewer dates there is no fit. The linear fit also counts the dates that penalties are chosen by.
+FEWEST_DATES = 10
 _TINY = 1e-12
 
 
@@ -65,7 +67,7 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
         on_host: ranks on this host; each of them holds the sums.
 
     Raises:
-        UserError: the sums need more.
+        UserError: the sums need more than that.
     """
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
@@ -82,7 +84,7 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
     """Return the climatological mean: the mean over dates of the mean of all members, (T, F, Y, X).
 
-    A point without a value on all dates gets the area mean of its field, because single members may have a value there.
+    A point that has a value on no date gets the area mean of its field, because single members may have a value there.
     A field without any value is zero.
 
     Args:
@@ -199,7 +201,7 @@ def _refine(
     for group in groups:
         added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # outputs without targets stay zero
         for gram, right, known in sums.of(group):
-            # Subtracted from the sums, the weights so far leave the residuals' sums, without reading a date again.
+            # The sums of the residuals follow from those of the targets, so no date is read again.
             left = right[:, known] - gram @ found[group[0]][:, known].double()
             added[..., known] = _solutions(gram, left, penalties, rows.dates.team)
         candidates.append(added)
@@ -214,11 +216,11 @@ def _refine(
 
 
 def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Team) -> Tensor:
-    """Return coefficients for no correction at all, then for each penalty, float32.
+    """Return coefficients for no correction at all, then for each penalty, (1 + penalty, TERMS * K, O) float32.
 
     Each rank solves for some of the penalties.
     """
-    # Predictors are scaled to variance one, so that a penalty is a fraction of each predictor's own variance.
+    # Predictors are scaled to a sum of squares of one, so that a penalty is a fraction of each predictor's own sum.
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
@@ -237,7 +239,7 @@ def _taken(candidates: Tensor, best: Tensor) -> Tensor:
 
 
 def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
-    """Return the best candidate of each output by its errors (1 + penalty, O).
+    """Return the index of the best candidate of each output, (O,), by its errors (1 + penalty, O).
 
     An output without a target on the validation dates gets the candidate that most outputs of its kind (mean or spread)
     take. If no output of its kind has a target, it gets the middle penalty.
@@ -259,7 +261,7 @@ def _errors(
     near, wanted, there, _ = rows(date, members)
 
     def weight(of: Tensor) -> Tensor:
-        """Return the weights (O, K) for M members."""
+        """Return the weights for M members, (..., O, K), from those of both terms."""
         first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)
         return (first + (1 / members - centre) * second).mT
 

@@ -28,7 +28,7 @@ from ensemble_ml.training.climate_data import Dates, Sample
 SIZES = 3  # most ensemble sizes that are fitted at once
 _MOST_OPERATIONS = 2e13  # bound on the operations of the sums: on large grids they take random points of each date
 _MANY_OPERATIONS = 1e11  # above this, predictors are rounded to bfloat16, which is faster
-_BLOCKS = 6  # a product with itself is symmetric, so its columns are computed for this many blocks of rows one by one
+_BLOCKS = 6  # blocks of rows of a symmetric product, each computed without the columns right of its diagonal block
 _CHOICES = 4  # most choices of a date's members: the first members, then random ones
 _LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others
 _TINY = 1e-12
@@ -50,7 +50,7 @@ class Rows:
         assert start.linear is not None
         self.start, self.linear, self.dates, self.targets = start, start.linear, dates, targets
         grid = dates.spec.grid
-        # Roots of the weights: predictors and targets are both multiplied by them, so their products get the weights.
+        # Roots of the areas: predictors and targets are both multiplied by them, so their products get the areas.
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
         self.bands = self.linear.bands[..., 0]  # (N, Y)
@@ -71,7 +71,8 @@ class Rows:
             chosen: positions of the members; None for the first ones.
 
         Returns:
-            Predictors (K, P) and targets (O, P) in typical spreads, which targets exist (O, P), and the roots (P,).
+            Predictors (K, P) and targets (O, P) in typical spreads, which targets exist (O, P), and the roots of the
+            weights (P,).
         """
         sample = self.dates.of(members).sample(int(date), chosen)
         at = self._at(int(date))
@@ -121,13 +122,15 @@ class Rows:
         """Return which points of a date the sums take, row by row, so that those of a basis function are contiguous."""
         if self.points == len(self.weights):
             return torch.arange(self.points)
-        # The points are drawn by the date's own seed, so that all ensemble sizes see the same points of a date.
+        # The date is the seed of the points, so that all ensemble sizes see the same points of a date.
         draw = torch.Generator().manual_seed(date)
         return torch.randperm(len(self.weights), generator=draw)[: self.points].sort().values
 
 
 def relative_spread(heads: Heads, sample: Sample, members: int) -> Tensor:
     """Return the ratio of the prior spread to s_clim, as a geometric mean over leads and fields, (Y, X).
+
+    The ratio of each field is first bounded by `_LEAST_RATIO` and `_LARGEST_RATIO`.
 
     Args:
         heads: hold s_clim and k.

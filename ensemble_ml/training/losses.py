@@ -15,7 +15,7 @@ error^2 and spread_error, times `distill`. It also counts where the target is mi
 The loss of each field starts near one. So a gain of one percent counts the same in every field, as in the scores, which
 are geometric means over fields.
 
-Values are summed over the points of a rank, and weights over those of all ranks, before they are divided. So a rank's
+A rank divides the sum over its own points by the sum of weights over the points of all ranks (`Loss.ranks`). So its
 loss is its part, and the sum over ranks is exactly the loss of the whole batch, also for short batches, missing fields
 and shards of any size.
 
@@ -49,8 +49,9 @@ class Loss:
         spread_error: (N + 1, T, F) typical squared error of the spread; row M is for M members.
         area: (Y, X) areas of the cells, with mean one over the whole grid.
         spread_weight: weight of the spread's part.
-        ranks: the ranks that share the batch.
-        teacher: a model of the same fields, from whose forecasts this one learns, too.
+        ranks: the ranks over whose points weights are summed: those that share the batch. If they may be some steps
+            apart, only those that share a sample; the loss is then the mean over these samples.
+        teacher: a model of the same fields, from whose forecasts this one learns, too; None for none.
         distill: weight of the distance to these forecasts.
     """
 

@@ -67,7 +67,7 @@ class Mllog:
         Args:
             key: one of the keys in `mlperf_logging.mllog.constants`, or a key of our own.
             value: any value that JSON has; a number that is not finite becomes null.
-            **metadata: what belongs to it, such as epoch_num.
+            **metadata: further facts, such as epoch_num.
         """
         self._log(_POINT, key, value, metadata)
 
@@ -101,7 +101,7 @@ def encoded(time_ms: int, kind: str, key: str, value: Any, metadata: dict[str, A
         kind: POINT_IN_TIME, INTERVAL_START or INTERVAL_END.
         key: name of the event.
         value: its value.
-        metadata: what belongs to it.
+        metadata: file and line number of the event, and further facts.
     """
     event = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key}
     return _PREFIX + json.dumps(event | {"value": strict(value), "metadata": strict(metadata)})

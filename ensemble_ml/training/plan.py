@@ -93,8 +93,9 @@ class Planner:
     def computed(self, traced: Tracing) -> Piece:
         """Compute the local work of a step from the speeds in `plan.gflops` and `plan.bandwidth`.
 
-        Convolutions and products take operations / speed, everything else bytes / bandwidth. This is the roofline model
-        (Williams et al. 2009, doi:10.1145/1498765.1498785) without overlap of the two.
+        Convolutions and products take operations / speed, everything else bytes / bandwidth, or no time if
+        `plan.bandwidth` is zero. This is the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785) without
+        overlap of the two.
 
         Args:
             traced: a dry run of the step.
@@ -127,7 +128,7 @@ class Planner:
         return shard_of(self.spec, topology).shape
 
     def fits(self, ranks: int) -> bool:
-        """Return True if grid, batch, model and optimizer allow a partition over `ranks`. Memory is not looked at.
+        """Return True if grid, batch, model and optimizer allow a partition over `ranks`. Memory is not checked.
 
         Args:
             ranks: number of ranks.
@@ -135,7 +136,7 @@ class Planner:
         return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 
     def open(self, ranks: int, batch: int) -> list[Candidate]:
-        """Return the partitions over `ranks` that fit grid and batch.
+        """Return the partitions over `ranks` that fit grid, batch and settings; the list may be empty.
 
         Args:
             ranks: number of ranks.
@@ -202,6 +203,9 @@ class Planner:
 
         Returns:
             The costs of its step, with the messages of the rank that sends most.
+
+        Raises:
+            UserError: model or optimizer do not allow this partition.
         """
         largest = candidate.busiest(self.shard)
         found = self._followed(largest, candidate.samples)
@@ -313,7 +317,7 @@ class Planner:
         """Refuse a plan that needs the time of a message where no link can be timed.
 
         Raises:
-            UserError: a single process measures for several ranks, or `plan.simulate` has only one rank to measure on.
+            UserError: a single process measures for several ranks, or `plan.simulate` is set and one rank is planned.
         """
         if self.settings.simulate and self.settings.alpha is None and not self._asks:
             raise UserError(
@@ -333,14 +337,13 @@ class Planner:
         return self.session.world.local_size if self.session.world.size > 1 else self.local
 
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
-        """Add the cost of a step to a partition.
+        """Return a partition with the cost of its step.
 
         Args:
             c: the partition.
             piece: local work of its busiest rank.
             links: the links between its ranks.
             traced: costs of the dry run.
-
         """
         buckets, overlap = exchange_traffic(
             self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
@@ -352,7 +355,7 @@ class Planner:
 
 
 def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = False) -> list[tuple[bool, int]]:
-    """Return the pairs (`model.recompute`, `parallel.shard`) that may save memory, the fastest pair first.
+    """Return the pairs (`model.recompute`, `parallel.shard`) to try until one fits into memory, the fastest pair first.
 
     Args:
         config: settings of the run.
@@ -428,7 +431,7 @@ def number_text(weights: int) -> str:
 
 
 def _between(message: Message, topology: Topology) -> Message:
-    """Convert a message of a dry run with fewer data ranks to one among those of `topology`."""
+    """Convert a message of a dry run with fewer data ranks to the same message among the ranks of `topology`."""
     ranks = topology.data * topology.spatial
     # Only sums over all ranks of the model change with the number of data ranks. Halos do not.
     if message.axes != MODEL_AXES or message.ranks == ranks:
@@ -448,8 +451,8 @@ def plan(config: PlanConfig) -> Path:
         The path of plan.json.
 
     Raises:
-        UserError: there is no store, settings do not fit it, no link can be timed, or no partition fits the ranks
-            or their memory.
+        UserError: there is no store, settings do not fit it, no link can be timed, no partition fits the ranks or their
+            memory, or the output folder cannot be written.
     """
     check_writable(config.output)
     # The degrees in the settings are those of the planned run, not of the ranks that measure here.
@@ -501,10 +504,10 @@ def plan(config: PlanConfig) -> Path:
 
 
 def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanConfig:
-    """Return settings in which the loading of a rank with `plan.memory_gb` has half of what a step leaves.
+    """Return settings whose `loading.ram` is half of what a step leaves of `plan.memory_gb`.
 
-    A run would take as much if it found that much free. On a GPU the settings stay, because `plan.memory_gb` is then
-    the GPU's memory, and not the host's.
+    A run takes as much if it finds that much free. The settings stay as they are if `plan.memory_gb` is zero or
+    `loading.ram` is given, and on a GPU, because `plan.memory_gb` is then the GPU's memory, and not the host's.
     """
     if not config.plan.memory_gb or config.loading.ram is not None or session.device.type != "cpu":
         return config
@@ -544,7 +547,7 @@ def shared_out(
 ) -> TrainConfig:
     """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
-    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit.
+    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless its settings name another.
 
     Args:
         config: settings of the run.

@@ -36,6 +36,7 @@ _ROWS = 1_000_000  # most points in a pool
 _LEAST_STEPS = 500  # fewest steps of the schedule: small pools get more passes
 _BATCH = 2048  # most rows of a step
 _CHOICES, _EACH = 4, 500  # most choices of a date's members; fewest points of each
+# Largest learning rate; weight decay; fraction of hidden units dropped; fraction of the steps in which the rate rises.
 _RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.3, 0.3, 0.1
 _PASSES = 4  # fewest passes over the pool
 _LEAST_ROWS = 20_000  # fewest rows of a pool, unless the dates have fewer: fits to few points do not generalise
@@ -125,8 +126,8 @@ def gather(
         arrays: how many arrays each loss needs.
 
     Returns:
-        This rank's part of the pool; None, which is logged, if memory holds too few points, if the time for this fit
-        ends before they are read, or if no date has a target.
+        This rank's part of the pool; None, which is logged, if `pool_size` allows too few points, if the time for this
+        fit ends before they are read, or if no date has a target.
     """
     inputs, area = network.first.shape[1] - 1, torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
     fields, cells = dates.shape[0] * dates.shape[1], len(area)
@@ -169,7 +170,7 @@ def gather(
 
 
 def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: Sequence[int], dates: int) -> tuple[int, int]:
-    """Return the size of a pool that the bounds on memory and operations allow.
+    """Return the size of a pool that the bounds on memory, rows and operations allow.
 
     Args:
         cells: Y X, points of the grid.
@@ -287,10 +288,10 @@ def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates
         pool: this rank's part of the pool.
         losses: returns losses from outputs (P, U) and the targets at these points.
         unit: (U,) unit of each output.
-        dates: the dates of the pool; their seed is that of the weights.
+        dates: the dates of the pool; their seed draws the first weights, the batches and the dropout.
 
     Returns:
-        False if there was no time for any step; the network is then unchanged.
+        True if the network was fitted; False if there was no time for any step, and the network is unchanged.
     """
     team = dates.team
     middle, spread = _standardisation(pool, dates)

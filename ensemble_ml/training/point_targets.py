@@ -9,7 +9,7 @@
 
 The losses are means over single points of training dates. Each field's loss is divided by its loss without the network,
 and the loss of the spread is multiplied by `_WEIGHT_OF_SPREAD`. Because v and w are fitted together, an error counts
-relative to the size of errors at its point, and v is fitted less to chance than by squared errors.
+relative to the size of errors at its point, and v overfits less than with squared errors.
 
 A variable with bounds is scored by its own distribution, with the mean y - e + v sigma0 (y the truth), kept a little
 inside the bounds (near zero as in `models.dry`). Of rain, mostly its occurrence can be predicted, which a normal
@@ -48,9 +48,9 @@ from ensemble_ml.training.team import Team
 log = logging.getLogger(__name__)
 
 VALIDATION_DATES = 40  # most dates to choose fractions by
-_WEIGHT_OF_SPREAD = 0.3  # with 1, the CRPS gains a twentieth less (ARCHITECTURE, "Tried")
+_WEIGHT_OF_SPREAD = 0.3  # with 1, the gain in CRPS is a twentieth smaller (ARCHITECTURE, "Tried")
 _UNTRIED = 0.5  # fraction if no field has targets on the validation dates
-_LEAST_MEAN = 0.01  # least distance of a mean from a bound, in scales: nearer, its location changes too fast
+_LEAST_MEAN = 0.01  # least distance of a mean from a bound, in scales: nearer to it, the location changes too fast
 # Typical spreads. Without this floor, the few wet points of a field that is dry nearly everywhere would outweigh all
 # other fields.
 _LEAST_COST = 0.02
@@ -77,7 +77,7 @@ def fit_points(
         s1: returns the expected spread, which sigma follows; None if the model does not predict the truth.
 
     Returns:
-        False if the network got no weights, for lack of time, dates, memory or targets.
+        True if the network was fitted; False if it was not, for lack of time, dates, memory or targets.
     """
     network = start.points
     assert network is not None
@@ -98,7 +98,7 @@ def fit_points(
     typical = points.score.typical(pool, dates.team) if points.score else torch.ones(())
 
     def losses(found: Tensor, known: list[Known]) -> list[Tensor]:
-        """Return squared errors of the spread and the CRPS, each relative to that without the network."""
+        """Return weighted squared errors of the spread, and the CRPS, each relative to its mean without the network."""
         more, errors = found[:, : len(unit)], found[:, len(unit) :]
         costs = [_WEIGHT_OF_SPREAD * (more - known[0].arrays[0] / unit) ** 2]
         if points.score is not None:
@@ -143,7 +143,7 @@ class Points:
             self.arrays.append(3 if self.score.bounded else 2)
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Return the errors to predict, at all points, (O, Y X) in typical spreads, NaN where absent.
+        """Return the errors before the linear correction, at all points, (O, Y X) in typical spreads, NaN where absent.
 
         Args:
             date: index of the date.
@@ -244,7 +244,7 @@ class _Score:
         return torch.cat(costs, 1)[:, self.back]
 
     def typical(self, pool: Pool, team: Team) -> Tensor:
-        """Return the mean CRPS of each field without the network, (T F,)."""
+        """Return the mean CRPS of each field without the network, (T F,) in typical spreads, at least `_LEAST_COST`."""
         some = pool.known[1].at(pool.spaced(LOOKED_AT))
         costs = self(some.weight.new_zeros(len(some.weight), 2 * some.weight.shape[1]), some.arrays)
         cost, count = (costs * some.weight).sum(0), some.weight.sum(0)
@@ -255,7 +255,7 @@ class _Score:
 def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:
     """Return the mean, moved to at least `least` inside the bounds.
 
-    The gradient is that of the mean before. Otherwise a point that is forecast dry could never become wet.
+    The gradient passes as if the mean were not moved. Otherwise a point with a dry forecast could never become wet.
     """
     lower, upper = law.bounds
     return mean + (lower + least - mean).clamp(min=0).detach() - (mean - upper + least).clamp(min=0).detach()

@@ -1,6 +1,6 @@
 """Measures the local work of a training step at the shard shapes of partitions, on all ranks of a node at once.
 
-Times are kept on disk, under a hash of machine, code, model, optimizer, shape, samples, threads and busy ranks.
+Times are kept on disk, under a hash of what they depend on: machine, code, model, optimizer, shape and ranks (`_kept`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Job:
         config: settings of the run.
         spec: the model's spec.
         shapes: the shapes at which a step is timed.
-        seconds: time for all shapes. At least one is always measured.
+        seconds: time for all shapes. If no time is on disk, at least one shape is measured.
         folder: the folder in which times are kept; None for none.
         gflops: speed from the settings; if it is not zero, no step is timed.
         links: measure the links between the ranks, too.

@@ -1,7 +1,7 @@
 """Shows the progress of the fits before the first step, and keeps them within `max_minutes`.
 
     Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
-    Pace        by how much each step of the point network advances its schedule, so that it ends in time
+    Pace        by how much each step of the point network's fit advances its schedule, so that the fit ends in time
 
 Only the fit of the point network can stop at any time. All other fits are sums over dates. So the limit of the fits is
 a deadline for the network, early enough to leave time for the fits after it.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NETWORK = "point network"  # its name in messages
-SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and steps take the rest
+SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes` for all fits; timing, validation and steps take the rest
 _UNTIL = 0.88  # deadline of the network, as a fraction of the time for all fits: sums over dates follow it
 _WARM = 10  # steps of the network after which its speed is known
 
@@ -145,7 +145,7 @@ class Progress:
 
 
 class Pace:
-    """The pace of a fit: by how many steps each step advances the schedule, so that it ends by a deadline.
+    """The pace of a fit: by how many steps each step advances the schedule, so that the fit ends by a deadline.
 
     Args:
         total: steps of the schedule.

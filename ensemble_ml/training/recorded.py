@@ -47,7 +47,7 @@ class _Recording:
 class Recorded:
     """A pass that is called for the first batches, then recorded and replayed.
 
-    If memory runs out in an ordinary call, the recording is dropped, and the call is made once more.
+    If memory runs out in an ordinary call beside a recording, the recording is dropped, and the call is made once more.
 
     Args:
         model: the model that gets the gradients. Its parameters and buffers must stay where they are in memory.
@@ -151,8 +151,8 @@ class Recorded:
 def may_record(model: nn.Module, session: Session) -> bool:
     """Return True if it is worth trying to record passes of a model.
 
-    It is for our own network on one rank with a GPU. A pass of other models may change more than gradients, such as the
-    running statistics of batch norms.
+    A recording is tried for an `EnsembleModel` on one rank with a GPU. A pass of another model may change more than
+    gradients, such as the running statistics of batch norms.
     """
     return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
 

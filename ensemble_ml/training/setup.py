@@ -473,7 +473,7 @@ def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarra
 
     Args:
         config: settings of the run.
-        dates: all training dates.
+        dates: indices of all training dates.
         trainer: number of the trainer.
 
     Raises:
@@ -517,7 +517,8 @@ def forget(folder: Path, *, there: bool) -> None:
 
     Args:
         folder: the run folder.
-        there: whether the folder existed before the run. If so, only the run's own files are removed.
+        there: whether the folder existed before the run. If so, only the settings, `log.jsonl`, the checkpoints and the
+            folders of trainers are removed.
     """
     traces = [*(folder / name for name in _TRACES), *folder.glob(f"{TRAINER}*")]
     for path in traces if there else [folder]:
@@ -541,7 +542,7 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
 
     Args:
         config: settings of the run.
-        was: number of threads before the run was resumed; None for a new run.
+        was: number of threads before the run was resumed; None for a new run, or to leave the warning to another rank.
         ranks: number of processes that share the cores, with this one.
 
     Returns:

@@ -8,7 +8,7 @@ differences of Gaussian means of 1, 2, 4, ... cells, and the mean of all cells. 
     n_eff   = n (1 - r) / (1 + r)
 
     A       mean square of the scale in single dates
-    B       its square in the mean map
+    B       its mean square in the mean map
     noise   the part of B that is noise
     n_eff   effective number of dates, fewer than n if neighbouring dates are alike
     r       correlation between neighbouring dates
@@ -35,7 +35,7 @@ _MOST_CORRELATED = 0.9  # largest r
 _PRIOR = 5.0  # weight of the mean over fields, in independent numbers
 _TINY = 1e-30
 _NOTHING = 1e-20  # too small to change a float32 sum; products with smaller weights are denormal and ten times slower
-_ENOUGH_FOR_BIAS = 8  # dates: with fewer, Kendall's correction of r would divide by almost zero
+_ENOUGH_FOR_BIAS = 8  # dates: with no more than these, Kendall's correction of r would divide by almost zero
 
 
 class Scales:

@@ -108,6 +108,8 @@ class Spread:
     def said(self, sample: Sample) -> Tensor:
         """Return d'' (in typical spreads), v and w of the point network, (3, T, F, Y, X); zeros if there is none.
 
+        A model that does not predict the truth has d'' alone, (1, T, F, Y, X).
+
         Args:
             sample: a date.
         """
@@ -130,6 +132,8 @@ class Spread:
 
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
     """Fit s_clim: the root of the mean variance of the full ensemble, smoothed by one cell if dates are few.
+
+    It is at least `_LEAST_SPREAD` times the root mean square of its field.
 
     Args:
         dates: reads dates.
@@ -211,7 +215,7 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
     """Return k of s1 (T, F), the one of `SHRINK` with the least squared error on the validation dates.
 
-    It is `_SHRINK_DEFAULT` without validation dates or with a single member.
+    It is `_SHRINK_DEFAULT` without validation dates, with a single member, and for a field that none of the dates has.
     """
     # With one member there is no sample spread to weigh against the climatological one.
     if not len(validation) or dates.members < 2:
@@ -257,7 +261,7 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
 
 
 def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
-    """Return the mean squared error for one number of members, (T, F)."""
+    """Return the mean squared error for the number of members of `dates`, (T, F), with a floor."""
     total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
     for date in dates.team.mine(chosen.tolist()):
         sample = dates.sample(date)

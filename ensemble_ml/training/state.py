@@ -92,10 +92,10 @@ class State:
         average: the averaged weights, or None.
         exchange: the exchange of gradients between ranks.
         step: number of steps done.
-        best: {step, score} of the best validation, or None.
-        scores: scores of the latest validation.
-        widths: calibration factors (T, F) of the latest validation.
-        validated: the step of the latest validation.
+        best: step and scores of the best validation, or None.
+        scores: scores of the latest validation; empty if one of them was not finite.
+        widths: calibration factors (T, F) of the latest validation, or None.
+        validated: the step of the latest validation; None if a score was not finite.
         by_size: ratios of the factors for other numbers of members to `widths` (`widths.widths_for`).
         varied: number of the trainer whose values of `tournament.vary` this one has.
         rounds: the tournaments so far, as `tournament.compete` returns them.
@@ -150,7 +150,7 @@ class State:
             self.model.train()
 
     def complete(self) -> None:
-        """Gather the parameters of which each rank has updated only its own grid points.
+        """Gather parameters of which each rank has updated only its own grid points, with their moments and averages.
 
         All ranks call this before any of them reads such a parameter as a whole.
         """
@@ -204,7 +204,7 @@ class State:
 
     @property
     def shards(self) -> tuple[int, int, int, int]:
-        """Return this rank's part of the weights, and of how many (see `place_among_shards`)."""
+        """Return (part, number of parts, copy, number of copies) of the weights on this rank (`place_among_shards`)."""
         return max((place_among_shards(p) for p in self.model.parameters()), key=lambda place: place[1])
 
     def changing(self) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class State:
 
         Args:
             checkpoint: the checkpoint, with the tensors for training.
-            ranks: number of files that hold parts of tensors.
+            ranks: number of files that hold parts of tensors; zero if weights were not sharded.
         """
         by_name = dict(learned(self.model))
         by_name |= {f"{_RAW}{name}": p for name, p in by_name.items()}

@@ -47,7 +47,7 @@ class Stepper:
     """An object that takes the steps of a run.
 
     Attributes:
-        waited: seconds that the last step waited for other ranks.
+        waited: seconds that the last call waited for other ranks.
         skipped: how many steps in a row were left out.
         noted: the report of the exchange on the last step, such as the layers whose momenta it averaged.
         missed: the steps that other ranks took without this one in the last call: by number of the step, its numbers

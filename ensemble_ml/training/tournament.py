@@ -1,8 +1,8 @@
 """Holds tournaments between the models that one job trains (LTFB: Jacobs et al. 2017, doi:10.1145/3146347.3146356).
 
 All trainers validate on the same init times, so a tournament compares the scores that they have. From these, every rank
-computes which trainer takes whose weights. Then each rank of a winner sends weights, moments of the optimizer and the
-varied settings to its counterpart in the losing trainer. Winners keep their state.
+computes which trainer takes whose weights. Then each rank of a winner sends weights, moments of the optimizer, scores
+and the varied settings to its counterpart in the losing trainer. Winners keep their state.
 
 The trainer with the smaller score wins, and one whose score is not finite loses. With equal scores, both keep their
 state. The result depends only on the scores, the seed and the number of the tournament, and only losers change. So
@@ -39,7 +39,7 @@ _LOOK = 0.05  # seconds between two checks of the other trainers' checkpoints
 
 
 def partners(seed: int, number: int, trainers: int) -> list[tuple[int, int]]:
-    """Draw the pairs of a tournament, as a pure function of the seed and its number.
+    """Draw the pairs of a tournament, as a pure function of the arguments.
 
     Args:
         seed: seed of the run.
@@ -54,8 +54,8 @@ def sources(keep: TournamentKeep, scores: Sequence[float], seed: int, number: in
     """Return for each trainer the number of the trainer whose state it has after a tournament.
 
     Args:
-        keep: pairs: the loser of each pair takes the winner's state; truncation: the worst quarter of the trainers take
-            that of the best quarter.
+        keep: pairs: the loser of each pair takes the winner's state; truncation: the worst quarter of the trainers, but
+            at least one, take that of the best quarter.
         scores: the score of each trainer; lower is better.
         seed: seed of the run, for pairs.
         number: number of the tournament.
@@ -224,7 +224,10 @@ def await_written(run: Path, trainers: int, step: int) -> None:
 
 
 def point_to_best(run: Path) -> int:
-    """Point the links of the run's own checkpoints to those of the trainer with the best score; return its number."""
+    """Point the links of the run's own checkpoints to those of the trainer with the best score; return its number.
+
+    If no trainer has a score, it is the first one.
+    """
     folders = sorted(path.parent for path in run.glob("trainer_*/checkpoints"))
     scores = []
     for folder in folders:
@@ -282,6 +285,9 @@ def _try_soup(
     """Score the mean of the trainers' weights. If it is better than `best`, keep it as the run's best checkpoint.
 
     Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
+
+    Returns:
+        True if the mean is better.
     """
     state = run.state
     mean_weights(run, scores)

@@ -38,8 +38,8 @@ class Tracker:
       was spent waiting for data). Over several ranks there are sent_mb (what this rank sent in a step) and
       exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
       lets the GPU wait is not seen). With a planned loader there is `loading`: hits (the fraction of packed bytes that
-      are not from slow storage), MB/s of each tier and, if peers failed, fallback_mb (read from slow storage in their
-      place);
+      are not from slow storage), MB/s of each tier and, if peers or caches failed, fallback_mb (read from slow storage
+      in their place);
     - `validation`: its scores, and `best`, whether they are the best so far;
     - `momentum_sync`: the layers whose momenta were averaged, the bytes sent and, if measured, the variances;
     - `tournament`: the scores of all trainers, `from` (the trainer whose state each has now) and the seconds that
@@ -209,7 +209,7 @@ class Tracker:
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Log whose layers' momenta were averaged after a step, the bytes sent, and the variances that chose them.
+        """Log the layers whose momenta were averaged after a step, the bytes sent, and the variances that chose them.
 
         Args:
             step: the step.

@@ -179,7 +179,7 @@ class Trainer:
 
         Raises:
             Stopped: a stop was requested; the state is in `checkpoints/last`.
-            UserError: a loss or gradient is not finite, or memory does not suffice.
+            UserError: a loss, gradient or forecast is not finite, or memory does not suffice.
         """
         done = resumed and self.state.step >= self.state.steps
         self.kept, self._request = resumed, stop
@@ -259,8 +259,8 @@ class Trainer:
         """Reduce the number of steps to what fits into a time limit.
 
         The time of a validation and of a step is measured, without a change of the run itself. If steps take longer
-        later, the run ends with the step after which no other would fit. If the fits have left almost no time, the run
-        has one step, and nothing is measured.
+        later, the run ends with the first step that leaves time for the last validation alone. If the fits have left
+        almost no time, the run has one step, and nothing is measured.
 
         Args:
             seconds: the time that is left, including the last validation.
@@ -416,7 +416,7 @@ class Trainer:
         return self.stepper(batch, says)
 
     def _left(self) -> float:
-        """Return the votes with which another trainer has stopped, asked for once a second, or zero."""
+        """Return the votes with which another trainer has stopped, or zero. Ask for them at most once a second."""
         if not self._several or not self.session.first_of_model or time.monotonic() - self._heard < _HEAR:
             return 0.0
         self._heard = time.monotonic()

@@ -222,7 +222,7 @@ class Truth:
             chosen: indices of the dates.
 
         Returns:
-            (T, F) the likeliest k.
+            (T, F) the likeliest k; that of s1 with a single member, or for a field that no date has.
         """
         # One member has no sample spread to weigh against the climatological one, so k of s1 is kept.
         if self.dates.members < 2:
@@ -281,7 +281,7 @@ class Truth:
     def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
         """Fit a and b of `models.dry` to points at which the corrected mean is zero or below.
 
-        Fields with few such points keep their a and b.
+        Fields with few such points, or on few dates, keep their a and b.
 
         Args:
             inflation: (T, F, Y, X) B.
@@ -360,7 +360,11 @@ class Truth:
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random points of own dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
+        """Return random points of this rank's dates.
+
+        Returns:
+            Truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,).
+        """
         given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
         for date in self.dates.team.mine(chosen.tolist()):
             truth, centre, s0, more = self._uninformed(date)
@@ -372,7 +376,10 @@ class Truth:
         return torch.cat(given, -1), torch.cat(said, -1), torch.cat([torch.empty(0), *areas])
 
     def _cost(self, given: Tensor, said: Tensor, areas: Tensor, shares: Tensor) -> Tensor:
-        """Return the CRPS (T, F) with fractions (2,) of v and of w, at the best of a few factors of sigma."""
+        """Return the CRPS (T, F) with fractions (2,) of v and of w, at the best of a few factors of sigma.
+
+        It is one for a field that no date has.
+        """
         (truth, centre, sigma0), said = given, shares[:, None, None, None] * said
         sums, counts = torch.zeros(2, len(_NEAR), *centre.shape[:2])
         for place, factor in enumerate(_NEAR):

@@ -42,8 +42,8 @@ def widths_by_size(
         scores: returns from these batches and numbers M the scores for each M.
 
     Returns:
-        Ratios (T, F) by number of members, for the numbers that enough validation dates have; empty if these dates give
-        no factors.
+        Ratios (T, F) by number of members, for the numbers that enough validation dates have; empty if there is only
+        one such number, if the model does not predict the truth, or if these dates give no factors.
     """
     full = reader.most
     usual = min(data.validation_members, full)

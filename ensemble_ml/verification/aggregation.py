@@ -3,8 +3,8 @@
 States of different dates, rows or columns can be added. Up to rounding, the result does not depend on how the work was
 divided. One class serves chunks of rows, dates, regions and the bootstrap.
 
-Axes: D initialisation time, W weighting (exact cell area first, then one a point, then area within regions and strata),
-C column (a lead, variable and level), Z level, Y latitude, X longitude.
+Axes: D initialisation time, W weighting (exact cell area first, then one for each point, then area within regions and
+strata), C column (a lead, variable and level), Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations

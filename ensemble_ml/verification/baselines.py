@@ -1,7 +1,7 @@
 """Fit statistical corrections of an ensemble, which are the baselines that every forecast is compared with.
 
-They are fitted on the dates that forecasts were trained on, from sums over dates at each cell. Sums of parts can be
-added.
+They are fitted on the dates that forecasts were trained on, from sums over dates at each cell. Sums over different
+dates can be added.
 
 Bias and variance ratio are fitted in three ways: at each cell (`local`), over all cells (`global`), or at each cell and
 shrunk towards the global values (`shrunk`, empirical Bayes). Shrinkage keeps the part of a cell's departure on which
@@ -138,7 +138,8 @@ def fit_corrections(
         s    spread of the ensemble
 
     The factor 1 + 1/n is there because b is estimated from n dates. `global` is from all cells and does without it, and
-    in `shrunk` and `blend` it is smaller. Cells with fewer than two dates take the values of `global`.
+    in `shrunk` and `blend` it is smaller. Cells with fewer than two dates take the bias of `global`, and c^2 and S
+    from the other cells.
 
     Args:
         sums: Sums of `error_terms` over the fit dates.

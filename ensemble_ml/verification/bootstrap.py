@@ -5,8 +5,9 @@ doi:10.1214/aos/1176347265). All scores, forecasts and differences use the same 
 paired.
 
 Plain percentiles of the draws are too narrow where blocks are few: of 90 % intervals made from five blocks, only 79 %
-contain the truth. The percentiles are therefore moved outwards, as far as Student's t reaches beyond the normal
-distribution. This is the "expanded percentile interval" of Hesterberg (2015), doi:10.1080/00031305.2015.1089789.
+contain the truth (tests/verification/test_aggregation.py). The percentiles are therefore moved outwards, as far as
+Student's t reaches beyond the normal distribution. This is the "expanded percentile interval" of Hesterberg (2015),
+doi:10.1080/00031305.2015.1089789.
 """
 
 from __future__ import annotations
