@@ -108,7 +108,7 @@ def draw_coasts(axis: Axes) -> None:
     """Draw the coasts of Natural Earth within the limits of a map.
 
     Args:
-        axis: Axes of longitude and latitude in degrees. Longitudes may begin anywhere between -360 and 0.
+        axis: Axes of longitude and latitude in degrees. Longitudes may be from -540 to 540.
     """
     left, right, low, high = *axis.get_xlim(), *axis.get_ylim()
     for line in natural_coasts():
