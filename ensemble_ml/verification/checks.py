@@ -1,6 +1,6 @@
 """Refuse values for which no score is defined, such as probabilities above one or negative scales.
 
-Each function raises a `UserError` of one line. It names the argument, the first wrong value, what is allowed, and
+Each function raises a `UserError` of one line. It names the argument, the first wrong value, the allowed values, and
 usually the remedy. NaN in an array is a missing value and passes. A single number must not be NaN.
 
 Arrays are checked where scores are computed, on the values at hand. Dask arrays thus stay lazy and are not computed
