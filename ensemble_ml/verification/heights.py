@@ -63,7 +63,7 @@ class Heights:
         return np.asarray(self.truth, np.float64) - np.asarray(self.forecast, np.float64)
 
     def check(self, grid: Grid) -> None:
-        """Refuse an orography that is on another grid or not finite.
+        """Refuse an orography with another shape than the grid, or with a value that is not finite.
 
         Args:
             grid: Grid of the ensemble.

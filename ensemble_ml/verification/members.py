@@ -174,8 +174,8 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
 
         mean |X - y| - mean |X - X'| / 2      with Euclidean norms
 
-    It is equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437, with the sign reversed, so smaller is
-    better. Bring the variables to one scale first.
+    It is equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437, with the sign reversed, so that
+    smaller is better. Bring the variables to one scale first.
 
     Args:
         members: (M, V, ...).
