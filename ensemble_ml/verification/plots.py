@@ -66,7 +66,8 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
         axis: Axes to draw on.
         values: (Y, X) field.
         grid: Grid of the field.
-        land: (Y, X) land fraction for coasts; None draws those of Natural Earth. One row or column has no coasts.
+        land: (Y, X) land fraction for coasts; None draws those of Natural Earth. A fraction with one row or column
+            draws none.
         title: Title of the map.
         **colours: Arguments of matplotlib's pcolormesh.
 
