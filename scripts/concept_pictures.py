@@ -28,7 +28,7 @@ def spread_of(members: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def mean_distance(mean: float, variance: np.ndarray | float) -> np.ndarray:
-    """Return E|x| of x ~ N(mean, variance)."""
+    """Return E|x| of x ~ N(mean, variance), which is the mean of the folded normal distribution."""
     sd = np.sqrt(variance)
     z = mean / sd
     return sd * (2 * stats.norm.pdf(z) + z * (2 * stats.norm.cdf(z) - 1))

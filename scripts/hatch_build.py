@@ -51,7 +51,7 @@ class NativeLoops(BuildHookInterface):
 
 
 def compile_library(source: Path, library: Path) -> None:
-    """Compile `source` into `library` with the compiler of the variable CC, or cc.
+    """Compile `source` into `library` with the compiler of the environment variable CC, or cc.
 
     Raises:
         RuntimeError: There is no compiler, or it fails.

@@ -54,7 +54,7 @@ def row(claim: dict, figures: dict) -> str:
 
 
 def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
-    """Return the range of the figure that has a claim's median and unit; None if there is none, or it does not vary."""
+    """Return the range of the figure whose median is the value of a claim in the same unit; None without a range."""
     for figure in figures.values():
         ends = figure["min"], figure["max"]
         alike = figure["median"] == claim["value"] and figure["unit"] == claim["unit"]
@@ -92,7 +92,7 @@ def commit(content: dict) -> str:
 
 
 def rows(claims: list[dict], figures: dict) -> list[str]:
-    """Return a line for each claim. Equal lines stand once: older files claim some figures at least and at most."""
+    """Return a line for each claim. Equal lines are given once, because older files hold some claims twice."""
     return list(dict.fromkeys(row(claim, figures) for claim in claims))
 
 
@@ -100,7 +100,7 @@ def published() -> dict[str, dict]:
     """Return the contents of all results files by their names.
 
     Raises:
-        SystemExit: a file is not of size=full.
+        SystemExit: A file is not of size=full.
     """
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     for name, content in found.items():

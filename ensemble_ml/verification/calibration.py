@@ -54,6 +54,9 @@ class Calibration:
             predicted: Family, location and scale of the distributions; both fields are (Z, Y, X).
             y: (Z, Y, X) truth.
             mask: (Z, Y, X) bool, true at points that count.
+
+        Raises:
+            UserError: A scale is negative.
         """
         # The PIT is drawn at random where a censored distribution has a point mass. Otherwise all dry points would fall
         # into one bin.
@@ -116,7 +119,7 @@ class Calibration:
             draws: (B, D) how often each draw counts each date; None counts every date once.
 
         Returns:
-            (C, K) shares, or (B, C, K) with draws; None if there is no such histogram.
+            (C, K) shares, or (B, C, K) with draws, NaN where no point was counted; None if there is no such histogram.
         """
         table = self.histograms.get((kind, entrant))
         if table is None:
@@ -170,6 +173,9 @@ def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np
         location: Location in the units of the variable.
         scale: Scale in the units of the variable.
         value: The value to exceed.
+
+    Raises:
+        UserError: A scale is negative.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         return 1 - cdf(family, location, scale, value)
@@ -177,6 +183,8 @@ def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np
 
 def members_exceeding(members: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Return the share of the members that exceed a value.
+
+    A comparison with NaN is false, so a missing member counts as not exceeding the value, and no member exceeds NaN.
 
     Args:
         members: (M, ...) members.

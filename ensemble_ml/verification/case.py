@@ -28,7 +28,7 @@ class Case:
         date: Initialisation time as text.
         mean_index: Mean |EFI| over the region, where EFI is the extreme forecast index.
         region: Northern, western, southern and eastern edge of the region, in degrees.
-        grid: Grid of what is shown: the region, and half its size more on each side.
+        grid: Grid of the part that is shown: the region, and up to half its size more on each side.
         place: Latitude and longitude of the marked point, in degrees.
         index: (Y, X) EFI.
         truth: (Y, X), or None where there is none.
@@ -73,7 +73,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         pictures: Sums that hold the mean |EFI| of each date.
 
     Returns:
-        The case; None without a model climate, or if neither an ensemble nor a forecast has a width.
+        The case; None without a model climate, or if no ensemble and no forecast has a standard deviation.
     """
     chosen = _most_unusual(plan, pictures)
     if chosen is None:
@@ -138,7 +138,10 @@ def box_of(grid: Grid) -> tuple[int, int]:
 
 
 def _most_unusual(plan: Plan, pictures: Pictures) -> tuple[int, int] | None:
-    """Return the column and the date of the box that is furthest from its climate; None if no index is known."""
+    """Return the positions of the column and the test date of the box that is furthest from its climate.
+
+    Fields on pressure levels count only if no surface variable has an index. The result is None if no field has one.
+    """
     lead = plan.columns[pictures.headline[0]].lead_hours
     known = {
         (c, date): mean
@@ -162,7 +165,8 @@ def _box(grid: Grid, size: tuple[int, int], row: int, place: int, around: float)
 def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[int, int]:
     """Return the row and the column where |EFI|, averaged with its four neighbours, is largest.
 
-    Without the average, a single odd point could be chosen.
+    The point itself counts twice, and points without an index count as zero. Without the average, a single odd point
+    could be chosen.
     """
     rows, columns = index.shape
     # Longitude wraps where the points close the circle. All other edges reflect, so that edge points have neighbours.

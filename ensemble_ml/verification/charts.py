@@ -123,7 +123,7 @@ def _beside(parts: list[str]) -> str:
 
 
 def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
-    """Return maps of each field and lead: the gain and the mean CRPS, and the spread on the last test date.
+    """Return maps of each field and lead: the gain and the mean CRPS, and the spread on the last date that has it.
 
     Args:
         scores: The scores.
@@ -131,7 +131,7 @@ def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
         atlas: Grid, coasts and regions of the maps.
 
     Returns:
-        HTML; empty on a grid of one row or column.
+        HTML; empty on a grid of one row or column, or if there is no map.
     """
     if min(atlas.grid.shape) < 2:
         return ""  # a row or a column makes no map

@@ -1,6 +1,6 @@
 """Refuse values for which no score is defined, such as probabilities above one or negative scales.
 
-Each function raises a `UserError` of one line. It names the argument, the first wrong value, what is allowed, and
+Each function raises a `UserError` of one line. It names the argument, the first wrong value, the allowed values, and
 usually the remedy. NaN in an array is a missing value and passes. A single number must not be NaN.
 
 Arrays are checked where scores are computed, on the values at hand. Dask arrays thus stay lazy and are not computed
@@ -47,7 +47,7 @@ def check_between(name: str, values: np.ndarray, least: float, most: float, allo
         allowed: What is allowed, for the message.
 
     Raises:
-        UserError: A value lies outside.
+        UserError: A value lies outside by more than `ROUNDING`.
     """
     values = np.asarray(values)
     check_all(name, values, (values < least - ROUNDING) | (values > most + ROUNDING), allowed)
@@ -61,7 +61,7 @@ def check_probability(name: str, values: np.ndarray) -> None:
         values: Values to check.
 
     Raises:
-        UserError: A value lies outside of [0, 1].
+        UserError: A value lies outside of [0, 1] by more than `ROUNDING`.
     """
     check_between(name, values, 0, 1, "a probability lies between 0 and 1; divide by 100 what is in per cent")
 
@@ -78,8 +78,8 @@ def check_event(name: str, values: np.ndarray) -> None:
     """
     values = np.asarray(values)
     if values.dtype != bool:
-        # `values == values` is false only for NaN. np.isnan cannot be used: outcomes with missing values among them
-        # may be an array of objects, which it refuses.
+        # `values == values` is false only for NaN. np.isnan refuses arrays of objects, and outcomes with missing
+        # values may be such an array.
         wrong = (values != 0) & (values != 1) & (values == values)
         check_all(name, values, wrong, "an event is 0 or 1; make it by comparing, as in truth > threshold")
 

@@ -11,37 +11,38 @@ scores.json holds
 - `dates`: `test`, `fit` (ISO dates), `dropped` ({date, reason}), `blocks`, `block_days`.
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `path`, `grid`, `fingerprint`.
 - `heights`: {corrected (variables of raw members that were brought to the truth's ground), rmse_ratio_on_fit_dates
-  (RMSE with this correction over that without), largest_m, mean_m (difference of the two grounds), lapse_rate_K_per_m}.
+  (by variable, RMSE with this correction over that without), largest_m, mean_m (absolute difference of the two
+  grounds), lapse_rate_K_per_m}. Where the grounds are not known, only `corrected` is there, and it is empty.
 - `forecasts`: {label, path, members_in (of the date with the most; empty if a file states none), checkpoints (sha256),
   sources (program, checkpoint, model and step that made the files), dates (their number), baseline}.
 - `entrants`: {name: description} of every forecast, raw ensemble and baseline.
-- `families`: the distribution chosen for each baseline that has two.
+- `families`: {entrant: {"FIELD LEAD h": distribution}}, the distribution chosen for each baseline that has two.
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...}. A metric that is not
   defined is missing.
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline, without_sp}.
-- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better}. Each
-  forecast is also compared with all others.
+- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent (both {value, low,
+  high, blocks}), better}. Each forecast is also compared with all others.
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage, forecast, reference,
   without_sp}. `advantage` names input that the forecast has and the reference lacks; with it, a gain is not certain.
   `without_sp`, here and in `summary`, is {value, low, high} without surface pressure. It is null where surface pressure
   is not among the fields or is the only one.
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
   worse, dates, blocks}. Each is a geometric mean of ratios over variables and levels, in a region, in a season, or
-  where the raw full ensemble's extreme forecast index is large. `blocks` is the smallest number of blocks of any field.
-  With fewer than five, `better` and `worse` are false.
+  where the raw full ensemble's extreme forecast index (EFI) is large, or weighted by |EFI|. `blocks` is the smallest
+  number of blocks of any field. With fewer than five, `better` and `worse` are false.
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness}.
 - `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields (their number), blocks,
-  left_out_area, left_out_fields (without variance on the fit dates), paired (fields of the variogram), value,
-  value_low, value_high, over_ENTRANT, ...}: scores of members over all variables and levels, where forecasts hold
-  members.
+  left_out_area, left_out_fields (without variance or a fit on the fit dates), paired (fields of the variogram), value,
+  value_low, value_high, over_ENTRANT (a ratio), ...}: scores of members over all variables and levels, where forecasts
+  hold members.
 - `case`: {date, lead_hours, field, mean_abs_efi, region ([north, west, south, east]), and at its marked point latitude,
   longitude, efi, truth, forecasts} of the test date and the region with the largest mean |EFI|.
-- `left_out`: points that a mask left out, with their share of the area, by entrant and field.
+- `left_out`: points that a mask left out, with their share of the area, by entrant, statistic and field.
 - `notes`: sentences that a reader should know.
 - `headline`: the result in sentences.
 
-Scores are in the units of the variable; log scores are in nats, and Brier scores and spread_skill have no units. A
-number that is not known, such as an end of an interval, is null.
+Scores are in the units of the variable; log scores are in nats. Brier scores, spread_skill and scores of vectors have
+no units. A number that is not known, such as an end of an interval, is null.
 """
 
 from __future__ import annotations
@@ -132,10 +133,10 @@ class Evaluation:
 def evaluate(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
 ) -> Path:  # fmt: skip
-    """Score the forecasts of a configuration and write scores.json and report.html.
+    """Score the forecasts of a configuration, and write scores.json, lineage.json and report.html.
 
-    The results of each field are kept in the output folder until both files are written. If the evaluation is stopped,
-    the same command continues from there.
+    The results of each group of fields are kept in the output folder until all files are written. If the evaluation is
+    stopped, the same command continues from there.
 
     Args:
         config: Settings.
@@ -144,16 +145,16 @@ def evaluate(
         ground: Height of the ground in model and truth; None where it is not known.
 
     Returns:
-        The folder with the two files.
+        The folder with these files.
 
     Raises:
-        UserError: A report exists or cannot be written, forecasts cannot be read, forecasts or `ground` have another
-            grid, `members_in` exceeds the ensemble, no date is common, or the source lacks the dates to fit baselines
-            on.
+        UserError: No forecast is given, one cannot be read, a report exists or cannot be written, forecasts or `ground`
+            have another grid, `members_in` exceeds the ensemble, no date is common, or the source lacks the dates to
+            fit baselines on.
     """
     output = Path(config.output)
     _check(config, output)
-    # Intermediate results are removed only when both files are written, or when another process has written them.
+    # Intermediate results are removed only when all files are written, or when another process has written them.
     found = score(config, source, unverified, ground)
     try:
         with Pulse("evaluate: the report is drawn"):
@@ -194,7 +195,7 @@ def score(
 def _evaluated(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str], ground: Heights | None, pulse: Pulse
 ) -> Evaluation:
-    """Score, and set `pulse` to what is being done."""
+    """Score the forecasts, and set the text of `pulse` at each step."""
     check_members(source, config.members_in)
     # Heights are checked before forecasts are opened, because all later work is useless if they have a wrong grid.
     if ground is not None:
@@ -352,7 +353,7 @@ def _score(
 
 
 def _left(started: float, done: int, left: int) -> str:
-    """Return the end of a sentence: about how long the other fields take. It is empty before the first is done."""
+    """Return the end of a sentence: about how long the other fields take. It is empty while none is done."""
     return f", about {duration((time.monotonic() - started) * left / done)} left" if done else ""
 
 

@@ -72,10 +72,10 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
         levels: (K,) their probabilities, from 0 to 1.
 
     Returns:
-        (...) index, -1 (all members below the climate) to 1 (all above).
+        (...) index, -1 (all members below the climate) to 1 (all above); NaN where a member or a quantile is missing.
 
     Raises:
-        UserError: Levels or quantiles do not ascend, or there is no member.
+        UserError: Levels do not ascend from 0 to 1, quantiles fall along them, or there is no member.
     """
     levels, climate = np.asarray(levels, np.float64), np.asarray(climate, np.float64)
     check_count("members", len(members), 1, "an ensemble has members")

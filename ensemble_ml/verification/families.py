@@ -54,8 +54,9 @@ _SCIPY = forms.Maths(
     incomplete=special.gammainc,
     next_incomplete=lambda k, x, found: special.gammainc(k + 1, x),
 )
+# Levels of the quantiles between which `crps_above` integrates.
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
-_NODES = 12  # nodes of the quadrature between two of these levels
+_NODES = 12  # nodes of the quadrature between two of these quantiles
 _GRID = (-4.0, 8.0, 1201)  # table of location / scale: first, last, number
 _BELOW = (-4.0, -60.0, 281)  # more of the table, for the truncated normal, whose mean falls only as 1 / -location
 # Least mean of a truncated normal distribution, in scales. Near zero, its standard deviation is about as small as its

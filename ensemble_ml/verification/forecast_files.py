@@ -116,7 +116,8 @@ class ForecastFile:
     def levels(self) -> list[int]:
         """Return the pressure levels in hPa, rounded to whole numbers; none if there is no such axis.
 
-        Levels without units above `LOWEST_PASCAL` are taken as Pa.
+        Levels without units are taken as Pa if the largest is above `LOWEST_PASCAL`. All units that are not in `PASCAL`
+        are taken as hPa.
         """
         if "level" not in self.data.variables:
             return []
@@ -286,8 +287,9 @@ class ForecastFile:
             (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if one is named.
 
         Raises:
-            UserError: The lead or the variable is missing, the variable has another dimension, units are not known or
-                missing, values cannot be read, or a scale or spread is negative.
+            UserError: The lead or the variable is missing, the variable has another dimension, units are not known,
+                missing, or not those of a distribution with bounds, values cannot be read, or a scale, standard
+                deviation or spread is negative.
         """
         if lead not in self.lead_hours:
             hours = ", ".join(map(str, self.lead_hours))
@@ -336,8 +338,8 @@ class ForecastFile:
         """Return the (factor, shift) that convert a variable to the registry's units.
 
         Raises:
-            UserError: The units are missing, no conversion is known, or the variable is a parameter of a distribution
-                other than the normal and not in the registry's units.
+            UserError: The units are missing (unless they would be 1), no conversion is known, or the variable is a
+                parameter of a distribution other than the normal and not in the registry's units.
         """
         known, attributes = registered(variable), self.data[name].attrs
         if "units" not in attributes and known.units != "1":

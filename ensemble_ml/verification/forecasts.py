@@ -212,8 +212,8 @@ _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     """Open one or more folders of forecasts.
 
-    The label of a set is the name of its folder. If another folder has the same name, or the name is that of a
-    baseline, the label is the path.
+    The label of a set is the name of its folder, or that of its file without suffix. If another set has the same name,
+    or the name is that of a baseline, the label is the path.
 
     Args:
         folders: Paths of folders or of single files.

@@ -11,7 +11,8 @@
     g    acceleration of gravity
     R    gas constant of dry air
 
-The second line is the hypsometric equation of dry air whose temperature falls by G.
+The second line is the hypsometric equation of dry air whose temperature falls by G: equation 33a of the U.S. Standard
+Atmosphere (1976).
 
 Forecast centres make this correction before they verify forecasts near the ground. Without it, a model that learns the
 constant difference between the two grounds would gain skill from it. But the correction can make forecasts worse: the
@@ -62,7 +63,7 @@ class Heights:
         return np.asarray(self.truth, np.float64) - np.asarray(self.forecast, np.float64)
 
     def check(self, grid: Grid) -> None:
-        """Refuse an orography that is on another grid or not finite.
+        """Refuse an orography with another shape than the grid, or with a value that is not finite.
 
         Args:
             grid: Grid of the ensemble.

@@ -2,8 +2,8 @@
 
     OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and their structure as JSON
 
-FINGERPRINT is a hash of everything that the sums depend on. A file is either whole or missing, and one that cannot be
-read is computed anew. All files together are as large as the sums in memory.
+FINGERPRINT is a hash of everything that the sums depend on. A file is either whole or missing. If it cannot be read,
+its results are computed anew. All files together are as large as the sums in memory.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Kept:
     def save(self, name: str, value: Any) -> None:
         """Save results under a name.
 
-        They may consist of dictionaries, tuples, arrays, numbers, texts and the classes of `_KINDS`. If the folder
-        cannot be written, a warning is logged and the evaluation goes on without them.
+        They may consist of dictionaries, tuples, arrays, numbers, texts, None, `Key`, `Statistic` and the classes of
+        `_KINDS`. If the folder cannot be written, a warning is logged and the evaluation goes on without them.
 
         Args:
             name: Name of the results.
@@ -132,7 +132,7 @@ def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
 
 
 def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
-    """Store in `tables` what `part_of` returned. Nothing may be recorded of these columns before.
+    """Store the result of `part_of` in `tables`, which must not yet hold anything of these columns.
 
     Args:
         tables: Results of scoring, which are changed in place.

@@ -21,7 +21,7 @@ _NETWORK_UP_TO = 64  # members up to which the network is used; np.sort is as fa
 
 @cache
 def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
-    """Return the comparisons of Batcher's odd-even merge sort.
+    """Return the comparisons of the odd-even merge sort of Batcher (1968), doi:10.1145/1468075.1468121.
 
     Args:
         n: Number of values.
@@ -122,8 +122,8 @@ def crps_members_weighted(
 ) -> np.ndarray:
     """Compute the threshold-weighted CRPS, in which only values between `lower` and `upper` count.
 
-    It is the CRPS of members and truth that are clipped to the interval. Allen et al. (2023), doi:10.1137/22M1532184,
-    section 3.
+    It is the CRPS of members and truth that are clipped to the interval (section 3 of Allen et al. 2023,
+    doi:10.1137/22M1532184).
 
     Args:
         members: (M, ...); two or more if `fair`.
@@ -174,8 +174,8 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
 
         mean |X - y| - mean |X - X'| / 2      with Euclidean norms
 
-    It is equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437. Bring the variables to one scale
-    first.
+    It is equation 22 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437, with the sign reversed, so that
+    smaller is better. Bring the variables to one scale first.
 
     Args:
         members: (M, V, ...).
@@ -203,7 +203,7 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
         sum_ij (|y_i - y_j|^p - mean_m |x_mi - x_mj|^p)^2
 
     All pairs (i, j) have the same weight, and each pair counts twice. The unit is that of the variables to the power of
-    2 p, so bring the variables to one scale first. Scheuerer & Hamill (2015), doi:10.1175/MWR-D-14-00269.1.
+    2 p, so bring the variables to one scale first. Source: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-14-00269.1.
 
     Args:
         members: (M, V, ...).

@@ -1,4 +1,4 @@
-"""Decide what is compared: the dates, leads, variables and levels that the forecasts and the ensemble share.
+"""Choose what to compare: the dates, leads, variables and levels that the forecasts and the ensemble share.
 
 Every date that is left out is recorded with its reason, and a note counts the fields that are left out. Other notes
 name what the forecasts do not state, because a reader of the report must know what a score depends on.

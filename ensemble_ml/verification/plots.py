@@ -66,7 +66,8 @@ def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None
         axis: Axes to draw on.
         values: (Y, X) field.
         grid: Grid of the field.
-        land: (Y, X) land fraction for coasts; None draws those of Natural Earth.
+        land: (Y, X) land fraction for coasts; None draws those of Natural Earth. A fraction with one row or column
+            draws none.
         title: Title of the map.
         **colours: Arguments of matplotlib's pcolormesh.
 
@@ -108,7 +109,7 @@ def draw_coasts(axis: Axes) -> None:
     """Draw the coasts of Natural Earth within the limits of a map.
 
     Args:
-        axis: Axes of longitude and latitude in degrees. Longitudes may begin anywhere between -360 and 0.
+        axis: Axes of longitude and latitude in degrees. Longitudes may be from -540 to 540.
     """
     left, right, low, high = *axis.get_xlim(), *axis.get_ylim()
     for line in natural_coasts():

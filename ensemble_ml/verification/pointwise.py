@@ -94,7 +94,8 @@ def pointwise(
     Args:
         function: A function of NumPy arrays that returns float64.
         *arrays: Its arguments. Their coordinates must agree.
-        core: Dimension of the members, which only the first array has and which the function receives as first axis.
+        core: Dimension of the members, which only the first array has and which the function receives as first axis;
+            None if there are no members.
         widths: Positions of arrays that are scales (see `check_units`).
 
     Returns:

@@ -1,6 +1,6 @@
 """Write the tables of the report: the scorecard of each forecast, and all forecasts and baselines side by side.
 
-An entrant is a forecast or a baseline.
+An entrant is a forecast, a raw ensemble or a baseline.
 """
 
 from __future__ import annotations
@@ -199,7 +199,10 @@ def _raw_table(scores: Scores, lead: int) -> str:
 
 
 def _all_scores(scores: Scores, column: int) -> str:
-    """Return a table of the scores of all entrants in one field, with intervals, in the units of the field."""
+    """Return a table of the scores of all entrants in one field, with intervals.
+
+    They are in the units of the field, apart from `spread_skill`, which has none.
+    """
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
     heads, lines = ["", *(METRICS[name].long_name for name in shown)], []
     for entrant in scores.entrants():

@@ -35,7 +35,7 @@ def write_report(
         scores: The scores with their draws.
         tables: Histograms, and sums for maps and bins.
         case: The most unusual test date, or None.
-        grid: Grid of the maps.
+        grid: Grid of the fields.
         land: (Y, X) land fraction for coasts, or None.
 
     Returns:

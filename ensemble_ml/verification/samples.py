@@ -198,7 +198,7 @@ def settled(
 ) -> Heights:  # fmt: skip
     """Decide for which variables the correction for height is used.
 
-    A correction is used if it does not raise the RMSE of the ensemble mean on the fit dates.
+    A correction is used if it does not raise the RMSE of the ensemble mean on the fit dates, over all leads together.
 
     Args:
         source: The full ensemble and the truth.
@@ -208,7 +208,8 @@ def settled(
         area: (Y, X) cell areas.
 
     Returns:
-        The same heights with the variables to correct, and for each the RMSE with correction over that without.
+        The same heights with the variables to correct, and the RMSE with correction over that without, for each
+        scored variable that could be corrected.
     """
     # Two sums of squared errors for each variable: without and with the correction.
     squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
@@ -302,6 +303,9 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
         setting: The setting that all groups share.
         group: One variable and lead.
         date: Position of the init time in the source.
+
+    Raises:
+        UserError: A file lacks the lead or cannot be read (see `ForecastSet.predicted`).
     """
     start = setting.source.layout.init_time[date]
     return {
@@ -310,7 +314,7 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
 
 
 def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> None:
-    """Read everything that forecasts hold for one initialisation time.
+    """Read everything of the forecasts that is scored, for one initialisation time.
 
     An error that all files share is thus found before the fits, which may take hours.
 

@@ -28,9 +28,9 @@ class Score:
     """The values of a metric for one entrant.
 
     Attributes:
-        value: (C,) score with exact cell areas as weights.
+        value: (C,) score with the weighting that was asked for, exact cell areas by default.
         unweighted: (C,) score with equal weights.
-        draws: (B, C) area-weighted score of each draw of the bootstrap.
+        draws: (B, C) score of each draw of the bootstrap, weighted as `value`.
     """
 
     value: np.ndarray
@@ -70,7 +70,7 @@ class Scores:
     _known: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
-        """Return the names of all entrants with a score, forecasts first."""
+        """Return the names of the forecasts, and then of all other entrants that have a statistic."""
         found = dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total)
         return list(found)
 
@@ -103,7 +103,7 @@ class Scores:
         return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
 
     def interval_of(self, metric: str, entrant: str, column: int, weighting: str = "area") -> Interval | None:
-        """Return a metric of an entrant in one column with its interval, or None if it has no such score.
+        """Return a metric of an entrant in one column with its interval, or None if it has no such score there.
 
         Args:
             metric: Name in `METRICS`.
@@ -196,8 +196,8 @@ class Scores:
     def least_known(self, metric: str, entrants: Iterable[str], columns: Iterable[int]) -> dict[int, int]:
         """Return the columns that are known in too few blocks, with the number of these blocks.
 
-        Only columns for which all entrants have the metric are considered. A column is returned if it is known in fewer
-        blocks than another one, and in fewer than FEWEST_BLOCKS.
+        Entrants without the metric are ignored. Only columns in which all others have it are considered. A column is
+        returned if it is known in fewer blocks than another one, and in fewer than FEWEST_BLOCKS.
 
         Args:
             metric: Name in `METRICS`.

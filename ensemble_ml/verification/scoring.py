@@ -137,8 +137,9 @@ def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, membe
 
 def _strata(index: np.ndarray, area: np.ndarray) -> Strata:
     """Return the weights of the two extreme strata, as `AggregationState.record` takes them."""
-    # The first field of each pair is the factor of the values, and the second their weight. EECRPS is the mean of |EFI|
-    # times CRPS, so its weight is the area without |EFI|.
+    # The first field of each pair is the factor of the values, and the second their weight. The extreme event CRPS is
+    # the mean of |EFI| times CRPS, so its weight is the area without |EFI| (Grönquist et al. 2021,
+    # doi:10.1098/rsta.2020.0092).
     known = np.isfinite(index)
     size = np.abs(np.where(known, index, 0.0))
     unusual = area * (size > _EXTREME_ABOVE)

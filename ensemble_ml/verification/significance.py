@@ -1,8 +1,8 @@
 """Test where on a map a difference of two scores is significant, at a controlled rate of false discoveries.
 
-At each point the difference is averaged over blocks of dates, which are taken as independent. A t-test asks whether the
-mean of the blocks is zero. The procedure of Benjamini & Hochberg then decides over all points together, because a test
-at 5 % at each of thousands of points would find differences everywhere.
+At each point the difference is averaged within blocks of dates, which are taken as independent. A t-test asks whether
+the mean of the blocks is zero. The procedure of Benjamini & Hochberg then decides over all points together, because a
+test at 5 % at each of thousands of points would find differences everywhere.
 
 Wilks (2016), doi:10.1175/BAMS-D-15-00267.1, advises a rate of twice the wanted level where neighbouring points are
 alike. `RATE` is therefore 0.1.
@@ -53,8 +53,8 @@ def p_values(differences: np.ndarray) -> np.ndarray:
 def significant(p: np.ndarray) -> np.ndarray:
     """Return which points are discoveries, of which a fraction `RATE` may be false: bool, in the shape of `p`.
 
-    The procedure is that of Benjamini & Hochberg (1995): sort the p-values and accept all up to the largest one that
-    is at most its rank times `RATE` over the number of p-values.
+    The procedure is that of Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x: sort the p-values and
+    accept all up to the largest one that is at most its rank times `RATE` over the number of p-values.
 
     Args:
         p: p-values of any shape. NaN is never a discovery.

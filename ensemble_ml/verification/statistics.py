@@ -70,8 +70,8 @@ def c4(n: int) -> float:
 
         c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
 
-    The sample standard deviation has ddof = 1. The formula is that of Holtzman (1950),
-    doi:10.1080/00031305.1950.10483370.
+    The sample standard deviation has ddof = 1. The formula is that of Holtzman (1950), American Journal of Psychology
+    63, 615-617.
 
     Args:
         n: Number of draws, two or more.

@@ -28,7 +28,7 @@ class Claim:
         claim: The statement in words.
         interval: The measured value with its interval.
         unit: "ratio" of the forecast's score to the reference's, or "%" for a gain.
-        target: Value from which the claim holds (see `as_dict`).
+        target: Value that decides whether the claim holds (see `as_dict`).
         better_below: True if smaller values are better.
         forecast: Label of the forecast.
         reference: The entrant that it is compared with.
@@ -49,8 +49,9 @@ class Claim:
     def as_dict(self) -> dict:
         """Return the entry of scores.json.
 
-        `holds` depends only on the value and the target. `certain` means that the whole interval lies on the good side
-        of no difference, rests on enough blocks, and that the forecast has no advantage.
+        `holds` means a value below the target if `better_below`, otherwise one at or above the target, or above a
+        target of 0. `certain` means that the whole interval lies on the good side of no difference and rests on enough
+        blocks, and that the forecast has no advantage.
         """
         value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
         holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0

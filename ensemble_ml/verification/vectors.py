@@ -6,9 +6,9 @@ ensembles, and with ensemble copula coupling of the corrected reduced ensemble (
 distribution has the corrected mean, and is normal, or censored where the variable has bounds.
 
 Points that lack a value of any field or entrant are left out, and their share of the area is reported. Fields that do
-not vary on the fit dates are left out and reported as well. Scores are ordinary and not fair, because members that were
-moved are not independent. Each field is divided by the square root of the global mean of its climate's variance on the
-fit dates, so that all fields have one scale.
+not vary on the fit dates, or have a truth on too few of them, are left out and reported as well. Scores are ordinary
+and not fair, because members that were moved are not independent. Each field is divided by the square root of the
+global mean of its climate's variance on the fit dates, so that all fields have one scale.
 
 Memory holds one date: M x V x Y x X values in float32 for each entrant. Scores are computed for some rows at a time.
 
@@ -46,7 +46,7 @@ class Known:
     Attributes:
         correction: Correction of the reduced ensemble.
         scale: (Z,) standard deviation of the climate on the fit dates, in the units of the variable; zero where the
-            truth does not vary.
+            truth does not vary, or is known on too few dates.
     """
 
     correction: Correction
@@ -54,7 +54,7 @@ class Known:
 
     @classmethod
     def of(cls, setting: Setting, fit: Fit) -> Known | None:
-        """Return what is needed of a fit; None if there were too few dates, or if the reduced ensemble has one member.
+        """Return the needed parts of a fit; None for a reduced ensemble of one member, or if there were too few dates.
 
         Args:
             setting: The setting that all groups share.
@@ -78,7 +78,7 @@ class Vectors:
         dates: Length of D.
         fields: Number of fields V.
         paired: Names of the fields of the variogram.
-        without_scale: Names of the fields that are left out, because the truth does not vary on the fit dates.
+        without_scale: Names of the fields that are left out, because `Known.scale` is zero.
         covered: (D,) share of the area that counts.
         means: (D,) area-weighted means by entrant and metric; NaN where a date has no complete point.
     """
@@ -118,7 +118,8 @@ def score_vectors(
         lead: Lead time in hours.
 
     Returns:
-        The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a scale.
+        The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a fit and a
+        scale above zero.
     """
     mine = [(group, known) for group, known in groups if group.lead_hours == lead]
     labels = [one.label for one in setting.forecasts if all(one.has_members(group.variable) for group, _ in mine)]
