@@ -155,7 +155,7 @@ class Features(nn.Module):
         return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
 
     def filled(self, x: EnsembleInput) -> EnsembleInput:
-        """Fill points where no member has a value: the mean with the one that standardises inputs, the spread with zero.
+        """Fill points where no member has a value: the mean with that of the standardisation, the spread with zero.
 
         Args:
             x: a batch; its mean is NaN where no member has a value.

@@ -10,7 +10,7 @@ One U-Net transforms every member. At its three deepest scales, the members atte
     s0       prior spread (`models.features`)
     d_i      output of the network for member i
     s'       standard deviation of the x_i'
-    s_clim   climatological spread
+    s_clim   climatological spread, times a learned factor for each lead and field
     k        weight of the climatology, as a number of members
 
 The paper minimises the fair CRPS of the members. Here the prediction is a distribution, as for all baselines, and the
