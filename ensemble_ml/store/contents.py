@@ -48,12 +48,13 @@ class Contents:
         masked: Variables with points that have no value.
         static: Names of the static fields.
         provenance: Where the data came from.
-        present: Function from part and date to which fields are there.
-        verify: Function that reads all files and raises a UserError where one has changed.
+        present: Function of part and date that returns which fields are there.
+        verify: Function that reads all files and raises a UserError if one has changed; of a half-built store, the
+            shards that are finished.
         source: Store to read from; None for a half-built one.
         sources: Contents of `sources.json`.
-        climate_days: Half-width in days of the model climate's window; 0 if the store holds none.
-        lead_bounds: [first, last] hour for each lead of a variable over intervals.
+        climate_days: Half-width in days of the model climate's window; 0 if the store has none.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
     """
 
     path: str

@@ -106,7 +106,7 @@ def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray
 
 
 def _clear(root: Path) -> None:
-    """Remove everything but shards, which an interrupted call has left."""
+    """Remove everything that an interrupted call has left, except shards."""
     for path in list(root.iterdir()):
         if path.is_file():
             path.unlink()

@@ -39,7 +39,7 @@ def building_folder(path: Path) -> Path:
 def private_folder(path: Path) -> Path:
     """Return the folder in which this process alone builds the store at `path`.
 
-    Remove such folders of processes of this machine that no longer run, and a former one of this process.
+    Such folders of processes of this machine that no longer run are removed, and a former one of this process.
     """
     host = socket.gethostname()
     for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
