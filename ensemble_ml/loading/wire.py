@@ -2,9 +2,9 @@
 
 The questions and answers themselves belong to the caller (`peers.py`, `unit_peers.py`).
 
-A rank whose connection fails is not asked again. A rank that is late may only be waiting for slow storage; what was
-requested of it is then read from slow storage here. If it is late several times in a row, it is not asked for some
-minutes, and finally never again. A host that no longer answers therefore costs only a few timeouts in all.
+A rank whose connection fails is not asked again. A rank that is late may only be waiting for slow storage; the asking
+rank then reads slow storage itself. If a rank is late several times in a row, it is not asked for some minutes, and
+finally never again. A host that no longer answers therefore costs only a few timeouts in all.
 
 Each connection begins with a secret word that only the ranks know, so a port scanner gets no answer.
 """

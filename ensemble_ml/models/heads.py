@@ -178,8 +178,8 @@ class Heads(nn.Module):
         # The gradient of `unbind` is one copy; each slice would give a gradient padded to the full size.
         parts = network.unbind(1)
         if self.postprocess:
-            # The point network was fitted to what is left after bias and linear correction, so it comes after them here
-            # as well.
+            # The point network was fitted to the errors that bias and linear correction leave, so it comes after them
+            # here as well.
             centre, inflation = mean + self.bias, self.inflation[None]
             if points is not None:
                 centre, inflation = informed(centre, spread0, inflation, points[:, 1:].transpose(0, 1))
@@ -232,7 +232,7 @@ def widened(spread: Tensor, more: Tensor) -> Tensor:
 
     Args:
         spread: s1, any shape.
-        more: what is added to it, the same shape and units.
+        more: the amount to add, in the same shape and units.
     """
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 

@@ -39,7 +39,7 @@ class Build:
 
     Args:
         path: The store to make.
-        plan: What it will hold.
+        plan: Plan of its contents.
         overwrite: Whether to replace a store that stands at `path`. It stays as it is until the new one is complete.
         restart: Whether to throw away an unfinished build.
         work: Folder to build in; None takes the one that all builders of this store share.

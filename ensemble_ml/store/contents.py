@@ -78,7 +78,7 @@ class Contents:
 
 
 def contents_of(path: str) -> Contents:
-    """Look at what stands at `path`: a store, or the folder in which one is being built.
+    """Return the contents of the store at `path`, finished or being built, or of the work folder of a build.
 
     Raises:
         UserError: There is neither, or it is damaged.

@@ -55,7 +55,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
     Args:
         root: Folder of the store, with its shards.
-        plan: What the store holds.
+        plan: Plan of the store's contents.
         entries: Index of an init time and its entry, in ascending order.
 
     Raises:

@@ -183,7 +183,7 @@ class Poet(Rival):
     ) -> tuple[Tensor, Tensor]:
         """Return location and scale of the transformed members; members and shifts d are (B, M, T, F, Y, X)."""
         centre = _mean(move, there)
-        # The mean of the shifts goes into the location, so only what differs between members goes into the spread.
+        # The mean of the shifts goes into the location, so only differences between members go into the spread.
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
         freedom = (count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
         weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))
