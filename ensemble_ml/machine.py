@@ -49,8 +49,9 @@ def imports_uncollected() -> Iterator[None]:
     """Switch Python's garbage collector off in this context, and exclude from later collections what was imported.
 
     While torch is imported, the collector looks through all its objects again and again, and once more at the end. A
-    command that imports the training took 2.4 s of processor time with it, and takes 1.7 s without. If torch is
-    imported already, this does nothing: garbage that the process has made since would never be collected.
+    command that imports the training took 2.4 s of processor time with it, and takes 1.7 s without. This does nothing
+    if the collector is off, or if torch is imported already: garbage that the process has made since would otherwise
+    never be collected.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -71,8 +72,8 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
     resident size stayed the same. With another C library nothing happens.
 
     Args:
-        arenas: number of memory pools that threads started from now on share. None leaves each thread its own, which
-            may take more memory if one thread allocates blocks and another one frees them.
+        arenas: number of memory pools that threads started from now on share. None leaves glibc's own limit, eight for
+            each core, which may take more memory if one thread allocates blocks and another one frees them.
     """
     if (mallopt := _of_libc("mallopt")) is None:
         return
@@ -123,7 +124,7 @@ def memory_limit() -> int:
 def free_memory() -> int:
     """Return the number of bytes that this process may still allocate.
 
-    Memory in which the system caches files counts as free, because it is given up on demand.
+    Most of the memory in which the system caches files counts as free, because it is given up on demand.
     """
     return max(0, min([_available(), *(limit - used for limit, used in _limits())]))
 
@@ -138,7 +139,10 @@ def _available() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use in bytes of this process's control group and of those above it, without cached files."""
+    """Yield limit and use in bytes of this process's control group and of those above it.
+
+    Cached files that were not used lately do not count as use.
+    """
     for folder, names in _groups():
         try:
             limit, used = (int((folder / name).read_text()) for name in names[:2])  # "max" raises: there is no limit
@@ -149,7 +153,10 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folder of each control group that may limit memory, with the names of its files (cgroup v2 or v1)."""
+    """Yield the folder of each control group that may limit memory, with three names (cgroup v2 or v1).
+
+    The names are those of the files of its limit and its use, and that of its inactive file cache in `memory.stat`.
+    """
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:

@@ -41,8 +41,8 @@ def map(  # named after the figure; it hides the builtin within this file
         The figure.
 
     Raises:
-        UserError: The field has other dimensions or no regular grid, `land` is on another grid, or matplotlib is not
-            installed.
+        UserError: The field or `land` lacks latitude or longitude, or has another dimension longer than one; the
+            field's grid is not regular; `land` lacks points of the field; or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -172,7 +172,13 @@ def reliability(
 def _events(
     name: str, probability: xr.DataArray, event: xr.DataArray
 ) -> Iterator[tuple[str, xr.DataArray, xr.DataArray]]:
-    """Yield each threshold in words (none without thresholds), its probabilities, and whether it was exceeded."""
+    """Yield each threshold in words, its probabilities, and whether it was exceeded.
+
+    Without thresholds, the words are empty, and probabilities and event are those given.
+
+    Raises:
+        UserError: There are thresholds, and `event` is true or false or lacks some coordinates.
+    """
     axis = next((str(dim) for dim in probability.dims if str(dim).startswith("threshold_")), None)
     if axis is None:
         yield "", probability, event
@@ -192,13 +198,17 @@ def _events(
 
 
 def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
-    """Return the truth at the times and places of the probabilities, with its time axes named as theirs."""
+    """Return the truth at the times and places of the probabilities, with its time axes named as theirs.
+
+    Raises:
+        UserError: The truth lacks some of them, or has several values for one probability.
+    """
     for axis in (_START, _LEAD):
         ours = [spelt for spelt in axis if spelt in probability.coords]
         theirs = [spelt for spelt in axis if spelt in truth.dims]
         truth = truth.rename(dict(zip(theirs, ours, strict=False)))
-    # If one time or level of the forecast was selected, it is a coordinate without a dimension. It is selected here,
-    # too.
+    # If one time or level of the forecast was selected, it is a coordinate without a dimension. It is selected from the
+    # truth here, too.
     shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}
     try:
         found = truth.sel(shared)
@@ -210,7 +220,11 @@ def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> x
 
 
 def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int) -> Reliability:
-    """Return how often an event happened in each bin of its probability."""
+    """Return how often an event happened in each bin of its probability.
+
+    Raises:
+        UserError: Coordinates differ, values are no probabilities, or `bins` is below 1.
+    """
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
     from ensemble_ml.verification.probability import Reliability
@@ -233,7 +247,7 @@ def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int)
 
 
 def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray) -> None:
-    """Draw quantiles (quantile, lead): the median, and a band between each quantile and its counterpart.
+    """Draw quantiles (quantile, lead): the one nearest to the median, and bands from those below it to counterparts.
 
     The counterpart of a quantile of level p is the one whose level is nearest to 1 - p.
     """
@@ -288,7 +302,7 @@ def _by_lead(values: xr.DataArray) -> xr.DataArray:
     """Return values with a dimension `lead` in hours, without other dimensions of length one except quantile.
 
     Raises:
-        UserError: They have no lead times, or these are no timedeltas.
+        UserError: They have no lead times, these are no timedeltas, or another dimension is longer than one.
     """
     name = next((one for one in _LEAD if one in values.coords), None)
     if name is None:

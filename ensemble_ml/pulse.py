@@ -19,7 +19,8 @@ _EVERY = 20.0  # seconds without a line after which one is written
 class Pulse(logging.Handler):
     """A context manager that logs what is being done whenever nothing was logged for a while.
 
-    If stderr is a terminal, progress bars show what runs. Then it only keeps lines of the log from breaking the bars.
+    If stderr is a terminal, progress bars show what runs, and the context manager logs nothing. It then only keeps
+    lines of the log from breaking the bars.
 
     Args:
         text: the line to log, or a function that returns it whenever it is logged.

@@ -1,8 +1,8 @@
 """Divide what a training run reads of a store into units: one for each member of an init time, and one for its targets.
 
-A unit is what always travels together. The unit of a member holds the chunks of all leads, variables and rows that this
-rank needs, as they lie on disk. The unit of the targets holds those of the truth and of the full ensemble's spread. A
-unit is read, kept, sent and counted as a whole.
+A unit is read, kept, sent and counted as a whole. The unit of a member holds the chunks of all leads, variables and
+rows that this rank needs, as they lie on disk. The unit of the targets holds the chunks of the truth and of the full
+ensemble's spread, as far as targets come from them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class Units:
     """The units that `reader` needs of the init times `dates`, indices (D,) in ascending order.
 
     Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
-    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) are the packed
-    bytes.
+    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) holds the number
+    of packed bytes of each unit.
 
-    Opening reads the index of every shard and the packing factors of every field, and keeps both in memory.
+    The constructor reads the index of every shard and the packing factors of every field of these dates, and keeps both
+    in memory.
 
     Raises:
-        UserError: The store lacks something, or a shard is damaged.
+        UserError: The store lacks something that the model reads, was replaced, or has a damaged or unreadable file.
     """
 
     def __init__(self, reader: Reader, dates: np.ndarray):
@@ -73,7 +74,7 @@ class Units:
         """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.
 
         Raises:
-            UserError: A file is missing or cut short, or the store was replaced.
+            UserError: A file is missing, cut short or unreadable, or the store was replaced.
         """
         date = self._found[unit // self.each]
         start, shard, opened = 0, None, -1
@@ -111,7 +112,10 @@ class Units:
         return self.reader.over(self.store.through(shards.__getitem__))
 
     def name(self, unit: int) -> str:
-        """Return the path of the shard that holds the longest run of a unit, for messages."""
+        """Return the path of the shard that holds the longest run of a unit, for messages.
+
+        An empty unit has the path of the first shard of its date.
+        """
         date = self._found[unit // self.each]
         largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
         return date.shards[largest.shard][0]

@@ -2,9 +2,9 @@
 
 The questions and answers themselves belong to the caller (`peers.py`, `unit_peers.py`).
 
-A rank whose connection fails is not asked again. A rank that is late may only be waiting for slow storage; what was
-requested of it is then read from slow storage here. If it is late several times in a row, it is not asked for some
-minutes, and finally never again. A host that no longer answers therefore costs only a few timeouts in all.
+A rank whose connection fails is not asked again. A rank that is late may only be waiting for slow storage; the asking
+rank then reads slow storage itself. If a rank is late several times in a row, it is not asked for some minutes, and
+finally never again. A host that no longer answers therefore costs only a few timeouts in all.
 
 Each connection begins with a secret word that only the ranks know, so a port scanner gets no answer.
 """
@@ -163,10 +163,10 @@ class Wire:
         memory: Text by which ranks on the same node open this rank's cache file, by tier.
         plan: Hash of this rank's plan.
         gather: All-gather of bytes, which exchanges the addresses.
-        host: Name under which other nodes reach this one.
-        node: Name that ranks share only where they share memory.
+        host: Name under which other nodes reach this one; None takes the host name.
+        node: Name that ranks share only where they share memory; None takes that of `this_node`.
         seconds: Seconds without a byte after which a rank counts as late.
-        number: Number of this rank in the job, where it differs from `rank`.
+        number: Number of this rank in the job; None if it is `rank`.
 
     Raises:
         UserError: Ranks have planned different runs.
@@ -234,10 +234,10 @@ class Wire:
     def lose(self, rank: int, error: OSError) -> None:
         """Give up an answer of `rank`.
 
-        After a timeout the rank counts as late and may be paused. After any other error it counts as dead and is not
-        asked again.
+        After a timeout the rank counts as late. If it is late repeatedly, it is paused as `_PAUSES` says, and finally
+        counts as dead. After any other error it counts as dead at once. A dead rank is not asked again.
         """
-        self._leave(rank)  # on the same connection a late answer would be taken for the next one
+        self._leave(rank)  # on the same connection, a late answer would be taken for that to the next question
         with self._lock:
             if rank in self.dead:
                 return
@@ -270,6 +270,9 @@ class Wire:
         """Return the connection of this thread to `rank`.
 
         Each thread has its own, so several transfers run at the same time.
+
+        Raises:
+            OSError: `rank` cannot be reached.
         """
         mine: dict[int, socket.socket] | None = getattr(self._local, "connections", None)
         if mine is None:
@@ -317,14 +320,14 @@ def fill(connection: socket.socket, out: memoryview) -> None:
     """Receive exactly as many bytes as `out` holds.
 
     Raises:
-        ConnectionError: The other side closed the connection before.
+        ConnectionError: The other side closed the connection too early.
     """
     if not receive(connection, out):
         raise ConnectionError("it sent too little")
 
 
 def receive(connection: socket.socket, out: memoryview) -> bool:
-    """Receive as many bytes as `out` holds; return False if the other side closed the connection before."""
+    """Receive as many bytes as `out` holds; return False if the other side closed the connection too early."""
     done = 0
     while done < len(out):
         count = connection.recv_into(out[done:])

@@ -1,6 +1,6 @@
 """Cut channels of the U-Net, and hidden units of the point network, out of a model.
 
-What is left is an ordinary, smaller model of an ordinary spec (`model.widths`, `model.inner`, `model.points`). Nothing
+The result is an ordinary, smaller model with an ordinary spec (`model.widths`, `model.inner`, `model.points`). Nothing
 is masked.
 
 Channels that add up, or that one layer hands to the next, have to go together. They form these groups:
@@ -42,7 +42,7 @@ def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
     """Return the groups of a model.
 
     Args:
-        spec: the spec of an `EnsembleModel`.
+        spec: the spec of an `EnsembleModel` whose kernels share no bank.
         names: the names in its state_dict.
 
     Returns:
@@ -58,12 +58,15 @@ def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
         return [(key, axis) for key in keys if key.startswith(tuple(f"{prefix}." for prefix in prefixes))]
 
     def made(*convolutions: str) -> list[tuple[str, int]]:
-        """Return the axis of the outputs of convolutions. The second kernel of a separable one has them twice."""
+        """Return all tensors with the outputs of convolutions, each with their axis.
+
+        The second kernel of a separable convolution has them on two axes.
+        """
         both = [(key, 1) for key, _ in those(*(f"{one}.along" for one in convolutions)) if key.endswith("weight")]
         return those(*convolutions) + both
 
     def read(*layers: str) -> list[tuple[str, int]]:
-        """Return the axis of the inputs of convolutions and linear layers."""
+        """Return all tensors with the inputs of convolutions and linear layers, each with their axis."""
         weights = [(key, axis) for key, axis in those(*layers, axis=1) if key.endswith("weight")]
         return [(key, axis) for key, axis in weights if ".along." not in key]
 
@@ -97,7 +100,7 @@ def cut(
     Args:
         spec: the spec of an `EnsembleModel`.
         tensors: its state_dict, or some of it; not changed.
-        kept: indices of what stays, by group. Groups that are not named stay whole.
+        kept: indices of the channels or units that stay, by group. Groups that are not named stay whole.
 
     Returns:
         The spec and the tensors of the smaller model.
@@ -147,7 +150,7 @@ def in_words(facts: Mapping[str, Any], after: float | None) -> str:
     Args:
         facts: the checkpoint's record of the compaction. It has `ms` before and after, `crps_ratio` before, and both
             `without` the U-Net.
-        after: the CRPS ratio of the compacted model, or None.
+        after: the CRPS ratio of the compacted model. If it or the one before is None, the sentence gives times only.
     """
     before, without = facts["crps_ratio"], facts["without"]
     text = f"a forward pass takes {facts['ms'][1]:.3g} ms instead of {facts['ms'][0]:.3g}"

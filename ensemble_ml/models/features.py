@@ -3,16 +3,16 @@
 For each variable and input lead there are:
 
 - the mean of the members, standardised;
-- the logarithm of spread / typical spread of the level. The spread is first shrunk towards climatology, so that the
-  logarithm is finite with one member;
+- the logarithm of spread / typical spread of the level. The spread is first shrunk towards the climatological spread
+  (at leads that are not predicted, towards the typical spread), so that the logarithm is finite with one member;
 - for predicted leads, the logarithm of climatological spread / typical spread;
 - if `one_member` is on, one member's departure from the mean, divided by the typical spread;
 - for a masked variable (one that has points without a value), the fraction of the members that have a value.
 
 In addition there are planes common to all fields: place, static fields, 1/M, log M and season (`models.place`).
 
-Where no member has a value, the climatological mean takes the place of the mean, so that its channel is zero. The
-spread is set to zero there.
+Where no member has a value, the mean that standardises inputs takes the place of the members' mean, so that its channel
+is zero. The spread is set to zero there.
 
 Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), V pressure-level variable,
 S surface variable, Z level, Y latitude, X longitude, C channel.
@@ -80,7 +80,7 @@ def unbiased_spread(
         gain: g, broadcast against `spread`; positive.
         level: l, broadcast against `spread`; positive.
     """
-    # c4 of one member is zero, and s / c4 would be NaN. M is therefore clamped to 2. The value that this gives does not
+    # The formula of c4 gives NaN for one member. M is therefore clamped to 2. The value that this gives does not
     # matter, because its weight M - 1 is zero.
     several = count.clamp(min=2)
     c4 = torch.sqrt(2 / (several - 1)) * torch.exp(torch.lgamma(several / 2) - torch.lgamma((several - 1) / 2))
@@ -155,7 +155,7 @@ class Features(nn.Module):
         return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
 
     def filled(self, x: EnsembleInput) -> EnsembleInput:
-        """Fill points where no member has a value: the mean with the climatological mean, the spread with zero.
+        """Fill points where no member has a value: the mean with that of the standardisation, the spread with zero.
 
         Args:
             x: a batch; its mean is NaN where no member has a value.
@@ -167,7 +167,7 @@ class Features(nn.Module):
         # A NaN would spread through the convolutions to every point of the field.
         hidden = torch.isnan(x.mean)
         mean = torch.where(hidden, self._standard()[0].to(x.mean.dtype), x.mean)
-        # If the input does not say how many members have a value at a point, all of them do or none does.
+        # An input without `valid` does not say how many members have a value at a point: all or none are assumed.
         valid = (~hidden[:, :, self.spec.masked_positions]).to(mean.dtype) if x.valid is None else x.valid
         member = None if x.member is None else torch.where(torch.isnan(x.member), mean, x.member)
         return replace(x, mean=mean, spread=torch.where(hidden, 0.0, x.spread), member=member, valid=valid)

@@ -46,8 +46,8 @@ from ensemble_ml.models.inputs import ModelSpec, Prediction, by_family
 from ensemble_ml.models.linear import departures
 from ensemble_ml.models.positions import integers, take
 
-FOLLOWED = 5  # number of members as whose spread a corrected s1 enters s0
-_LEAST_SHARE = 0.2  # a linear correction leaves at least this fraction of s1
+FOLLOWED = 5  # a corrected s1 enters s0 as the spread of this many members
+_LEAST_SHARE = 0.2  # each of d' and d'' leaves at least this fraction of s1
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
 
@@ -167,16 +167,19 @@ class Heads(nn.Module):
             mean: (B, T, F, Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0: s0, the prior spread, the same shape.
             spread1: s1, the expected spread of the full ensemble, the same shape.
-            network: (B, outputs, T, F, Y, X) outputs of the network, float32.
-            points: d'' and, where the truth is predicted, v and w of the point network, (B, 3, T, F, Y, X); None
-                without that network.
+            network: (B, outputs, T, F, Y, X) outputs of the U-Net, float32 or float64.
+            points: outputs of the point network: d'', v and w, (B, 3, T, F, Y, X), or d'' alone, (B, 1, T, F, Y, X), if
+                the truth is not predicted; None without that network.
+
+        Returns:
+            Location and scale if the truth is predicted, and the spread if it is, (B, T, F, Y, X) each.
         """
         found: dict[str, Tensor] = {}
         # The gradient of `unbind` is one copy; each slice would give a gradient padded to the full size.
         parts = network.unbind(1)
         if self.postprocess:
-            # The point network was fitted to what is left after bias and linear correction, so it comes after them here
-            # as well.
+            # The point network was fitted to the errors that bias and linear correction leave, so it comes after them
+            # here as well.
             centre, inflation = mean + self.bias, self.inflation[None]
             if points is not None:
                 centre, inflation = informed(centre, spread0, inflation, points[:, 1:].transpose(0, 1))
@@ -198,7 +201,7 @@ class Heads(nn.Module):
     def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> tuple[Tensor, Tensor]:
         """Return the location for each mean in `base`, and s0 after the changes near zero (`models.dry`).
 
-        The locations are written into `base`, which must belong to the caller.
+        The locations overwrite the means in `base`.
         """
         # s0 is changed only for the distributions with a mass at zero, and in a copy: autograd needs the original.
         narrow = spread0.clone() if any(family in AT_ZERO for family in self.families) else spread0
@@ -229,7 +232,7 @@ def widened(spread: Tensor, more: Tensor) -> Tensor:
 
     Args:
         spread: s1, any shape.
-        more: what is added to it, the same shape and units.
+        more: the amount to add, in the same shape and units.
     """
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
@@ -241,7 +244,7 @@ def informed(centre: Tensor, spread0: Tensor, inflation: Tensor, errors: Tensor)
         centre: (...) mean of the distribution.
         spread0: (...) s0.
         inflation: (...) B, the logarithm of sigma / s0.
-        errors: (2, ...) v and w; each is bounded to +-3.
+        errors: (2, ...) v and w, before they are bounded to +-3.
 
     Returns:
         centre + v s0 exp(B), and B + w.

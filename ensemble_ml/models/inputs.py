@@ -1,7 +1,7 @@
-"""The values that go into a model and come out of it, as small dataclasses that are checked when they are made.
+"""The values that go into a model and come out of it, as small dataclasses.
 
-`ModelSpec` fixes the shape of a model, `EnsembleInput` is a batch of reduced ensembles, and `Prediction` holds the
-parameters of the predicted distributions.
+`ModelSpec` fixes the shape of a model and is checked when it is made, `EnsembleInput` is a batch of reduced ensembles,
+and `Prediction` holds the parameters of the predicted distributions.
 
 Axes in shapes:
 
@@ -55,8 +55,9 @@ class ModelSpec:
         masked: names of the variables that have points without a value (sea surface temperature has none on land).
 
     Raises:
-        UserError: a predicted lead is not an input; variables, levels or predicted leads are empty; a variable is in
-            the wrong list; the grid is not regular; or `config.widths` or `config.inner` do not fit the depth.
+        UserError: a predicted lead is not an input; there are no variables, no predicted leads, or no levels for
+            variables on levels; a variable is unknown or in the wrong list; the grid is not regular; or
+            `config.widths` or `config.inner` do not fit the depth.
     """
 
     config: ModelConfig
@@ -71,8 +72,8 @@ class ModelSpec:
     masked: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # YAML, JSON and NumPy give lists and scalars of their own types. Plain tuples of Python values make equal specs
-        # compare equal, and they can be written as JSON.
+        # YAML, JSON and NumPy give lists and scalars of their own types. Plain tuples of Python values can be written
+        # as JSON, and equal specs then give equal JSON.
         for name in ("variables", "surface", "static", "masked"):
             object.__setattr__(self, name, tuple(str(v) for v in getattr(self, name)))
         for name in ("levels", "leads_in", "leads_out"):
@@ -197,7 +198,7 @@ class ModelSpec:
         return [position for position, (name, _) in enumerate(self.names) if name in self.masked]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec.
+        """Return plain JSON values that `from_json` turns back into a spec of the same model.
 
         The distribution of every variable is written out. Otherwise, after a change of the registry, the parameters
         that a checkpoint has learned would be used with another distribution.
@@ -296,7 +297,8 @@ class Prediction:
     def widened(self, widths_BTF: Tensor, families: Sequence[Family]) -> Prediction:
         """Return the prediction with the scale of each lead and field multiplied by a calibration factor.
 
-        The means of the distributions stay as they are (see `distributions.widen`).
+        The means of the distributions stay as they are (see `distributions.widen`). A prediction without location and
+        scale is returned unchanged.
 
         Args:
             widths_BTF: calibration factors, (B, T, F), or (T, F) for all samples.
@@ -363,8 +365,8 @@ def _check_spec(spec: ModelSpec) -> None:
     """Check the names, leads and grid of a spec.
 
     Raises:
-        UserError: variables, levels or predicted leads are empty, a predicted lead is not an input, a variable is in
-            the wrong list, or the grid is not regular.
+        UserError: there are no variables, no predicted leads, or no levels for variables on levels; a predicted lead is
+            not an input; a variable is unknown or in the wrong list; or the grid is not regular.
     """
     if not spec.variables and not spec.surface:
         raise UserError("data.variables, data.surface: both are empty; name at least one variable")

@@ -96,7 +96,7 @@ class Ledger(TorchDispatchMode):
     Args:
         by_module: count each module separately. This is not possible for a model that is recomputed in the backward
             pass (`model.recompute`).
-        processor: the pass runs on a CPU and not on a GPU, or fake tensors stand for such a pass.
+        processor: True for a pass on a CPU, False for one on a GPU. With fake tensors, the device that they stand for.
 
     Attributes:
         entries: totals by (module, kind); the module is "" without `by_module`, and for operations outside all modules.

@@ -1,4 +1,4 @@
-"""A linear correction of the mean and the spread of every field by all fields at the 3 x 3 points around.
+"""A linear correction of the mean and the spread of every field by all fields at the 3 x 3 points around each point.
 
 The correction is a convolution over latitude and longitude, with weights that vary with latitude:
 
@@ -167,7 +167,7 @@ class LinearCorrection(nn.Module):
         """Compute the correction d' of fields, in typical spreads, (B, O, Y, X).
 
         Args:
-            padded: anomalies of `padded`, (B, C, Y + 2, X + 2).
+            padded: result of the method `padded`, (B, C, Y + 2, X + 2).
             count: (B,) M.
         """
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
@@ -209,7 +209,7 @@ class LinearCorrection(nn.Module):
             rows: (P,) the row of each point.
 
         Returns:
-            The same shape; points north of the equator keep their values.
+            The same shape; all other points keep their values.
         """
         return torch.where(self.south[rows], values * self.turn[:, None], values)
 
@@ -221,7 +221,7 @@ class LinearCorrection(nn.Module):
             rows: (P,) the row of each point.
 
         Returns:
-            The same shape; points north of the equator keep their values.
+            The same shape; all other points keep their values.
         """
         # Here the rows of the neighbourhood are flipped instead of those of the kernel, so that points of both
         # hemispheres share one matrix product.

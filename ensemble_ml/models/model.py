@@ -43,7 +43,8 @@ class EnsembleModel(Start):
         climate: statistics of the training dates. Give `Climate.default(spec)` if a state_dict will be loaded.
 
     Raises:
-        UserError: the grid does not fit the depth and the rule for the poles, or `climate` does not fit `spec`.
+        UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the
+            bank of kernels is too small.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -56,7 +57,7 @@ class EnsembleModel(Start):
         widths, inner = config.channels()
         common = Convolution(plane_count(spec), widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
         self.common_stem = common
-        # Where one kernel serves all planes, this is what lets the network tell them apart.
+        # Where one kernel serves all planes, this bias lets the network tell them apart.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
         self.unet = UNet3d(
             levels, planes, widths, config.blocks, config.vertical, inner, recompute=config.recompute is True,

@@ -27,11 +27,11 @@ South of the equator, x and v are mirrored at the equator as in `models.linear`.
 from row to row change their sign, and the season is shifted by half a year. The place is not mirrored, so the network
 can also learn how the hemispheres differ.
 
-The weights are fitted to single points of many training dates (`training.point_fit`). This learns in a minute what the
-U-Net did not learn in five (ARCHITECTURE, "Tried"). They stay fixed when the U-Net is trained.
+The weights are fitted to single points of many training dates (`training.point_fit`), and stay fixed when the U-Net is
+trained. The fit learns in a minute what the U-Net did not learn in five (ARCHITECTURE, "Tried").
 
-Axes: B initialisation time, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit,
-K input, P plane common to all fields, N point, Y latitude, X longitude.
+Axes: B initialisation time, C = O channel and output of the linear correction, F = C / 2 field at a lead, H hidden
+unit, K input, P plane common to all fields, N point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
 _STENCILS = 4  # numbers made of each d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # largest factor of a difference along a row: it grows without bound towards the poles
-# How many points the networks take at once (one row of each sample at least). On a CPU the inputs and hidden units of
-# so many points stay in its cache; a GPU needs more of them to be busy.
+# Number of points that the network takes at once (one row of each sample at least). On a CPU the inputs and hidden
+# units of so many points stay in its cache; a GPU needs more points to be busy.
 _POINTS, _POINTS_ON_A_GPU = 1 << 12, 1 << 17
 _LEAST_SPREAD = 1e-2  # typical spreads: the logarithm of a smaller spread is that of this one, so it stays finite
 
@@ -92,20 +92,20 @@ def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray]) -> PointNet
 
 
 class Frame(NamedTuple):
-    """The geometry of some rows, (Y, 1) with `turn` (C, Y, 1), or of N points, (N, 1, 1) with `turn` (N, C, 1, 1)."""
+    """The geometry of rows, (Y, 1) with `turn` (C, Y, 1), or of N points, (N, 1, 1, 1) with `turn` (N, C, 1, 1)."""
 
-    stretch: Tensor  # distance from row to row, divided by that between neighbours in the row
+    stretch: Tensor  # distance from row to row, divided by that between neighbours in the row; 5 at most
     hemisphere: Tensor  # -1 south of the equator, 1 elsewhere
     turn: Tensor  # -1 where the mirror changes the sign of a channel, 1 elsewhere
 
 
 class PointNetwork(nn.Module):
-    """The network.
+    """The point network.
 
     Args:
         spec: variables, leads and grid.
-        first: W1.
-        second: W2.
+        first: W1, in the shape of `point_shapes`.
+        second: W2, in the shape of `point_shapes`.
     """
 
     first: Tensor

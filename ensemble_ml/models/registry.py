@@ -49,8 +49,8 @@ def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
         climate: statistics of the training dates.
 
     Raises:
-        UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the
-            model cannot take masked variables.
+        UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, the bank
+            of kernels is too small, or the model cannot take masked variables or needs the truth.
     """
     refuse_masks(spec)
     return MODELS[spec.config.name](spec, climate)

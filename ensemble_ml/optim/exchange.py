@@ -33,7 +33,7 @@ class Outcome:
     """The outcome of the exchange of one step.
 
     Attributes:
-        norm: norm of the gradient before clipping. If ranks vote, it is this rank's own gradient.
+        norm: norm of the gradient before clipping; if ranks vote, that of this rank's own gradient.
         culprits: ranks whose gradients were not finite. If groups of ranks average before they vote, all ranks of a
             group whose mean was not finite.
         waited: seconds spent waiting for other ranks, without those hidden by the backward pass.
@@ -85,7 +85,7 @@ class Exchange:
 
     @property
     def slack(self) -> int:
-        """Return by how many steps ranks may differ in the number of steps that they have done."""
+        """Return the largest difference that ranks may have in their numbers of steps done."""
         return 0
 
     def meets(self, step: int) -> bool:

@@ -187,6 +187,7 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
     draw = torch.rand(x.shape, generator=generator, device=x.device)
     nearest = x.to(dtype)
     toward = torch.where(x > nearest, torch.inf, -torch.inf).to(dtype)
+    # `other` is the neighbour on the other side of x. Taking it with probability `share` makes the mean equal to x.
     other = torch.nextafter(nearest, toward)
     share = (x - nearest) / (other.float() - nearest.float())
     return torch.where(draw < share, other, nearest)

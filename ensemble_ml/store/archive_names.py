@@ -49,8 +49,8 @@ class Rule:
         root: address of the archive.
         files: patterns of the files below `root`, with {date}, {year}, {month}, {day}, {hour}, {member}, {lead},
             {valid} (date and hour of the valid time), {days} and {stem}.
-        first: first init time.
-        last: last init time; empty if the archive still grows.
+        first: day of the first init times.
+        last: day of the last init times; empty if the archive still grows.
         hours: hours of the day of the init times, UTC.
         leads: (last lead, spacing) in hours of each stretch of leads, in order; empty if a file holds all leads.
         short: last lead, in hours, of forecasts from 06 and 18 UTC; 0 if it is the same as at 00 and 12 UTC.
@@ -191,7 +191,7 @@ def urls_of_name(
 
 
 def _starts(rule: Rule) -> np.ndarray:
-    """Return all init times of an archive up to today, (D,) datetime64[s]."""
+    """Return all init times of an archive, (D,) datetime64[s], up to today if it still grows."""
     last = np.datetime64(rule.last, "D") if rule.last else np.datetime64("today", "D")
     days = np.arange(np.datetime64(rule.first, "D"), last + 1)
     days = days[np.isin((days.astype(np.int64) + 3) % 7, rule.weekdays)]  # 1970-01-01 was a Thursday
@@ -224,7 +224,11 @@ def _values(
 
 
 def _stems(path: str, rule: Rule, variables: Collection[str] | None, levels: Sequence[int] | None) -> list[str]:
-    """Return what {stem} stands for in the names of the files that hold some variables on some levels."""
+    """Return the values of {stem} in the names of the files that hold some variables on some levels.
+
+    Raises:
+        UserError: No file names are known for these variables.
+    """
     found = []
     for name in [one for one in rule.stems if variables is None or one in variables]:
         stem, upper = rule.stems[name], rule.split and name in _UPPER

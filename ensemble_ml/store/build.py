@@ -39,7 +39,7 @@ class Build:
 
     Args:
         path: The store to make.
-        plan: What it will hold.
+        plan: Plan of its contents.
         overwrite: Whether to replace a store that stands at `path`. It stays as it is until the new one is complete.
         restart: Whether to throw away an unfinished build.
         work: Folder to build in; None takes the one that all builders of this store share.
@@ -97,7 +97,13 @@ class Build:
                 return
 
     def _agree(self) -> None:
-        """Write the plan, or check that the plan of an unfinished build is the same."""
+        """Write the plan, or check that the plan of an unfinished build is the same.
+
+        If only the archive's fingerprint differs, the plan of this run replaces the other.
+
+        Raises:
+            UserError: The unfinished build has other settings, or its plan cannot be read.
+        """
         file = self.work / "plan.json"
         if file.exists():
             before = read_facts(file)
@@ -119,7 +125,7 @@ class Build:
 
     @property
     def _changed(self) -> str:
-        """Return the message for an archive that has changed, and from whose new state another builder builds."""
+        """Return the message for the case that the archive has changed and another builder uses its new state."""
         return (
             f"output={self.path}: the archive has changed since this run began, and another builder uses its new state;"
             " run again"
@@ -144,6 +150,9 @@ class Build:
 
         It is finished if its entry belongs to this plan and to the fields that the archive holds now, no source file
         has changed, and all its shards are there with their sizes.
+
+        Raises:
+            UserError: The archive has changed, and another builder uses its new state.
         """
         file = self.entry_file(date)
         if not file.exists():
@@ -201,7 +210,10 @@ class Build:
 
     @property
     def over(self) -> bool:
-        """Return whether a builder has renamed the finished store to `path`; it may still be tidying up."""
+        """Return whether the build is over: a builder has renamed the finished store, or the plan is gone.
+
+        The builder that renamed the store may still be tidying up.
+        """
         return not (self.work / "plan.json").exists() or named_already(self.work, self.path)
 
     @contextmanager
@@ -294,7 +306,11 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
-        """Write everything but the shards, and the model climate if the plan has one."""
+        """Write everything but the shards, and the model climate if the plan has one.
+
+        Raises:
+            UserError: As `finalise`, for missing init times, damaged entries, and files that cannot be written.
+        """
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")

@@ -9,8 +9,8 @@ year as the January after it, and neither is in the other's climate. The anniver
 years.
 
 A store may hold the quantiles already (`prepare climate_days=9`). Otherwise they are computed on request, one lead and
-variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept as far as that
-memory allows, because the next init time needs most of them.
+variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept in as much memory
+again, because the next init time needs most of them.
 
 Axes: Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z level, Y
 latitude, X longitude.
@@ -28,7 +28,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_nature
 
-DAYS = 9
+DAYS = 9  # half-width of the window in days
 FEWEST_VALUES = 20  # members times dates at a point; quantiles of fewer values mean nothing
 PROBABILITIES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
 MEMORY = 512 * 2**20  # bytes of values held at a time, where a block of 16 rows is not larger than that
@@ -186,7 +186,8 @@ class ModelClimate:
 def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) -> np.ndarray:
     """Return quantiles over the first axis, (Q, ...) float32.
 
-    They are interpolated linearly (type 7 of Hyndman & Fan 1996): with n values x in ascending order, counted from 0,
+    They are interpolated linearly (type 7 of Hyndman & Fan 1996, doi:10.2307/2684934). With n values x in ascending
+    order, counted from 0:
 
         h    = p (n - 1)
         q(p) = x[floor(h)] + (h - floor(h)) (x[floor(h) + 1] - x[floor(h)])

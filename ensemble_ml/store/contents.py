@@ -48,12 +48,13 @@ class Contents:
         masked: Variables with points that have no value.
         static: Names of the static fields.
         provenance: Where the data came from.
-        present: Function from part and date to which fields are there.
-        verify: Function that reads all files and raises a UserError where one has changed.
+        present: Function of part and date that returns which fields are there.
+        verify: Function that reads all files and raises a UserError if one has changed; of a half-built store, the
+            shards that are finished.
         source: Store to read from; None for a half-built one.
         sources: Contents of `sources.json`.
-        climate_days: Half-width in days of the model climate's window; 0 if the store holds none.
-        lead_bounds: [first, last] hour for each lead of a variable over intervals.
+        climate_days: Half-width in days of the model climate's window; 0 if the store has none.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
     """
 
     path: str
@@ -77,7 +78,7 @@ class Contents:
 
 
 def contents_of(path: str) -> Contents:
-    """Look at what stands at `path`: a store, or the folder in which one is being built.
+    """Return the contents of the store at `path`, finished or being built, or of the work folder of a build.
 
     Raises:
         UserError: There is neither, or it is damaged.

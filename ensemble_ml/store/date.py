@@ -54,8 +54,8 @@ class _Packed:
         values: Encoded values by member, None for a chunk that is left out.
         masks: Encoded masks by member, None where no point is masked.
         derived: Encoded mean and spread; None where they are not stored.
-        moments: Moments of the members' values, (Z,).
-        of_derived: Moments of mean and spread as fields, (Z,).
+        moments: Moments of the members' values, (Z,); None for parts other than the forecast.
+        of_derived: Moments of mean and spread as fields, (Z,); None where they are not stored.
     """
 
     values: list[Encoded | None]
@@ -149,6 +149,9 @@ class DateWriter:
         """Bring a block to the packing of the store.
 
         Absent fields become 0, or NaN in float32. Masked points of float32 become NaN.
+
+        Raises:
+            UserError: A present field holds NaN or infinity that is not masked.
         """
 
         def where(index: tuple[int, ...]) -> str:
@@ -210,8 +213,8 @@ class DateWriter:
     def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[Encoded | None]]) -> None:
         """Append the chunks of a cell to a shard, by member and then by block of rows."""
         members, leads, variables, rows = spec.chunks
-        # Place of each member's field among all fields of the array. Times the number of blocks it is the number of its
-        # first chunk.
+        # Position of each member's cell among all cells of the array. A cell has one chunk for each block of rows, so
+        # position times number of blocks is the number of its first chunk.
         first = (np.arange(members) * leads + cell.lead) * variables + cell.variable
         self._shard(spec).append(
             (int(first[member]) * rows + number, chunks[member])

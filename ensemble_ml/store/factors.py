@@ -124,7 +124,7 @@ class FactorReader:
         self._kept |= {(name, number): _small(values) for (name, _, number), values in zip(chunks, found, strict=True)}
 
     def of_date(self, spec: ArraySpec, key: str, date: int) -> np.ndarray:
-        """Return one factor of all fields of a date, (M, T, V, Z).
+        """Return one factor of all fields of a date, (M, T, V, Z). The caller must not write to it.
 
         Raises:
             UserError: It is damaged.

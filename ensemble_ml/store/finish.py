@@ -55,7 +55,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
     Args:
         root: Folder of the store, with its shards.
-        plan: What the store holds.
+        plan: Plan of the store's contents.
         entries: Index of an init time and its entry, in ascending order.
 
     Raises:
@@ -106,7 +106,7 @@ def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray
 
 
 def _clear(root: Path) -> None:
-    """Remove everything but shards, which an interrupted call has left."""
+    """Remove everything that an interrupted call has left, except shards."""
     for path in list(root.iterdir()):
         if path.is_file():
             path.unlink()

@@ -3,7 +3,7 @@
 The folder stands beside the final path of the store. When everything is there, one rename moves the store to that path.
 
     NAME.zarr.building/
-      plan.json     what is being built
+      plan.json     facts of the plan
       lock          held while the plan is written, and while the store is finished
       at-work.lock  shared by all builders while they build; held alone by one that removes the build
       claims/       one lock for each init time, held while it is built
@@ -39,7 +39,7 @@ def building_folder(path: Path) -> Path:
 def private_folder(path: Path) -> Path:
     """Return the folder in which this process alone builds the store at `path`.
 
-    Remove such folders of processes of this machine that no longer run, and a former one of this process.
+    Such folders of processes of this machine that no longer run are removed, and a former one of this process.
     """
     host = socket.gethostname()
     for old in path.parent.glob(f"{path.name}.partial-{host}-*"):

@@ -8,9 +8,9 @@ first one x1:
     m = x1 + sum d / M
     s = sqrt((sum d^2 - (sum d)^2 / M) / (M - 1))
 
-Largest errors against float64: of the mean, one unit in the last place of float32 and 2^-21 of the range of the
-members; of the spread, relative, 1e-6 for ten members (M (M + 1) 2^-24 where the first member is an outlier). A 16-bit
-packing step of a field is many times larger.
+Largest errors against float64: of the mean, one unit in the last place of float32 plus 2^-21 of the range of the
+members; of the spread, a relative error of 1e-6 for ten members (M (M + 1) 2^-24 where the first member is an outlier).
+A 16-bit packing step of a field is many times larger.
 
 Mean and spread are computed point by point in the order of the members, so they do not depend on how a field is cut
 into blocks. The moments of the members follow from mean m and spread s:
@@ -200,7 +200,7 @@ def _compiled(
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:
     """Return the smallest and the largest value of a level.
 
-    Where points are missing, or only one member is there, it returns all moments of the level.
+    Where points are missing, or fewer than two members are there, it returns all moments of the level.
     """
     if members.extremes is not None and len(values) > 1:
         there = members.extremes[:, members.present[:, level], level]
@@ -214,7 +214,7 @@ def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -
     """Compute mean and spread of `values` (M, points), which are overwritten.
 
     Returns:
-        What rounding to float32 took from the mean, (points,), in the memory of the first member.
+        The part of the mean that rounding to float32 took away, (points,), in the memory of the first member.
     """
     share = np.float32(1 / len(values))
     freedom = np.float32(1 / max(len(values) - 1, 1))
@@ -311,7 +311,7 @@ def _unsigned(ends: np.ndarray) -> np.ndarray:
 def _joint(members: int, extremes: tuple[float, float], mean: Moments, spread: Moments, rounded: float) -> Moments:
     """Return the moments of all members of a level from those of its mean and spread.
 
-    `rounded` is what rounding took from the mean, averaged over points.
+    `rounded` is the part of the mean that rounding took away, averaged over points.
     """
     squares = spread.m2 + spread.count * spread.mean**2
     return Moments(

@@ -240,5 +240,5 @@ def _list(values: list[Any], most: int = 12) -> str:
 
 
 def _short(value: float | None) -> str:
-    """Format a number with five significant digits."""
+    """Format a number with five significant digits; None becomes "none"."""
     return "none" if value is None else f"{value:.5g}"

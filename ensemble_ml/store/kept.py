@@ -1,9 +1,9 @@
 """Keep the bytes that were read from shards in memory, for passes that read the same dates again and again.
 
 Each pass reads other members of a date, so the cache holds fixed blocks of a file and not the ranges that were asked
-for. All passes read the dates in the same order, so the first blocks stay: a block that was evicted for a later one
-would be needed again before it. If K of F bytes can be kept, P passes read F + (P - 1)(F - K) bytes, and no other
-policy reads less.
+for. All passes read the dates in the same order, so the first blocks stay: an evicted block would be needed again
+before the later block that replaced it. If K of F bytes can be kept, P passes read F + (P - 1)(F - K) bytes, and no
+other policy reads less.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ class _KeptShard:
             number = after
 
     def _from_file(self, numbers: range, start: int, end: int) -> tuple[int, np.ndarray]:
-        """Read blocks and keep them; if they exceed the limit, read only the bytes between `start` and `end`."""
+        """Read blocks and keep them; if they exceed the limit, read and return only `start` to `end`, and keep nothing.
+
+        Returns:
+            The position of the first byte, and the bytes.
+        """
         first, last = numbers.start * _BLOCK, min(numbers.stop * _BLOCK, self.size)
         keep = last - first <= self._of.left
         if not keep:

@@ -1,18 +1,20 @@
 """Compute local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
 
-The mean and the standard deviation of a point are taken over all members' values of the chosen init times, in a
-window around the point (7 x 7 points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that
-of Grönquist et al. 2021, "Deep learning for post-processing ensemble weather forecasts".
+The mean and the standard deviation of a point are taken over all members' values of the chosen init times and leads, in
+a window around the point (7 x 7 points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is
+that of Grönquist et al. 2021, "Deep learning for post-processing ensemble weather forecasts",
+doi:10.1098/rsta.2020.0092.
 
-They are computed init time by init time (d) from the mean m_d and spread s_d of all members, one lead and one variable
-at a time. No member is read, and memory does not grow with the number of init times. With M members and D init times:
+The maps are computed from the mean m_d and spread s_d of all members at each init time d, one lead and one variable at
+a time. No member is read, and memory does not grow with the number of init times. With M members and D init times, for
+one lead:
 
     mean = sum_d m_d / D
     M2   = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
 
 The same formulas then pool the points of each window. On a grid around the globe, longitude wraps. At other edges and
 at the poles, window and Gaussian end, and the remaining weights are scaled up. Init times without a field and points
-without a value are left out. A point with no value in reach takes the plain mean of the area.
+without a value are left out. A point with no value in reach takes the plain mean over all points with values.
 
 Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -76,7 +78,7 @@ class Pooled:
 
 
 def check_window(grid: Grid, window: int = WINDOW) -> None:
-    """Check that the grid has as many columns as the window.
+    """Check that the grid has at least as many columns as the window.
 
     Raises:
         UserError: It has fewer.

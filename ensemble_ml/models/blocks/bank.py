@@ -9,8 +9,8 @@
     fan_in  numbers of a kernel that make one output
 
 The network then has a fraction of the weights, so ranks exchange a fraction of the bytes. Its forward pass is not
-faster, because it first computes the full kernels. For forecasts, `EnsembleModel.settle` turns it into an ordinary
-model.
+faster, because it first computes the full kernels. For forecasts, `EnsembleModel.settle` replaces the bank by ordinary
+kernels.
 
 Sharing windows between convolutions follows Shapeshifter networks (Plummer et al. 2022, arXiv:2006.10598). The gain of
 each channel lets layers of different sizes share them.
@@ -105,9 +105,9 @@ class Bank(nn.Module):
 
 
 class _Windows(torch.autograd.Function):
-    """The sum of windows of a vector, each times a number.
+    """The sum of windows of a vector, each times a number, with its backward pass.
 
-    Autograd would make a gradient of the whole vector for each window.
+    Autograd's own backward pass would make a gradient of the whole vector for each window.
     """
 
     @staticmethod

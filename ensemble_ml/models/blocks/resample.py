@@ -1,8 +1,8 @@
 """Pooling and upsampling by two over latitude and longitude, for any size and any order of axes in memory.
 
-Both are written as sums over the four cells of 2 x 2 blocks. Torch's 3D pooling does not support bfloat16, and its 2D
-pooling copied its input, its output and both gradients to another order of axes. An odd last row or column has blocks
-of fewer cells, over which the mean is taken.
+Both are written as sums over the four cells of 2 x 2 blocks. Torch's 3D pooling does not support bfloat16 on a CPU, and
+its 2D pooling copied its input, its output and both gradients to another order of axes. An odd last row or column has
+blocks of fewer cells, over which the mean is taken.
 
 Axes: B initialisation time, C channel, Y latitude, X longitude, Z plane.
 """

@@ -44,7 +44,7 @@ class Activation(nn.Module):
 
     Args:
         channels: C.
-        planes: Z, if each plane has a scale and shift of its own.
+        planes: Z, if each plane has a scale and shift of its own; None if all planes share them.
     """
 
     def __init__(self, channels: int, planes: int | None = None):
@@ -61,7 +61,7 @@ class Activation(nn.Module):
 
 
 class _ScaledSilu(torch.autograd.Function):
-    """silu(w x + b), which keeps x alone for the backward pass and computes w x + b again there.
+    """The function silu(w x + b), which keeps only x, w and b for its backward pass and computes w x + b again there.
 
     Autograd would keep w x + b as well: a third of what a convolution and its activation keep. The operations are those
     of autograd in the same order, so results are equal bit for bit.

@@ -7,7 +7,7 @@ mean and standard deviation of the members.
 
 Some things differ here. One network predicts all fields and leads; the paper has a network for each target. It reads
 the inputs that all our baselines read. Padding continues the sphere; that of the paper is zero. With one member, s is
-the climatological spread, and s is never below a hundredth of its level's typical spread. o2 is bounded to +-3.
+the climatological spread; with more, s is at least a hundredth of its level's typical spread. o2 is bounded to +-3.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ One U-Net transforms every member. At its three deepest scales, the members atte
     s0       prior spread (`models.features`)
     d_i      output of the network for member i
     s'       standard deviation of the x_i'
-    s_clim   climatological spread
+    s_clim   climatological spread, times a learned factor for each lead and field
     k        weight of the climatology, as a number of members
 
 The paper minimises the fair CRPS of the members. Here the prediction is a distribution, as for all baselines, and the
@@ -183,7 +183,7 @@ class Poet(Rival):
     ) -> tuple[Tensor, Tensor]:
         """Return location and scale of the transformed members; members and shifts d are (B, M, T, F, Y, X)."""
         centre = _mean(move, there)
-        # The mean of the shifts goes into the location, so only what differs between members goes into the spread.
+        # The mean of the shifts goes into the location, so only differences between members go into the spread.
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
         freedom = (count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
         weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))

@@ -36,7 +36,7 @@ class Reduced:
         s0: prior spread (`models.features`).
         s1: expected spread of the full ensemble (`models.features`).
         climatology: s_clim, without B.
-        typical: one typical spread for each lead and field, without B.
+        typical: one typical spread for each lead and field, (T, F, 1, 1).
     """
 
     mean: Tensor
@@ -56,6 +56,9 @@ class Rival(nn.Module):
     Args:
         spec: shapes, variables, grid and `ModelConfig`.
         climate: statistics of the training dates.
+
+    Raises:
+        UserError: `climate` does not fit `spec`, or the grid does not fit the rule for the poles.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -63,7 +66,7 @@ class Rival(nn.Module):
         self.spec, self.speed = spec, Speed()
         climate = climate.checked(spec)
         self.features = Features(spec, climate)
-        self.heads = Heads(spec, climate, local_terms=False)  # the training dates' statistics
+        self.heads = Heads(spec, climate, local_terms=False)  # for the statistics that it holds, and s0 and s1
         self.near: Padder | None = None
         if spec.config.departures:
             sign = of_channels(spec.vector_sign(len(spec.leads_out)))[:, None]
