@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -317,15 +318,28 @@ def point(folder: Path, link: str, target: str) -> None:
 
 
 def step_of(link: Path) -> float | None:
-    """Return the step of the checkpoint that a link leads to, or None if there is none.
-
-    A checkpoint before the tournament of its step counts half a step less.
-    """
+    """Return the step of the checkpoint that a link leads to, or None if there is none (`_number`)."""
     try:
-        name = os.readlink(link).removeprefix(STEP)
-        return int(name.removesuffix(BEFORE)) - 0.5 * name.endswith(BEFORE) if (link / META).is_file() else None
+        return _number(Path(os.readlink(link))) if (link / META).is_file() else None
     except (OSError, ValueError):  # no link, or a folder in its place, as in a copy without links
         return None
+
+
+def newest_step(folder: Path) -> float | None:
+    """Return the step of `last`, or of the newest checkpoint if a copy has lost its links; None if there is none.
+
+    Args:
+        folder: the folder of checkpoints, in which another rank may mend links now.
+
+    Returns:
+        The step; infinity if only folders in the place of links are there, whose steps are not known by their names.
+    """
+    # A folder in the place of a link may become that of a step at any moment, so it is looked for first.
+    copied = any((folder / link).is_dir() for link in ("last", "best"))
+    step = step_of(folder / "last")
+    if step is None and (steps := _steps(folder)):
+        return _number(steps[0])
+    return math.inf if step is None and copied else step
 
 
 def mend_links(folder: Path) -> None:
@@ -397,6 +411,16 @@ def refuse_unread(folder: Path) -> None:
 def _is_step(entry: Path) -> bool:
     """Return True for the folder of a step; False for a copy that somebody keeps, such as step_00000400_good."""
     return re.fullmatch(rf"{STEP}\d+{BEFORE}?", entry.name) is not None
+
+
+def _number(entry: Path) -> float:
+    """Return the step in the name of a folder. A checkpoint before the tournament of its step counts half a step less.
+
+    Raises:
+        ValueError: the name is not that of a step.
+    """
+    name = entry.name.removeprefix(STEP)
+    return int(name.removesuffix(BEFORE)) - 0.5 * name.endswith(BEFORE)
 
 
 def _steps(folder: Path) -> list[Path]:

@@ -39,9 +39,9 @@ from ensemble_ml.training.checkpoint import (
     load_checkpoint,
     load_meta,
     mend_links,
+    newest_step,
     point,
     refuse_unread,
-    step_of,
 )
 
 log = logging.getLogger(__name__)
@@ -388,15 +388,18 @@ def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tup
         if any((run / name).exists() for name in _TRACES):  # other files alone, such as a plan, make no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return trainer_folder(run, trainer) if config.parallel.trainer > 1 else run, None
-    if config.parallel.trainer > 1:
-        whole = _refuse_mixed(config, run)
-        run = trainer_folder(run, trainer)
-        if not whole and tidy:
-            shutil.rmtree(run, ignore_errors=True)
-    checkpoints = run / "checkpoints"
+    several = config.parallel.trainer > 1
+    checkpoints = (trainer_folder(run, trainer) if several else run) / "checkpoints"
     # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
         mend_links(checkpoints)
+    if several:
+        whole = _refuse_mixed(config, run)
+        run = trainer_folder(run, trainer)
+        if not whole and tidy:  # all checkpoints are of step 0, and this trainer starts anew with the others
+            for link in ("last", "best"):
+                (checkpoints / link).unlink(missing_ok=True)
+            clean(checkpoints)
     # A run that was killed before its first checkpoint starts anew.
     if not (checkpoints / "last").exists():
         refuse_unread(checkpoints)
@@ -429,12 +432,12 @@ def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
         UserError: the run has another number of trainers, or a trainer has lost its checkpoints.
     """
     trainers, top = config.parallel.trainer, run / "checkpoints" / "last"
-    folders = [trainer_folder(run, trainer) / "checkpoints" / "last" for trainer in range(trainers)]
+    folders = [trainer_folder(run, trainer) / "checkpoints" for trainer in range(trainers)]
     if (top / META).is_file() and (was := load_meta(top)["config"]["parallel"].get("trainer", 1)) != trainers:
         raise UserError(f"resume: parallel.trainer={trainers} (was {was} in {run}); give the same, or use init_from")
-    steps = [step_of(folder) for folder in folders]
+    steps = [newest_step(folder) for folder in folders]
     if None in steps and any(steps):
-        lost = folders[steps.index(None)]
+        lost = folders[steps.index(None)] / "last"
         raise UserError(f"resume: {lost} is not there, while other trainers have theirs; put it back")
     return None not in steps
 

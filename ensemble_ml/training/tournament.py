@@ -29,7 +29,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Stream, words
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run
-from ensemble_ml.training.checkpoint import META, load_meta, point, step_of
+from ensemble_ml.training.checkpoint import META, load_meta, mend_links, point, step_of
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 from ensemble_ml.training.state import learned
@@ -236,6 +236,7 @@ def point_to_best(run: Path) -> int:
         scores.append(best["score"] if best else math.inf)
     best_trainer = scores.index(min(scores))
     (run / "checkpoints").mkdir(exist_ok=True)
+    mend_links(run / "checkpoints")  # no link can take the place of a folder, which a copy leaves
     for link in ("last", "best"):
         if (folders[best_trainer] / "checkpoints" / link).exists():
             point(run / "checkpoints", link, f"../{folders[best_trainer].name}/checkpoints/{link}")

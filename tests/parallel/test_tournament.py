@@ -2,8 +2,10 @@
 
 import math
 import os
+import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference.card import model_card
-from ensemble_ml.training import load_checkpoint, trainer
+from ensemble_ml.training import load_checkpoint, setup, trainer
 from ensemble_ml.training.checkpoint import find_checkpoint, load_meta, load_spec
 from ensemble_ml.training.tournament import lineage, partners, sources
 from ensemble_ml.training.tracking import read_log
@@ -290,6 +292,35 @@ def test_trainers_of_two_ranks_whose_momenta_differ(store, output):
     assert all(status for status, *_ in ends)
     start(replace(killed, resume=True), data=2)
     assert_equal_jobs(output / "votes", output / "votes_killed")
+
+
+@pytest.mark.parametrize("lost", ["links", "last"])
+def test_a_copy_without_links_goes_on(store, output, lost):
+    """As cp -rL makes it, or a store that knows no links. No trainer's checkpoints are removed."""
+    run = Path(shutil.copytree(output / "whole", output / f"copied_{lost}", symlinks=False))
+    for folder in (run, *folders(run)) if lost == "last" else ():
+        for link in {"last", "best"} & {path.name for path in (folder / "checkpoints").iterdir()}:
+            shutil.rmtree(folder / "checkpoints" / link)
+    before = [load_meta(found) for found in sorted(run.glob("trainer_*/checkpoints/step_*"))]
+    config = contest(store, output, run=run.name, resume=True)
+    start(config)
+    after = [load_meta(found) for found in sorted(run.glob("trainer_*/checkpoints/step_*"))]
+    assert after and [meta for meta in before if meta["step"] == 12] == [meta for meta in after if meta["step"] == 12]
+    assert [load_meta(folder / "checkpoints" / "last")["step"] for folder in folders(run)] == [12] * 4
+    assert (run / "checkpoints" / "best").is_symlink() and find_checkpoint(run)
+
+
+@pytest.mark.parametrize("place", ["step_00000009", "last", "step_00000009_good"])
+def test_checkpoints_that_cannot_be_gone_on_from_are_not_removed(store, output, tmp_path, place):
+    """Whatever is in the folder of one trainer, and whatever the others lack."""
+    kept = tmp_path / "runs" / "a" / "trainer_01" / "checkpoints" / place
+    shutil.copytree((output / "whole" / "trainer_01" / "checkpoints" / "last").resolve(), kept)
+    if place == "step_00000009":
+        (kept / "model.safetensors").write_bytes(b"rubbish")
+    for number in range(4):
+        with suppress(UserError):
+            setup.open_run(contest(store, tmp_path / "runs", run="a", resume=True), trainer=number)
+    assert list(kept.parent.glob("*/checkpoint.json"))
 
 
 def test_another_number_of_trainers_is_refused(store, output):
