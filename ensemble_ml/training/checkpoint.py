@@ -361,7 +361,8 @@ def mend_links(folder: Path) -> None:
         # A tool that follows links leaves two folders in the place of one folder and a link to it. Three cases follow:
         # both are equal, so the copy is moved aside; the step's own folder is missing; or it is damaged and the copy is
         # whole.
-        step = folder / f"{STEP}{load_meta(copy)['step']:08d}"
+        meta = load_meta(copy)
+        step = folder / step_name(meta["step"], meta.get("before", False))
         # An earlier attempt that was killed may have left this folder.
         shutil.rmtree(aside, ignore_errors=True)
         if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
@@ -413,6 +414,11 @@ def _is_step(entry: Path) -> bool:
     return re.fullmatch(rf"{STEP}\d+{BEFORE}?", entry.name) is not None
 
 
+def step_name(step: int, before: bool = False) -> str:
+    """Return the name of a checkpoint's folder; `before` is true of one before the tournament that follows its step."""
+    return f"{STEP}{step:08d}{BEFORE if before else ''}"
+
+
 def _number(entry: Path) -> float:
     """Return the step in the name of a folder. A checkpoint before the tournament of its step counts half a step less.
 
@@ -425,7 +431,7 @@ def _number(entry: Path) -> float:
 
 def _steps(folder: Path) -> list[Path]:
     """Return the folders of all steps, newest first."""
-    return sorted(filter(_is_step, folder.glob(f"{STEP}*")), reverse=True)
+    return sorted(filter(_is_step, folder.glob(f"{STEP}*")), key=_number, reverse=True)
 
 
 def clean(folder: Path) -> None:

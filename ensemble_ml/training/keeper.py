@@ -34,12 +34,10 @@ from ensemble_ml.distributed.choice import OwnState
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.checkpoint import (
-    BEFORE,
     FORMAT,
     META,
     MODEL,
     PARTIAL,
-    STEP,
     TRAINING,
     clean,
     copies,
@@ -47,6 +45,7 @@ from ensemble_ml.training.checkpoint import (
     is_target,
     point,
     rank_file,
+    step_name,
     sync,
 )
 
@@ -79,7 +78,7 @@ class Snapshot:
     @property
     def name(self) -> str:
         """Return the name of the checkpoint's folder."""
-        return f"{STEP}{self.step:08d}{BEFORE if self.before else ''}"
+        return step_name(self.step, self.before)
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
@@ -299,7 +298,8 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
         note = partial / f"{rank_file(rank)}{_HASH}"
         files[rank_file(rank)] = note.read_text()
         note.unlink()
-    meta = {"format": FORMAT, "step": snapshot.step, **snapshot.meta, "files": files}
+    before = {"before": True} if snapshot.before else {}  # so that `mend_links` knows its name
+    meta = {"format": FORMAT, "step": snapshot.step, **before, **snapshot.meta, "files": files}
     meta["sha256"] = digest(meta)
     (partial / META).write_text(json.dumps(meta, indent=1, allow_nan=False) + "\n")
     sync(partial / META)

@@ -38,11 +38,11 @@ def model_of(seed=0):
     return EnsembleModel(SPEC, Climate.default(SPEC))
 
 
-def save(folder, step=7, best=True, seed=0):
+def save(folder, step=7, best=True, seed=0, before=False):
     training = {"optimizer.0.exp_avg": torch.arange(3.0)}
     meta = {"spec": SPEC.to_json(), "config": {"run": "a"}, "best": None}
     weights = model_of(seed).state_dict()
-    return save_checkpoint(folder, Snapshot(step, weights, training, meta, best=best))
+    return save_checkpoint(folder, Snapshot(step, weights, training, meta, best=best, before=before))
 
 
 @pytest.fixture
@@ -253,6 +253,30 @@ def test_links_that_a_copy_has_lost_are_mended(copied, monkeypatch, absent, func
     if function is not None and not (copied / "best").exists():
         point(copied, "best", "step_00000007")  # which a run knows from its last checkpoint
     assert_mended(copied)
+
+
+@pytest.mark.parametrize("absent", ["last", "step_00000009b", None])
+def test_a_checkpoint_before_its_tournament_keeps_its_name_in_a_copy(folder, absent):
+    """Otherwise it would pass for the one after the tournament, which could not be written then."""
+    save(folder, 9, best=False, before=True)
+    copy = Path(shutil.copytree(folder, folder.with_name("copy"), symlinks=False))
+    if absent:
+        shutil.rmtree(copy / absent)
+    mend_links(copy)
+    clean(copy)
+    assert os.readlink(copy / "last") == "step_00000009b"
+    save(copy, 9, seed=1)
+    assert os.readlink(copy / "last") == "step_00000009"
+
+
+def test_the_checkpoint_after_a_tournament_is_newer(folder):
+    save(folder, 9, best=False, before=True)
+    shutil.copytree(folder / "step_00000009b", folder / "step_00000009b_good")
+    save(folder, 9, best=False)
+    (folder / "step_00000009b_good").rename(folder / "step_00000009b")
+    (folder / "last").unlink()
+    mend_links(folder)
+    assert os.readlink(folder / "last") == "step_00000009"
 
 
 @pytest.mark.parametrize("place", ["last", "step_00000009"])
