@@ -226,7 +226,8 @@ def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Sessio
     On a device without bfloat16 it computes in float32.
 
     Raises:
-        UserError: it has other fields, leads, static fields or distributions, or another grid.
+        UserError: it has other fields, leads, static fields or distributions, or another grid, or predicts the spread
+            alone for a model that does not predict it, or the other way round.
     """
     assert config.teacher is not None
     teacher = load_checkpoint(find_checkpoint(config.teacher))
@@ -234,6 +235,12 @@ def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Sessio
     differ = [name for name in fields if getattr(spec, name) != getattr(teacher.spec, name)]
     if differ:
         raise UserError(f"teacher={config.teacher}: has other {', '.join(differ)}; give a model of the same fields")
+    own, its = ({head for head in ("postprocess", "spread") if getattr(s.config, head)} for s in (spec, teacher.spec))
+    if not own & its:
+        raise UserError(
+            f"teacher={config.teacher}: predicts nothing that this model does; set model.{its.pop()}=true, or leave it"
+            " out"
+        )
     model, like = build_model(teacher.spec, Climate.default(teacher.spec)), next(state.model.parameters())
     speed = Speed.from_json(teacher.meta["precision"])
     if speed.low and not has_bfloat16(session.device):

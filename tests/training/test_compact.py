@@ -104,6 +104,15 @@ def test_a_teacher_of_other_fields_is_refused(teacher, config_of):
         train(config_of(run="b", data__leads_out=[24], teacher=str(teacher)))
 
 
+def test_a_teacher_that_predicts_nothing_of_this_model_is_refused(teacher, config_of):
+    spread = train(config_of(run="spread", steps=1, model__postprocess=False))
+    with pytest.raises(UserError, match=r"teacher=.*: predicts nothing that this model does; set model.spread=true"):
+        train(config_of(run="b", steps=1, model__spread=False, teacher=str(spread)))
+    spread = train(config_of(run="no_spread", steps=1, model__spread=False))
+    with pytest.raises(UserError, match=r"teacher=.*: predicts nothing .* set model.postprocess=true"):
+        train(config_of(run="b", steps=1, model__postprocess=False, teacher=str(spread)))
+
+
 def test_a_refit_makes_up_for_units_that_others_can_say(monkeypatch):
     """The third unit is the sum of the first two, and the fourth is always the same, as the constant is."""
     generator = torch.Generator().manual_seed(0)
