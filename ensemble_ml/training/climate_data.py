@@ -125,8 +125,8 @@ class Dates:
         """Return the mean and the spread of some members of a date, and the spread of all its members.
 
         By default the first M complete members are taken. If fewer than M are complete, the first M members are taken,
-        and a field that one of them lacks is NaN. The member that stands for the truth is never among them. If as many
-        members are taken as are complete, the spread of all is NaN, because the target must not be an input.
+        and a field that one of them lacks is NaN. The member that stands for the truth is never among them. If all
+        members are taken, or as many as are complete, the spread of all is NaN: the target must not be an input.
 
         Args:
             date: index of the date.
@@ -145,7 +145,7 @@ class Dates:
         day = float(day_of_year(self.reader.time(date)))
         full_spread = self.target(Part.SPREAD, date)
         # If all members are taken, the spread of all is an input. As a target it would teach the model to copy it.
-        if len(chosen) == len(whole):
+        if len(chosen) in (len(whole), self.reader.full_size):
             full_spread = torch.full_like(full_spread, torch.nan)
         return Sample(mean, spread, full_spread, day)
 

@@ -224,6 +224,14 @@ def _mean_of_values(store):
     return np.nanmean(np.stack([store.read(Part.FORECAST, int(d)).surface[:, :, 1].astype(float) for d in TRAIN]))
 
 
+def test_the_spread_of_all_members_of_which_one_is_incomplete_is_no_target(tmp_path):
+    made = dict(dates=2, members=8, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
+    dates = Dates(reader_of(make_store(tmp_path / "a.zarr", **made, absent=[(Part.FORECAST, 0, 2, "t2m")])), 8)
+    sample = dates.sample(0)
+    assert torch.isfinite(sample.spread[:, 0]).all() and torch.isnan(sample.full_spread).all()
+    assert torch.isfinite(dates.of(6).sample(0).full_spread).all()
+
+
 def test_means_over_points_that_are_there(whole):
     scales = Scales(whole.layout.grid)
     z = torch.randn(2, *whole.layout.grid.shape, generator=torch.Generator().manual_seed(0))
