@@ -116,15 +116,21 @@ class ForecastFile:
     def levels(self) -> list[int]:
         """Return the pressure levels in hPa, rounded to whole numbers; none if there is no such axis.
 
-        Levels without units are taken as Pa if the largest is above `LOWEST_PASCAL`. All units that are not in `PASCAL`
-        are taken as hPa.
+        Levels without units are taken as Pa if the largest is above `LOWEST_PASCAL`, and otherwise as hPa.
+
+        Raises:
+            UserError: the units are not those of a pressure.
         """
         if "level" not in self.data.variables:
             return []
         level = self.data["level"]
-        values, units = np.atleast_1d(level.values).astype(np.float64), level.attrs.get("units")
-        pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
-        return [round(value) for value in (values * (0.01 if pascal else 1.0)).tolist()]
+        values = np.atleast_1d(level.values).astype(np.float64)
+        units = level.attrs.get("units") or ("Pa" if values.max() > LOWEST_PASCAL else "hPa")
+        try:
+            factor, _ = unit_conversion(str(units), "Pa")
+        except UserError as error:
+            raise self._error(f"level: {error}") from error
+        return [round(value) for value in (values * (factor / 100)).tolist()]
 
     @cached_property
     def grid(self) -> tuple[Grid, np.ndarray, np.ndarray]:

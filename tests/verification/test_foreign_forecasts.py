@@ -13,7 +13,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.families import moments
-from ensemble_ml.verification.forecast_files import ForecastFile
+from ensemble_ml.verification.forecast_files import ForecastFile, open_file
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,16 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
     for level in (500, 850):
         ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("units", "size"), [("Pascals", 100), ("pascals", 100), ("kPa", 0.1), ("mbar", 1), ("", 1)])
+def test_levels_in_any_units_of_pressure(forecast, tmp_path, units, size):
+    def given_in(data):
+        return data.assign_coords(level=("level", data.level.values * size, {"units": units}))
+
+    rewritten(forecast, tmp_path / "f", given_in)
+    with open_file(next((tmp_path / "f").glob("*.nc"))) as file:
+        assert sorted(file.levels) == [500, 850]
 
 
 def test_files_whose_axis_is_the_valid_time_score_the_same(store, forecast, tmp_path, plain):

@@ -52,6 +52,10 @@ def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, tex
             lambda data: data.assign_coords(latitude=np.sort(data.latitude.values**3)[::-1]),
             r"f.forecast_\S+nc: latitude: not evenly spaced",
         ),
+        (
+            lambda data: data.assign_coords(level=("level", data.level.values, {"units": "K"})),
+            r"f.forecast_\S+nc: level: units 'K': cannot be converted to 'Pa'; known are Pa, .*, hPa",
+        ),
     ],
 )
 def test_files_of_more_than_one_forecast_are_refused(store, forecast, tmp_path, change, text):
