@@ -206,7 +206,9 @@ def _evaluated(
         plan = make_plan(config, source, forecasts)
         scored = dict.fromkeys(column.variable for column in plan.columns)
         plan.notes[:0] = [text for name, text in unverified.items() if name in scored]
-        if plan.truth and ground is not None:
+        if not plan.truth:
+            ground = None  # no member is compared with what stands on other ground
+        if ground is not None:
             area = source.layout.grid.area_weights()
             # A correction for height that makes raw members worse would make the comparison too easy for forecasts.
             ground = settled(source, ground, plan.groups, plan.fit.tolist(), area)

@@ -135,6 +135,17 @@ def test_a_correction_that_makes_forecasts_worse_is_left(store, forecast, height
     assert "Raw surface pressure: not corrected" in text and "Raw 2 m temperature: not corrected" in text
 
 
+def test_nothing_is_corrected_where_there_is_no_truth(heights, tmp_path, plain):
+    store = make_store(
+        tmp_path / "s.zarr", dates=4, members=6, leads=(24,), variables=(), surface=("t2m",), shape=SHAPE, truth=False
+    )
+    rule = corrected(inflate=1 / 0.8, members=3)
+    folder = write_forecasts(tmp_path / "f", store, [3], rule, leads=(24,), train=[0, 1, 2], members_in="1 2 3")
+    config = settings(folder, store, tmp_path / "r", members_in=3, climate_days=0)
+    content = json.loads((evaluate(config, store, None, heights) / "scores.json").read_text())
+    assert content["heights"] == {"corrected": []}
+
+
 def test_headlines_stand_with_and_without_surface_pressure(store, heights, tmp_path, plain):
     source = Lowered(store, heights)
     config = settings(made(tmp_path, store, TEST), store, tmp_path / "scores", members_in=3, climate_days=0)
