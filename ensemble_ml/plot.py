@@ -357,12 +357,15 @@ def _title(field: xr.DataArray) -> str:
         if word in ("level", "quantile", "threshold") and one.size == 1:
             units = {"level": "hPa", "quantile": ""}.get(word, str(one.attrs.get("units", "")))
             words.append(f"{word} {one.item():g} {units}".strip())
-    for names, text in ((_START, "from {}"), (_LEAD, "+{} h")):
-        for name in names:
-            if name in field.coords and field[name].size == 1:
-                value = field[name].values.reshape(())
-                shown = value / np.timedelta64(1, "h") if names is _LEAD else str(value)[:13]
-                words.append(text.format(f"{shown:g}" if names is _LEAD else shown))
+    for name in (*_START, *_LEAD):
+        if name in field.coords and field[name].size == 1:
+            value = field[name].values.reshape(())
+            if name in _START:
+                words.append(f"from {str(value)[:13]}")
+            elif value.dtype.kind == "m":
+                words.append(f"+{value / np.timedelta64(1, 'h'):g} h")
+            else:  # a number, as files hold it
+                words.append(f"+{value} {field[name].attrs.get('units', '')}".strip())
     return ", ".join(words)
 
 

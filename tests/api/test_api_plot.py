@@ -57,6 +57,18 @@ def test_reliability_of_each_threshold(here):
         eml.plot.reliability(probability, truth.isel(init_time=[0]))
 
 
+@pytest.mark.parametrize(
+    ("lead", "units", "text"),
+    [(np.timedelta64(24, "h"), {}, "+24 h"), (24, {"units": "hours"}, "+24 hours"), (1.5, {}, "+1.5")],
+)
+def test_the_lead_of_a_map_may_be_a_number(lead, units, text):
+    """As files have it that are opened with decode_timedelta=False."""
+    axes = {"latitude": np.arange(60, 29, -1.0), "longitude": np.arange(61.0)}
+    field = xr.DataArray(np.zeros((31, 61)), axes, list(axes), "t2m")
+    figure = eml.plot.map(field.assign_coords(lead_time=xr.DataArray(lead, attrs=units)))
+    assert figure.axes[0].get_title(loc="left") == f"t2m, {text}"
+
+
 def test_maps_without_a_land_mask_show_coasts_where_they_are():
     """The Iberian Peninsula's west coast lies near 9 degrees west, whichever way the grid counts its longitudes."""
     for west in (-30.0, 330.0):
