@@ -57,10 +57,11 @@ def simulate(config: SimulateConfig) -> Path:
     number, shares = config.share
     mine = years[number::shares]
     missing = [year for year in mine if not year.complete(output)]
-    if missing or not all((output / ".parts" / name).exists() for name in STATIC):
+    # More shares than model years leave some shares without a year. Those that have one write the static files.
+    if missing or (mine and not all((output / ".parts" / name).exists() for name in STATIC)):
         if find_spec("jcm") is None:
             raise UserError("simulate: the package jcm is not installed; run `pip install 'ensemble-ml[simulate]'`")
-        run_years(config, missing or years[:1], mine)
+        run_years(config, missing, mine)
     left = [year.year for year in years if not year.complete(output)]
     # Another machine that finished at the same time may have assembled the archive and removed the parts.
     if _nothing_to_do(config, output):

@@ -29,9 +29,11 @@ _GO_ON = "finished parts are kept; run the same command again to go on"
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
     """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
 
+    The static files of both models are written as well.
+
     Args:
         config: the settings of the simulation.
-        missing: the years to run.
+        missing: the years to run; without any, only the static files are written.
         years: all years, for the progress.
 
     Raises:
@@ -40,7 +42,7 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
     context = multiprocessing.get_context("spawn")  # jax does not survive a fork
     tasks, events = context.Queue(), context.Queue()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    count = min(len(missing), config.workers or len(cores))
+    count = max(1, min(len(missing), config.workers or len(cores)))
     # The longest come first, so that no core works alone on a long one at the end. Each worker ends at a None.
     for year in [*sorted(missing, key=lambda year: len(year.cycles), reverse=True), *[None] * count]:
         tasks.put(year)

@@ -217,6 +217,13 @@ class TestChain:
         assert describe(config, [year], figures)["start_dates"]["train"][0] == "2001-01-07T00"
 
 
+def test_a_share_without_a_model_year_runs_none(tmp_path, capsys):
+    """The first year belongs to the first share, which may be at work on it."""
+    simulate(tiny_config(tmp_path, rows=9, columns=16, parts="4/4"))
+    assert "parts=4/4: done; years of other shares are not complete yet: 2001, 2002, 2003" in capsys.readouterr().out
+    assert not list((tmp_path / ".parts").glob("*/*.npz"))
+
+
 def test_shares_of_the_years_and_the_last_one_assembles(tmp_path, facts, monkeypatch, capsys):
     ran = []
 
