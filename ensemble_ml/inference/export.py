@@ -89,9 +89,14 @@ def _scores(path: str | None) -> dict | None:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"scores={path}: cannot be read ({error}); give the scores.json that evaluate wrote") from error
-    wanted = {"headline": list, "claims": list, "dates": dict, "notes": list, "forecasts": list}
     held = found if isinstance(found, dict) else {}
-    missing = [key for key, kind in wanted.items() if not isinstance(held.get(key), kind)]
+    lists = {"headline": str, "claims": dict, "notes": str, "forecasts": dict}  # with the type of their entries
+    missing = [
+        key for key, kind in lists.items()
+        if not isinstance(held.get(key), list) or not all(isinstance(entry, kind) for entry in held[key])
+    ]  # fmt: skip
+    missing += [] if isinstance(held.get("dates"), dict) else ["dates"]
+    missing += [] if missing or all("label" in entry for entry in held["forecasts"]) else ["forecasts"]
     if missing:
         raise UserError(f"scores={path}: lacks {missing[0]}; give the scores.json that evaluate wrote")
     return found

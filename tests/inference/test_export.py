@@ -190,11 +190,17 @@ def test_scores_that_are_none_of_ours(trained, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "five.json").write_text("5")
     (tmp_path / "none.json").write_text(json.dumps(SCORES | {"forecasts": None}))
+    (tmp_path / "words.json").write_text(json.dumps(SCORES | {"forecasts": ["forecast"]}))
+    (tmp_path / "numbers.json").write_text(json.dumps(SCORES | {"claims": [1.5]}))
+    (tmp_path / "unnamed.json").write_text(json.dumps(SCORES | {"forecasts": [{"checkpoints": []}]}))
     for name, match in (
         ("other.json", "lacks headline"),
         ("absent.json", "cannot be read"),
         ("five.json", "lacks headline"),
         ("none.json", "lacks forecasts"),
+        ("words.json", "lacks forecasts"),
+        ("numbers.json", "lacks claims"),
+        ("unnamed.json", "lacks forecasts"),
     ):
         with pytest.raises(UserError, match=match):
             export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / name)))
