@@ -159,7 +159,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     rows = np.argsort(-latitude, kind="stable")
     pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
     if pieces[0]:  # where the two pieces meet, one meridian may appear twice
-        pieces = pieces[np.mod(np.diff(longitude[pieces], prepend=np.nan), 360) != 0]
+        pieces = pieces[~(_eastwards(np.diff(longitude[pieces], prepend=np.nan)) < TOLERANCE)]
     longitude = longitude[pieces]
     unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
     if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:
@@ -184,10 +184,15 @@ def _second_piece(longitude: np.ndarray) -> int:
     """Return the index where a region across Greenwich jumps back to its western piece; 0 if there is no such jump."""
     if len(longitude) < 3 or not np.isfinite(longitude).all():
         return 0
-    steps = np.mod(np.round(np.diff(longitude, append=longitude[0]), 9), 360)  # the last one closes the circle
+    steps = _eastwards(np.diff(longitude, append=longitude[0]))  # the last one closes the circle
     gap, usual = int(steps.argmax()), float(np.median(steps))
     once_around = abs(steps.sum() - 360) < TOLERANCE
     return gap + 1 if once_around and gap < len(steps) - 1 and steps[gap] > 1.5 * usual else 0
+
+
+def _eastwards(steps: np.ndarray) -> np.ndarray:
+    """Return steps of longitude as degrees eastwards below 360; a meridian that appears again is about zero away."""
+    return np.mod(steps + TOLERANCE, 360) - TOLERANCE
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:

@@ -68,6 +68,9 @@ def test_a_region_across_greenwich_may_be_cut_out_of_0_to_360():
     np.testing.assert_allclose(np.mod(grid.longitude, 360), cut[columns])
     twice, _, columns = canonical(np.arange(60, 40, -1.0), np.concatenate([cut, [360.0]]))  # cut out of 0 to 360
     assert twice.same_as(grid) and len(columns) == len(cut)
+    for end in (359.9995, 360.0005):  # in single precision or millidegrees
+        twice, _, columns = canonical(np.arange(60, 40, -1.0), np.concatenate([cut, [end]]))
+        assert twice.same_as(grid) and len(columns) == len(cut)
     for other in (cut[::-1], np.array([0.0, 4.0, 8.0, 20.0, 24.0])):
         with pytest.raises(UserError, match="longitude: not evenly"):
             canonical(np.arange(60, 40, -1.0), other)
