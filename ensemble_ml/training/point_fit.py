@@ -134,7 +134,8 @@ def gather(
     choices, each = pool_size(cells, (len(network.first), inputs + 1), fields, arrays, len(train))
     rows = each * len(train) * choices
     if rows < min(_LEAST_ROWS, len(train) * choices * cells):
-        log.info("%s: memory holds fewer than %d points, so nothing is added", NETWORK, _LEAST_ROWS)
+        text = "%s: the bounds on memory and operations allow fewer than %d points, so nothing is added"
+        log.info(text, NETWORK, _LEAST_ROWS)
         return None
     mine = dates.team.stretch(len(train) * choices)
     held = each * len(mine)

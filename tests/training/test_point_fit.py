@@ -154,7 +154,7 @@ def test_too_little_memory_gives_none_and_says_so(point_dates, monkeypatch, capl
     start = start_of(point_dates)
     with caplog.at_level(logging.INFO):
         assert not fitted(point_dates, start, growing(start))
-    assert "memory holds fewer than 20000 points" in caplog.text
+    assert "the bounds on memory and operations allow fewer than 20000 points" in caplog.text
 
 
 def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
