@@ -33,6 +33,7 @@ from ensemble_ml.store.source import Part, Source, hour_of_day, select_dates
 from ensemble_ml.training.agreement import refuse_other_settings
 from ensemble_ml.training.checkpoint import (
     META,
+    PARTIAL,
     TRAINER,
     Checkpoint,
     clean,
@@ -42,13 +43,17 @@ from ensemble_ml.training.checkpoint import (
     newest_step,
     point,
     refuse_unread,
+    step_name,
 )
+from ensemble_ml.training.mllog import FILE
+from ensemble_ml.training.votes import VOTES
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=TrainConfig)
 
 _TRACES = "config.yaml", "log.jsonl", "checkpoints"  # a folder that has one of these holds a run
+_LOGS = FILE, VOTES, "tensorboard"
 _PATIENCE = 15.0  # seconds that a resumed run waits for the previous job to end
 STATIC = ("orog", "lsm")
 
@@ -520,10 +525,14 @@ def forget(folder: Path, *, there: bool) -> None:
 
     Args:
         folder: the run folder.
-        there: whether the folder existed before the run. If so, only the settings, `log.jsonl`, the checkpoints and the
+        there: whether the folder existed before the run. If so, only the settings, the logs, the checkpoints and the
             folders of trainers are removed.
     """
-    traces = [*(folder / name for name in _TRACES), *folder.glob(f"{TRAINER}*")]
+    # Nothing is removed where somebody keeps the copy of a later checkpoint.
+    entries = (path.parent for path in folder.glob(f"**/checkpoints/*/{META}"))
+    if {path.resolve().name for path in entries if not path.name.startswith(PARTIAL)} - {step_name(0)}:
+        return
+    traces = [*(folder / name for name in (*_TRACES, *_LOGS)), *folder.glob(f"{TRAINER}*")]
     for path in traces if there else [folder]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

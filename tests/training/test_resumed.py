@@ -14,7 +14,7 @@ import torch.distributed as dist
 from stores import make_store
 from training.running import assert_equal_runs, spoil, stop_at, weights
 
-from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName
+from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName, TrackingConfig
 from ensemble_ml.config.loading import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
@@ -105,8 +105,9 @@ def test_steps_that_cannot_be_read_are_not_begun_anew_over(config_of, how):
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_can_be_begun_again(config_of, monkeypatch):
-    """In a folder that held something else before, which stays."""
-    config = config_of(steps=2, validate_every=2)
+    """In a folder that held something else before, which stays, as does a copy that somebody keeps of a step."""
+    tracking = TrackingConfig(mllog=True, org="a", platform="b")
+    config = config_of(steps=2, validate_every=2, tracking=tracking)
     folder = train(replace(config, run="other")).parent / config.run
     folder.mkdir()
     (folder / "plan.json").write_text("{}")
@@ -119,7 +120,15 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_can_be_begun_again(c
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert [path.name for path in folder.iterdir()] == ["plan.json"]
-    train(config)
+    checkpoints = train(config) / "checkpoints"
+    (checkpoints / "last").resolve().rename(checkpoints / "step_00000002_good")
+    for link in ("last", "best"):
+        (checkpoints / link).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(config, resume=True))
+    assert (checkpoints / "step_00000002_good" / "checkpoint.json").exists()
 
 
 @pytest.mark.parametrize(
