@@ -19,7 +19,7 @@ import numpy as np
 
 from ensemble_ml.config import Packing
 from ensemble_ml.store.build import Build
-from ensemble_ml.store.date import DateWriter
+from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.folder import check_target, private_folder
 from ensemble_ml.store.packing import PackedBlock
@@ -119,7 +119,10 @@ class StoreWriter:
         try:
             # Entries are saved only now, because an init time is complete when all its parts have been written.
             for date, entry in self._entries.items():
-                entry.save(self._build.entry_file(date))
+                try:
+                    entry.save(self._build.entry_file(date))
+                except OSError as error:
+                    raise refused(self._build.store, error.filename or f"init time {date}", error) from error
             return self._build.finalise()
         except BaseException:
             self.abort()

@@ -330,11 +330,12 @@ def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_cleans_u
     assert os.listdir(tmp_path) == ["s.zarr"]
 
 
-def test_a_full_disk_is_said_in_one_line_and_nothing_is_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize("write", ["shard_write.ShardWriter.append", "entry.DateEntry.save"])
+def test_a_full_disk_is_said_in_one_line_and_nothing_is_left(tmp_path, monkeypatch, write):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ensemble_ml.store.shard_write.ShardWriter.append", full)
+    monkeypatch.setattr(f"ensemble_ml.store.{write}", full)
     with pytest.raises(UserError, match=r"cannot write .*: No space left on device; free space or choose another"):
         make_store(tmp_path / "s.zarr", dates=1)
     assert os.listdir(tmp_path) == []
