@@ -80,7 +80,8 @@ def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[T
         Two tensors of that shape, NaN where no rank has a value.
     """
     # One all-reduce by maximum does for both: the smallest value is the negative of the largest negative.
-    both = torch.stack([torch.nan_to_num(-low, nan=-torch.inf), torch.nan_to_num(high, nan=-torch.inf)])
+    both = torch.stack([-low, high])
+    both = torch.where(both.isnan(), -torch.inf, both)
     spatial.all_reduce(both, op="max")
-    both = torch.where(torch.isinf(both), torch.nan, both)
+    both = torch.where(both.isneginf().all(0), torch.nan, both)  # one alone is a true value that is infinite
     return -both[0], both[1]

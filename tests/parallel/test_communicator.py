@@ -6,6 +6,7 @@ import torch
 from parallel.ranks import run_ranks
 
 from ensemble_ml.distributed import Mesh, NullCommunicator
+from ensemble_ml.distributed.gather import agreed_extremes
 
 
 def collectives(session):
@@ -141,3 +142,11 @@ def test_one_rank_talks_to_itself():
     comm.barrier()
     assert torch.equal(x, torch.arange(4.0)) and comm.bytes_sent == 0
     assert Mesh().world.size == Mesh().lat.size == 1
+
+
+def test_extremes_may_be_infinite_and_absent():
+    nan, inf = torch.nan, torch.inf
+    low, high = torch.tensor([1.0, -inf, inf, nan, -inf]), torch.tensor([2.0, 3.0, inf, nan, -inf])
+    found = agreed_extremes(low, high, NullCommunicator())
+    for values, wanted in zip(found, (low, high), strict=True):
+        torch.testing.assert_close(values, wanted, equal_nan=True)
