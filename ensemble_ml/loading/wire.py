@@ -311,7 +311,9 @@ class Wire:
         Returns:
             False if the server still reads what was requested.
         """
-        for connection in self._connections:
+        with self._lock:  # threads may still leave connections
+            connections = list(self._connections)
+        for connection in connections:
             connection.close()
         return self._server.close()
 

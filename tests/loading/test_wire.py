@@ -104,6 +104,21 @@ def test_a_rank_that_is_lost_is_told_by_its_number_in_the_job(caplog):
     assert (lane_of(session).rank, lane_of(session).number) == (1, 3)
 
 
+def test_all_connections_end_although_a_thread_leaves_its_own_meanwhile():
+    server = wire.Server(struct.Struct("!q"), lambda *_: None)
+    one = wire.Wire(server, 0, {}, "plan", lambda mine: [mine], host=None, node=None, seconds=1.0)
+    ended = []
+
+    def leave():
+        ended.append("first")
+        one._connections.remove(first)
+
+    first, second = SimpleNamespace(close=leave), SimpleNamespace(close=lambda: ended.append("second"))
+    one._connections += [first, second]
+    one.close()
+    assert ended == ["first", "second"]
+
+
 def late(monkeypatch, seconds, pauses):
     """A wire to a rank 1 that answers each number with the next once `go` is set, and says what it was asked."""
     monkeypatch.setattr(wire, "_PAUSES", pauses)
