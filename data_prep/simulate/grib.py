@@ -62,7 +62,7 @@ class Encoder:
     def _handle(self, name: str, stamp: Stamp, level: int | None) -> int:
         """Return the handle for messages of this kind, made at the first use."""
         accumulated = stamp.since is not None and stamp.hours > 0
-        key = (name, level, stamp.member is None, accumulated)
+        key = (name, level, stamp.member is None, stamp.members, accumulated)
         if key not in self._handles:
             self._handles[key] = self._template(name, stamp, level, accumulated)
         return self._handles[key]

@@ -63,6 +63,11 @@ class TestGrib:
         _, values = decode(self.encoder.encode("q", field, stamp, 300))
         np.testing.assert_allclose(values, field.ravel(), atol=2**-15)
 
+    def test_an_encoder_of_ensembles_of_two_sizes(self):
+        for members in (10, 20):
+            message = self.encoder.encode("t", np.ones((17, 32)), Stamp(datetime(2001, 1, 7), 48, 3, members), 500)
+            assert decode(message, "numberOfForecastsInEnsemble")[0] == [members]
+
     def test_precipitation_says_its_interval(self):
         rain = np.random.default_rng(4).random((17, 32))
         surface = {"tp": rain}
