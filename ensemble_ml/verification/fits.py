@@ -105,8 +105,7 @@ def _solve(
             if size == 1:
                 alone = base.everywhere(*found.climatology)[1] ** 2
                 alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
-            if size > 1 or alone is not None:
-                found.corrections[size] = base.fit_corrections(sums, area, alone)
+            found.corrections[size] = base.fit_corrections(sums, area, alone)
         _forget(found, truth.count.sum(0).max((-2, -1)) < base.FEWEST_DATES)
     return found
 

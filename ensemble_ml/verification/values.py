@@ -176,9 +176,7 @@ def _probabilities(
     """Return the log score, and the Brier score of exceeding `limit`."""
     found = {Statistic.LOG_SCORE: _log_score(family, location, scale, truth)}
     if limit is not None:
-        # Where the scale is zero the forecast is a point, which exceeds the limit or does not.
-        chance = np.where(scale > 0, exceeding(family, location, scale, limit), location > limit)
-        found[Statistic.BRIER] = (chance - (truth > limit)) ** 2
+        found[Statistic.BRIER] = (exceeding(family, location, scale, limit) - (truth > limit)) ** 2
     return found
 
 

@@ -42,6 +42,11 @@ def test_cloud_cover_has_a_law_of_its_own_between_clear_and_overcast():
     assert np.isfinite(found[S.LOG_SCORE_FAMILY]).all()
 
 
+def test_a_scale_that_is_missing_has_no_brier_score():
+    found = _baseline(np.zeros(2), np.array([np.nan, 0.0]), np.zeros(2), Family.NORMAL, np.ones(2))
+    assert np.isnan(found[S.BRIER][0]) and found[S.BRIER][1] == 0
+
+
 # A log-normal law never gives zero.
 @pytest.mark.parametrize("family", [family for family in Family if family is not Family.LOGNORMAL])
 def test_a_point_has_scores_that_are_finite(family):
