@@ -3,15 +3,16 @@
 import json
 from types import SimpleNamespace
 
-from durations import Durations, longest_first
+from durations import FIRST, Durations, longest_first
 
 
 def test_the_longest_files_come_first_and_unknown_ones_before_them(tmp_path):
     file = tmp_path / "durations.json"
     file.write_text(json.dumps({"a.py": 1.0, "b.py": 20.0}))
-    items = [SimpleNamespace(nodeid=name) for name in ("a.py::one", "b.py::one", "b.py::two", "new.py::one")]
+    names = ["a.py::one", "b.py::one", "b.py::two", "new.py::one", f"{FIRST}::one"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
     longest_first(items, file)
-    assert [item.nodeid for item in items] == ["new.py::one", "b.py::one", "b.py::two", "a.py::one"]
+    assert [item.nodeid for item in items] == ["new.py::one", f"{FIRST}::one", "b.py::one", "b.py::two", "a.py::one"]
 
 
 def test_durations_of_a_part_of_the_files_leave_the_others(tmp_path):

@@ -115,9 +115,7 @@ class Chain:
         self.config, self.year, self.nature, self.forecast = config, year, nature, forecast
         self.output = Path(config.output)
         self.encoder = Encoder(*nature.grid)
-        # At least one trajectory more than members is run, and as many more as fill the last batch. The forecasts of
-        # the additional ones are not written, but their deviations count for breeding.
-        self.trajectories = -(-(config.members + 1) // BATCH) * BATCH
+        self.trajectories = trajectories(config)
         self._state_file = self.output / ".parts" / str(year.year) / "state.npz"
 
     def run(self, progress: Callable[[str, bool], None]) -> None:
@@ -222,6 +220,15 @@ class Chain:
             return None
         with np.load(self._state_file) as arrays:
             return State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
+
+
+def trajectories(config: SimulateConfig) -> int:
+    """Return the number of trajectories that a forecast runs.
+
+    It is at least one more than the members, and as many more as fill the last batch. The forecasts of the additional
+    ones are not written, but their deviations count for breeding.
+    """
+    return -(-(config.members + 1) // BATCH) * BATCH
 
 
 def _two_days(model: Atmosphere, x_nkml: np.ndarray, day: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -12,6 +12,7 @@ prescribed. SPEEDY computes all else that it needs anew at 0 UTC, so the array i
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -53,7 +54,7 @@ class Recipe:
 
 
 class Atmosphere:
-    """A model that advances states by one day a call. The first call with a new number of batches compiles it."""
+    """A model that advances states by one day a call. The first call with a new number of states compiles it."""
 
     def __init__(self, recipe: Recipe):
         """Load boundary conditions from jcm's wheel and build the model of `recipe`."""
@@ -69,6 +70,7 @@ class Atmosphere:
         physics = speedy_physics(_parameters(recipe.wrong), checkpoint_terms=False)
         self._model = Model(dycore, time_step=recipe.minutes, physics=physics)
         self._carry = self._model.initial_physics_carry()
+        self._programs: dict[tuple[int, int], Callable] = {}  # batches and states in each -> compiled function
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -110,11 +112,11 @@ class Atmosphere:
             FloatingPointError: a state is no longer finite.
         """
         n = len(x_nkml)
-        batch = 1 if n == 1 else BATCH
+        batches, batch = _batches(n)
         # A compiled function has fixed shapes, so the last batch is filled up with copies of the first state.
-        padded = -(-n // batch) * batch
+        padded = batches * batch
         x = np.concatenate([x_nkml, np.repeat(x_nkml[:1], padded - n, axis=0)]) if padded > n else x_nkml
-        x, rain = self._advance(jnp.asarray(x).reshape(padded // batch, batch, *x.shape[1:]), jnp.int32(day))
+        x, rain = self.compiled(n)(jnp.asarray(x).reshape(batches, batch, *x.shape[1:]), jnp.int32(day))
         x, rain = np.asarray(x).reshape(padded, *x.shape[2:])[:n], np.asarray(rain).reshape(padded, *rain.shape[2:])[:n]
         if not np.isfinite(x).all():
             raise FloatingPointError(
@@ -122,11 +124,15 @@ class Atmosphere:
             )
         return x, np.swapaxes(rain, -1, -2)
 
-    @cached_property
-    def _advance(self):
-        """Return the compiled function that advances batches of states by one day."""
-        batches = lambda x, day: jax.lax.map(lambda batch: self._one_day(batch, day), x)  # noqa: E731
-        return jax.jit(batches)
+    def compiled(self, n: int) -> Callable:
+        """Return the function that advances N states by one day, in batches. The first call compiles it."""
+        batches, batch = _batches(n)
+        if (batches, batch) not in self._programs:
+            planes = 4 * len(SIGMA) + 1
+            states = jax.ShapeDtypeStruct((batches, batch, planes, *self._coords.horizontal.modal_shape), jnp.float32)
+            advance = jax.jit(lambda x, day: jax.lax.map(lambda one: self._one_day(one, day), x))
+            self._programs[batches, batch] = advance.lower(states, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+        return self._programs[batches, batch]
 
     def _one_day(self, x_nkml, day):
         """Advance one batch by a day.
@@ -160,6 +166,11 @@ class Atmosphere:
         )
         rain = carry["surface_exchange"].precipitation * (seconds / 1000.0)  # kg m-2 s-1 to metres of water
         return self._model.dycore.step(state, tendency), carry, rain
+
+
+def _batches(n: int) -> tuple[int, int]:
+    """Return the number of batches in which N states are advanced, and the number of states in each."""
+    return (1, 1) if n == 1 else (-(-n // BATCH), BATCH)
 
 
 def _terrain(coords, path: str) -> TerrainData:

@@ -15,7 +15,7 @@ from data_prep.build_job import Job
 from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part, open_store
+from ensemble_ml.store import Part, open_store, remote
 from ensemble_ml.store.archive_names import NAMES, RULES, STORES
 from ensemble_ml.store.remote import is_grib, is_remote, open_remote, reopen, url_of
 
@@ -131,7 +131,8 @@ def test_what_is_not_there_or_not_for_all(served, plan, answers, text):
     assert "\n" not in str(raised.value)
 
 
-def test_nobody_answers():
+def test_nobody_answers(monkeypatch):
+    monkeypatch.setattr(remote, "_RETRIES", 1)  # each waits longer than the one before
     with pytest.raises(UserError, match=r"cannot be reached .*; check the URL and the network") as raised:
         open_archive("http://127.0.0.1:1/a.zarr")
     assert "\n" not in str(raised.value)

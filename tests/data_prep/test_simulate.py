@@ -42,7 +42,7 @@ def compile_one(*_):
 
 workers._run_tasks = compile_one
 events = queue.SimpleQueue()
-workers._work(None, sorted(os.sched_getaffinity(0)), None, events, os.getppid())
+workers._work(None, sorted(os.sched_getaffinity(0)), None, events, os.getppid(), workers._Compilation("", ()))
 print(events.get())
 """
 
