@@ -1,8 +1,8 @@
 """Separate the records of an ensemble from other records in the same archive.
 
 A deterministic run, extremes over some hours and statistics of all members have the same names and times as the
-members' fields. Without this step a field would exist twice, or such records would count as one more member with few
-fields.
+members' fields. Without this step an archive would be refused, because a field exists twice or is both instantaneous
+and over an interval; or such records would count as one more member with few fields.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _CYCLE_50R1 = np.datetime64("2026-05-12T06", "s")  # first init time of ECMWF's 
 
 
 def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], role: str) -> None:
-    """Make ECMWF's deterministic run the control of an ensemble without one. Else the run gets no member number.
+    """Make ECMWF's deterministic run the control of an ensemble without one.
 
-    This applies from IFS cycle 50r1 on. Before, the ensemble had a control of its own. Since then the control and the
-    deterministic run are the same forecast, and ECMWF distributes only the latter (ECMWF, "Find out how to access ECMWF
-    real-time open data", May 2026).
+    This is done at init times from IFS cycle 50r1 on that have numbered members of ECMWF's ensemble and no control.
+    Before this cycle, the ensemble had a control of its own. Since then the control and the deterministic run are the
+    same forecast, and ECMWF distributes only the latter (ECMWF, "Find out how to access ECMWF real-time open data", May
+    2026). Any other deterministic run stays as its file states it, as a rule without a member number; then `of_members`
+    leaves it out if other records state one.
 
     Args:
         path: the archive, for messages.
@@ -51,11 +53,12 @@ def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], 
 
 
 def of_one_kind(path: str, readers: list[Reader], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
-    """Return `table`, (N,) RECORD, without values over hours of a variable that also has instantaneous values.
+    """Return `table`, (N,) RECORD, with only one kind of values of each variable that has two kinds at a lead.
 
-    NetCDF and Zarr give both the same name: the Met Office has files of the temperature at each hour, and of its
-    maximum in the hour before. They are different quantities. If any lead has both, only the instantaneous values are
-    kept, at all leads; of gusts only the largest over hours. Records that are left out are counted in `skipped`.
+    Values are instantaneous or over an interval. NetCDF and Zarr give both the same name: the Met Office has files of
+    the temperature at each hour, and of its maximum in the hour before. They are different quantities. If any lead of a
+    variable has both kinds, the values over an interval are left out at all leads; of gusts, the instantaneous ones
+    are. Accumulated variables and GRIB records are not changed. Records that are left out are counted in `skipped`.
     """
     named = np.array([isinstance(reader, XarrayFile) for reader in readers], bool)  # in GRIB the parameters differ
     if not named.any():
@@ -84,8 +87,8 @@ def of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str
     """Return `table`, (N,) RECORD, without records that state no member number, if others state one.
 
     A deterministic run, a statistic of all members, or an analysis would otherwise count as a member 0 that lacks
-    most fields. Records that are left out are counted in `skipped`. If the only number is 0, and not of a control, all
-    records stay, because some files give this number to a deterministic run.
+    most fields. Records that are left out are counted in `skipped`. If 0 is the only number that is stated, and no
+    control states it, all records stay, because some files give this number to a deterministic run.
     """
     others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
     gone = ~table["numbered"] & others.any()

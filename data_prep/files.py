@@ -56,7 +56,7 @@ def archive_files(paths: Any, *, role: str = FORECAST, wanted: Wanted = ALL) -> 
     in a folder, or among the matches of a glob, are no part of an archive, because an output may lie inside its input.
 
     Args:
-        paths: files, folders, globs, or a list of them and of open Datasets.
+        paths: a file, folder, glob, URL, short name of a public archive, open Dataset or DataTree, or a list of them.
         role: "forecast", "truth", "grid" or "static".
         wanted: the fields that are asked for; of an archive with a short name, only the files with these are taken.
 
@@ -143,7 +143,7 @@ def _folder(folder: Path, role: str) -> list[str]:
                 packed[path] = unpack
             elif path.lower().endswith(_SUFFIXES) or _format(head):
                 names.append(path)
-            # An interrupted download leaves such a file.
+            # An interrupted download leaves an empty file, or one that begins with zeros.
             elif not head.strip(b"\0"):
                 log.warning("%s: is empty or begins with zeros, and is left out", path)
             else:
@@ -169,7 +169,7 @@ def _refuse(error: OSError) -> NoReturn:
 def _format(head: bytes) -> str:
     """Return "NetCDF" or "GRIB" by the first bytes of a file, or an empty text if it is neither.
 
-    Files that are named alone and files in a folder are recognised in the same way.
+    It decides whether a file without a known suffix in a folder is taken, and in which format a local file is opened.
     """
     if head.startswith(_NETCDF):
         return "NetCDF"
@@ -202,10 +202,11 @@ def open_readers(
     """Index all files, several at a time, and return their readers. Most of the time is waiting for the disk.
 
     Args:
-        files: files, Zarr folders and open Datasets.
+        files: paths of files and Zarr folders, URLs, and open Datasets.
         index: keeps the tables of GRIB files; None keeps none.
         overrides: what the user states of variables.
-        wanted: the part that is listed of NetCDF and Zarr with very many fields.
+        wanted: the fields that are asked for. Of a variable with very many fields in a NetCDF file, Zarr store or
+            Dataset, only these are listed.
 
     Raises:
         UserError: a file is missing, damaged, or of an unknown format.
@@ -223,8 +224,8 @@ def open_readers(
 def _open(path: Any, index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> list[Reader]:
     """Return the reader of one file, and those of the groups in a Zarr store.
 
-    If the store has fields outside of groups, a group that does not go with these is left out with a warning: on
-    another grid, with fields that stand there already, or (in a local store) with axes that cannot be read.
+    If the root group has fields, another group is left out with a warning in three cases: it is on another grid, it
+    repeats fields of the root, or (in a local store) it cannot be read.
     """
     reader = _open_reader(path, index, overrides, wanted)
     if not isinstance(reader, XarrayFile) or is_dataset(path) or not is_zarr_store(path):
@@ -280,8 +281,10 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides, wante
         raise UserError(f"{path}: is compressed; unpack it first ({unpack})")
     if head.startswith(b"CDF"):
         check_whole(path)
-    if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library names an unknown version
+    # A CDF version that is unknown here is named in the library's error.
+    if _format(head) == "NetCDF" or head.startswith(b"CDF"):
         return XarrayFile(path, overrides, wanted=wanted)
-    if _format(head) == "GRIB" or not head:  # GribFile refuses an empty file by its name
+    # GribFile refuses an empty file, with a message that names it.
+    if _format(head) == "GRIB" or not head:
         return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

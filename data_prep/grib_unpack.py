@@ -2,8 +2,8 @@
 
 Integers of n bits follow each other without gaps, most significant bit first (simple packing, data template 7.0).
 Integers of 8 and 16 bits are read as a view, those of 24 are copied. Of other widths, 8 / gcd(n, 8) neighbouring
-integers form a group of whole octets.
-The k-th integers of all groups need the same shift, so they are unpacked with one NumPy operation.
+integers form a group of whole octets. The k-th integers of all groups need the same shift, so they are unpacked
+together, by a few NumPy operations on whole arrays.
 """
 
 from __future__ import annotations

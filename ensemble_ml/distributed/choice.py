@@ -53,7 +53,8 @@ def make_exchange(
         config: the optimizer's settings.
         topology: the mesh of the job. Ranks that share a sample always average in full precision before a vote.
         local_size: ranks of a node, which average before a vote with `hierarchical`.
-        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients. It is ignored if fewer
+            than all ranks can end a vote (`quorum`), where the loss of each rank is the mean over its own samples.
         connect: makes the communicators.
 
     Raises:
@@ -87,7 +88,7 @@ def quorum_vote(config: OptimConfig, group: Communicator, ballots: int, join: Jo
         config: the optimizer's settings.
         group: the ranks that vote.
         ballots: number of ballots that end a vote.
-        join: connects a rank with the hub of the votes; None connects processes.
+        join: connects a rank with the hub of the votes; None uses `join_hub`, which connects processes by TCP.
     """
     join = join or partial(join_hub, seconds=patience())
     rule = Quorum(ballots, config.bound, patience())
@@ -101,12 +102,13 @@ def exchange_between(
 
     Args:
         config: the optimizer's settings.
-        outer: the ranks that vote, or that average without votes.
-        inner: the ranks that average before `outer` votes.
+        outer: the ranks that vote; if the exchange does not vote, the ranks that average.
+        inner: the ranks that average before `outer` votes. If `outer` is a single rank, they only average, and there is
+            no vote.
         reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
 
     Raises:
-        UserError: the backend cannot sum the type of the exchange.
+        UserError: the settings do not fit the ranks, or the backend cannot sum the type of the exchange.
     """
     name = config.exchange
     if config.votes and outer.size > 1:
@@ -143,7 +145,8 @@ def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int
     """Return how many ranks average before a vote: those of a sample, or those of a node.
 
     Raises:
-        UserError: the ranks of a node do not make whole samples, or the nodes do not have the same number of ranks.
+        UserError: the ranks of a node are not a multiple of those that share a sample, or the ranks of one model are
+            not a multiple of those of a node.
     """
     if not config.hierarchical:
         return topology.spatial
@@ -167,7 +170,8 @@ def consecutive_groups(topology: Topology, inner_size: int, connect: Connect) ->
         rows = [members[i : i + inner_size] for i in range(0, len(members), inner_size)]
         columns = list(zip(*rows, strict=True))
         for role, sets in (("inner", rows), ("outer", columns)):
-            # torch requires every rank to take part in making every group, also of other ranks.
+            # torch requires every rank to take part in making every group, including groups that the rank does not
+            # belong to.
             for ranks in sets:
                 made = connect(tuple(ranks), topology) if len(ranks) > 1 else None
                 found[role] = made or found[role]
@@ -223,8 +227,9 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
 def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
     """Give this rank its tensors back from a checkpoint.
 
-    If the number of ranks has changed, or all ranks now hold the same state, all get the mean of the parts. Tensors
-    whose sum matters are divided equally among them.
+    If the number of parts has changed, or all ranks now hold the same state, all get the mean of the parts. Of tensors
+    whose names begin with `ADDS_UP` (errors that PowerSGD has yet to send), each rank gets an equal share of the sum.
+    They are lost if the exchange of this run has no such tensors.
 
     Args:
         exchange: the exchange of this run.

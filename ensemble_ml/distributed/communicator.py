@@ -2,9 +2,10 @@
 
 A single rank has a null communicator, so that it runs the same code.
 
-Every collective fills tensors that the caller made and returns a `Pending`. It counts two things. `seconds_waited` is
-the time that the host waits for results; under NCCL, waiting inside the GPU's own queue is not included. `bytes_sent`
-is what an algorithm without waste puts on the wire for this rank, without the transport's headers:
+Every collective but `barrier` fills tensors that the caller made and returns a `Pending`. A communicator adds up two
+numbers over its collectives. `seconds_waited` is the time that the host waits for results; under NCCL, waiting inside
+the GPU's own queue is not included. `bytes_sent` is what an algorithm without waste puts on the wire for this rank,
+without the transport's headers:
 
     all_reduce          2 n (P-1)/P     a ring: reduce-scatter, then all-gather
     reduce_scatter      n (P-1)/P

@@ -38,8 +38,8 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
         device: where the tensors of a step lie; None for host memory.
 
     Returns:
-        The links by mesh axes. `()` is the link of sums, with its latency given for one doubling of the number of
-        ranks.
+        The links by mesh axes. `AT_ONCE` is the link of exchanges along both axes at the same time, if both are split.
+        `()` is the link of sums, with its latency given for one doubling of the number of ranks.
     """
     known, place = {} if known is None else known, device or torch.device("cpu")
     world, links = mesh.world, dict[tuple[str, ...], Link]()
@@ -68,10 +68,15 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
 
 def _fitted(group: Communicator, make: Make, world: Communicator, device: torch.device) -> Link:
-    """Fit a link, which counts two latencies an exchange, to the times of messages of three sizes."""
+    """Fit a link to the times of messages of three sizes.
+
+    The time of the small one is two latencies (`Link.exchange`).
+    """
     small, middle, large = (_seconds(make(group, size), group, world, device) for size in (_SMALL, _MIDDLE, _LARGE))
     beta = max(0.0, (large - middle) / (_LARGE - _MIDDLE))
-    # The line through the middle and the large size meets the time of the small one at the number of free bytes.
+    # Up to `free` bytes, an exchange takes as long as the small message. Beyond, its time follows the line through the
+    # middle and the large size. So `free` is where this line has the time of the small message; it is limited to the
+    # range from 0 to the middle size.
     free = (small - middle) / beta + _MIDDLE if beta else 0.0
     return Link(small / 2, beta, min(max(0.0, free), float(_MIDDLE)))
 
@@ -79,7 +84,7 @@ def _fitted(group: Communicator, make: Make, world: Communicator, device: torch.
 def _seconds(run: Callable[[], object], group: Communicator, world: Communicator, device: torch.device) -> float:
     """Return the seconds by which an exchange lengthens the work around it.
 
-    It is the median over repeats, of the slowest rank.
+    Each rank takes the median over its repeats, and the result is the largest of these over all ranks.
     """
     x = torch.ones(_WORK, _WORK, device=device)
 

@@ -28,7 +28,7 @@ from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
 
 log = logging.getLogger(__name__)
 
-_PIECE = 1 << 20  # bytes to checksum at once: the lock of the interpreter is held for so long, and no other thread runs
+_PIECE = 1 << 20  # bytes to checksum at once; google_crc32c holds the GIL meanwhile, so no other thread runs
 _PATIENCE = 1.0  # seconds to wait for another run that briefly locks a cache to see whether it is in use
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
@@ -41,7 +41,7 @@ class Shape:
     Attributes:
         samples: (N,) numbers of the samples, ascending.
         offset: (N,) first byte of each, counted from the end of the header.
-        size: (N,) bytes of each.
+        size: (N,) bytes that the slab holds of each; fewer than the sample has if only its head is held.
         key: 63 bits that identify plan and data. A file with another key is not this slab.
     """
 
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def header(self) -> int:
-        """Return the number of bytes before the first sample, in whole pages."""
+        """Return the size of the header in bytes, rounded up to whole pages."""
         return -(-(16 + 8 * len(self.samples)) // PAGE) * PAGE
 
     @property

@@ -1,7 +1,8 @@
 """Hold the packed units of one rank as its plan says.
 
-A unit is one member, or the targets, of an init time (`units.py`). A use is one reading of a unit by a data coordinate,
-and a turn is one batch of the schedule (`schedule.py`).
+A unit is one member, or the targets, of an init time (`units.py`). A use is one reading of a unit by the ranks at one
+coordinate of the mesh's data axis (`schedule.Turn`). A turn is one slot of the schedule: a global training batch, or a
+round of validation batches that are read at the same time (`schedule.py`).
 
 A unit comes from the caches of this rank, from another rank, or from slow storage.
 
@@ -83,7 +84,8 @@ class UnitCache:
         self._next = 0  # index into `_kept`: uses before it have been written or skipped
         self._passed = -1
         self._coming: dict[int, Future[np.ndarray]] = {}
-        self._waited_for: dict[int, int] = {}  # use that no cache keeps -> users that still wait for it
+        # use that no cache keeps -> number of users that have not received it yet
+        self._waited_for: dict[int, int] = {}
         self._resident: dict[int, tuple[int, Extents]] = {}
         self._reading: dict[int, tuple[int, float]] = {}  # thread -> unit and since when
         self._lock, self._writing = threading.Lock(), threading.Lock()
@@ -109,9 +111,10 @@ class UnitCache:
         return self.again(unit)
 
     def again(self, unit: int) -> np.ndarray:
-        """Read a unit from slow storage that the plan expected in a cache or from another rank; count a fallback.
+        """Read a unit from slow storage although the plan has another source, and count its bytes as a fallback.
 
-        This happens if its holder has failed or is late, if a copy is damaged, or if a disk was too full to keep it.
+        This happens if its holder has failed or is late, or if the holder's cache did not get it (a full disk, a failed
+        or late read). If a sample turns out damaged, all of its units are read in this way, whatever their source was.
 
         Raises:
             UserError: Slow storage does not deliver it.
@@ -130,8 +133,8 @@ class UnitCache:
     def _own(self, use: int) -> tuple[np.ndarray, bool]:
         """Return the unit, and whether it came from the place that the plan names.
 
-        The second value is False where the plan names a cache, but the cache could not keep the unit (full disk).
-        The unit is then read again.
+        The second value is False where the plan names a cache, but the cache does not hold the unit, because the disk
+        was full or the read that should bring it in failed or came late. The unit is then read again.
         """
         brought = int(self.plan.source[use])
         unit = int(self.plan.trace.unit[use])
@@ -142,7 +145,7 @@ class UnitCache:
             place = self._resident.get(brought) if coming is None else None
             mine = coming is None and place is None
             if mine and self._turn[brought] <= self._passed and brought != use:
-                brought = -1  # the plan has it in a cache, but the disk was full
+                brought = -1  # the plan has it in a cache, but it was not kept (full disk; failed or late read)
             elif mine and self._shared(brought):
                 self._coming[brought] = Future()
         if place is not None:
@@ -205,9 +208,10 @@ class UnitCache:
             return self._resident.get(int(self.plan.source[use]))
 
     def passed(self, turn: int) -> None:
-        """Bring the caches up to date once all ranks have the units that they need up to `turn`.
+        """Bring the caches up to date to `turn`.
 
-        If another thread is doing so, this call does nothing; the next call catches up.
+        The caller must know that all ranks have received their units of all turns up to it. If another thread is
+        bringing them up to date, this call does nothing; the next call catches up.
         """
         if turn <= self._passed or not self._writing.acquire(blocking=False):
             return

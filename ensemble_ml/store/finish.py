@@ -1,4 +1,7 @@
-"""Make a store from the shards and entries of its init times: arrays, factors, statistics, attributes and manifest."""
+"""Make a store from the shards of its init times and their entries (`entry.py`).
+
+This writes arrays, packing factors, statistics, attributes, sources and the manifest.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class _Sum:
 
 
 def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
-    """Write everything but the shards into `root`. This may be called again after an interruption.
+    """Write everything but the shards into `root`, and remove shards that no entry names.
+
+    All other files that stand there are removed first, so this may be called again after an interruption.
 
     Args:
         root: Folder of the store, with its shards.
@@ -92,9 +97,10 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
 
 def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[tuple[Part, Kind], Moments]]:
-    """Return the years (N,) and the moments of each year.
+    """Return the years (N,) and, by part and kind, the moments of each year, stacked along a first axis.
 
-    The moments are those of the members' values, and those of their mean and spread as fields.
+    The parts are the members' values, the fields of the ensemble mean, and the fields of the spread. A year without
+    values has the moments of nothing.
     """
     yearly = {}
     for part, kind in product((Part.FORECAST, Part.MEAN, Part.SPREAD), Kind):

@@ -13,7 +13,7 @@ from zarr.storage import ObjectStore
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.remote import Range, fetched, loop, refusal
 
-_KEPT = 256 << 20  # limit of the bytes of a store that are kept in memory
+_KEPT = 256 << 20  # limit of the bytes of a store that are kept in memory, without its metadata documents
 _DOCUMENTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
@@ -46,13 +46,14 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """Return an object or a part of it as zarr's buffer; None if it is not there."""
-        # zarr runs in another event loop. Only the loop of requests uses the attributes, so they need no lock.
+        # zarr runs in another event loop. The caches are filled only in the loop of requests, so they need no lock.
+        # Other threads only look up a key, copy the items, or clear the documents.
         asked = asyncio.run_coroutine_threadsafe(self.content(key, _as_range(byte_range)), loop())
         content = await asyncio.wrap_future(asked)
         return None if content is None else prototype.buffer.from_bytes(content)
 
     async def exists(self, key: str) -> bool:
-        """Return whether an object is there. An object that was read before needs no request."""
+        """Return whether an object is there. An object other than metadata that was read before needs no request."""
         if key not in self._tags:
             return bool(await super().exists(key))
         return self._tags[key] is not None
@@ -67,7 +68,8 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
             wanted: the bytes to read; None reads all.
 
         Raises:
-            UserError: the object cannot be read, or has changed since it was first requested.
+            UserError: the object cannot be read, or has changed since it was first requested (not checked for metadata
+                documents).
         """
         if wanted is None and key.rsplit("/", 1)[-1] in _DOCUMENTS:
             if key not in self._documents:
@@ -87,7 +89,10 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
             raise
 
     async def _checked(self, key: str, wanted: Range) -> bytes | None:
-        """Fetch bytes, raise a UserError if the object has changed, and drop those used longest ago above the limit."""
+        """Fetch bytes and raise a UserError if the object has changed.
+
+        Above `_KEPT` bytes, drop the least recently used.
+        """
         content, tag = await self._fetched(key, wanted)
         if self._tags.setdefault(key, tag) != tag:
             raise UserError(f"{self._url}: {key} changed while it was read; run again")
