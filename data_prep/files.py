@@ -125,9 +125,9 @@ def _folder(folder: Path, role: str) -> list[str]:
     foreign: list[str] = []
     seen = {os.path.realpath(folder)}
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
-        paths = {name: os.path.join(root, name) for name in folders}
+        paths = {name: os.path.join(root, name) for name in folders if not name.startswith(".")}
         whole = [name for name, path in paths.items() if is_zarr(path) or is_building(Path(path))]
-        folders[:] = [name for name in folders if name not in whole and not name.startswith(".")]
+        folders[:] = [name for name in paths if name not in whole]
         kept = []
         for name in sorted(folders, key=lambda name: os.path.islink(os.path.join(root, name))):
             place = os.path.realpath(os.path.join(root, name))

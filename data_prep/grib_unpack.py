@@ -43,21 +43,16 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
     members = 8 // math.gcd(bits, 8)  # integers of a group
     width = members * bits // 8  # octets of a group
     groups = -(-points // members)
-    padded = np.zeros((groups + 1) * width + 3, np.uint8)  # the last group may be incomplete
+    padded = np.zeros(groups * width, np.uint8)  # the last group may be incomplete
     padded[: len(octets)] = octets
-    if bits <= 16:
-        out = np.empty((groups, members), np.uint16)
-        span = 3
-    else:
-        out = np.empty((groups, members), np.uint32)
-        span = 4
+    out = np.empty((groups, members), np.uint16 if bits <= 16 else np.uint32)
     for place in range(members):
         first, shift = divmod(place * bits, 8)
         value = np.zeros(groups, np.uint32)
-        used = min(span, (shift + bits + 7) // 8)
+        used = (shift + bits + 7) // 8  # at most four octets
         for octet in range(used):
             value <<= 8
-            value |= padded[first + octet :: width][:groups]
+            value |= padded[first + octet :: width]
         value >>= used * 8 - bits - shift
         value &= (1 << bits) - 1
         out[:, place] = value

@@ -42,12 +42,12 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
 
     def forget_documents(self) -> None:
         """Forget all metadata, so that they are fetched again."""
-        self._documents.clear()
+        self._documents = {}
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """Return an object or a part of it as zarr's buffer; None if it is not there."""
         # zarr runs in another event loop. The caches are filled only in the loop of requests, so they need no lock.
-        # Other threads only look up a key, copy the items, or clear the documents.
+        # Other threads only look up a key, copy the items, or replace the dictionary of documents.
         asked = asyncio.run_coroutine_threadsafe(self.content(key, _as_range(byte_range)), loop())
         content = await asyncio.wrap_future(asked)
         return None if content is None else prototype.buffer.from_bytes(content)
@@ -72,9 +72,11 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
                 documents).
         """
         if wanted is None and key.rsplit("/", 1)[-1] in _DOCUMENTS:
-            if key not in self._documents:
-                self._documents[key] = (await self._fetched(key, None))[0]
-            return self._documents[key]
+            # `forget_documents` may be called meanwhile; a document that was requested before it must not stay.
+            documents = self._documents
+            if key not in documents:
+                documents[key] = (await self._fetched(key, None))[0]
+            return documents[key]
         place = key, repr(wanted)
         if place in self._kept:
             self._kept[place] = self._kept.pop(place)  # moves it to the end

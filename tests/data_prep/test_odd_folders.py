@@ -23,10 +23,15 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 
 
-def test_hidden_files_are_none_of_the_archives(tmp_path):
+def test_hidden_files_and_folders_are_none_of_the_archives(tmp_path):
     ensemble(tmp_path / "a.grib")
     (tmp_path / "._a.grib").write_bytes(b"\x00\x05\x16\x07 Mac OS X")
-    assert isinstance(open_archive(tmp_path), ArchiveSource)
+    for folder, mark in (("._a.zarr", ".zgroup"), (".trash/b.zarr", ".zgroup"), (".old", "a.grib")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / mark).write_text('{"zarr_format": 2}')
+    source = open_archive(tmp_path)
+    assert isinstance(source, ArchiveSource)
+    assert [os.path.relpath(path, tmp_path) for path in source.catalogue.files] == ["a.grib"]
 
 
 @pytest.mark.parametrize("name", ["latest", "aa"])

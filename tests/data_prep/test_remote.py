@@ -1,5 +1,6 @@
 """Archives by URL, from a server on this machine: read as the files are, or refused in one line."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -88,6 +89,26 @@ def test_metadata_and_coordinates_are_asked_for_at_once(tmp_path, served, plan):
     plan.seconds = 0.0
     assert open_archive(url).layout.init_time.tolist() == expected.layout.init_time.tolist()
     assert len(plan.asked) == len(set(plan.asked))
+
+
+def test_metadata_that_are_forgotten_during_a_request_are_requested_again(monkeypatch):
+    from obstore.store import MemoryStore
+
+    from ensemble_ml.store import remote_zarr
+
+    store, versions = remote_zarr.RemoteStore(MemoryStore(), "memory://"), iter((b"old", b"new"))
+
+    async def fetched(*_):
+        content = next(versions)
+        if content == b"old":
+            store.forget_documents()
+        return content, {"e_tag": None, "last_modified": None, "size": 3}
+
+    async def read():
+        return [await store.content("zarr.json") for _ in range(3)]
+
+    monkeypatch.setattr(remote_zarr, "fetched", fetched)
+    assert asyncio.run(read()) == [b"old", b"new", b"new"]
 
 
 def test_init_times_under_way(tmp_path, served, monkeypatch):
