@@ -103,9 +103,8 @@ def read_out(run, monkeypatch, capsys):
     return of
 
 
-@pytest.mark.parametrize(
-    ("name", "pictures"), [pytest.param("evaluate_forecast", 3, marks=pytest.mark.slow), ("extreme_case", 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "pictures"), [("evaluate_forecast", 3), ("extreme_case", 1)])
 def test_in_a_kernel_it_is_what_it_is_without(run, monkeypatch, read_out, name, pictures):
     assert executed(run, monkeypatch, name) == read_out(name) and read_out(name)[1] == pictures
 

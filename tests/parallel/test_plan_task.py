@@ -52,6 +52,7 @@ def test_plan_prints_and_writes(store, tmp_path, capsys):
     assert best["seconds"] == min(p["seconds"] for p in found["partitions"] if "why" not in p)
 
 
+@pytest.mark.slow
 def test_bytes_take_the_time_of_the_memory(store, tmp_path):
     """A convolution takes the time of its arithmetic, and everything else that of its bytes."""
     seconds = []

@@ -104,6 +104,7 @@ def test_other_ranks_hold_the_same_bits(store, stopped, shard, degrees):
         assert any(name.endswith(".exp_avg") for name in joint) and any(name.startswith("raw.") for name in joint)
 
 
+@pytest.mark.slow
 def test_goes_on_as_if_never_stopped(store, serial, stopped, tmp_path):
     """On two ranks bit for bit; on one and on three with the weights of one process, for Lion's signs are the same."""
     whole = settings(store, tmp_path / "whole", 2, degrees={"data": 2})

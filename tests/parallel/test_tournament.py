@@ -190,7 +190,7 @@ class Killed:
 @pytest.mark.parametrize(
     ("where", "victim", "steps"),
     [
-        ("before_it_is_kept", 0, {6, 8}),
+        pytest.param("before_it_is_kept", 0, {6, 8}, marks=pytest.mark.slow),
         pytest.param("before_it_is_kept", 2, {6, 8}, marks=pytest.mark.slow),
         pytest.param("before_the_swap", 1, {3}, marks=pytest.mark.slow),
         ("by_a_signal", 3, {7, 8}),

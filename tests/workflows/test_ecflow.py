@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from needs import FILES, engine
 
 from benchmarks.workflows.engines import ecflow, environment, wait_for
@@ -20,6 +21,7 @@ def states(call):
     return {f"{name} {state}" for name, state in tasks if state != "complete"}
 
 
+@pytest.mark.slow
 def test_nothing_follows_a_share_that_failed_until_it_is_mended(tmp_path):
     engine("ecflow_server"), engine("ecflow_client")
     environ = environment(tmp_path, STAND_IN.format(folder=tmp_path))
