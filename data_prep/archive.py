@@ -154,9 +154,8 @@ class ArchiveSource:
         """Return the catalogue's row of the sum to subtract from each record, (N,).
 
         It is _NOTHING if no sum is to be subtracted, and _ABSENT if the archive lacks that sum, or if the record covers
-        other hours than those of its lead. A sum from the start of the
-        forecast is brought to the interval of its lead by subtracting the sum up to the lead before (see
-        `data_prep.intervals`).
+        other hours than those of its lead. A sum from the start of the forecast is brought to the interval of its lead
+        by subtracting the sum up to the lead before (see `data_prep.intervals`).
         """
         found = np.full(len(self._records), _NOTHING, np.int32)
         for index, by_lead in self._intervals.items():
@@ -227,7 +226,8 @@ class ArchiveSource:
     def has(self, part: Part) -> bool:
         """Return whether any field of `part` is present.
 
-        An archive of a forecast has no truth, and a spread needs two members.
+        An archive of a forecast has no truth, and a spread needs two members. The mean of a single member counts as
+        present, but reads as NaN.
         """
         kinds = self._records["kind"]
         if part is Part.TRUTH:
@@ -328,7 +328,7 @@ class ArchiveSource:
         return self.catalogue.static()
 
     def fingerprint(self) -> str:
-        """Return a hash of file names, sizes, and keys and packing of all fields, as 16 hexadecimal digits."""
+        """Return `Catalogue.fingerprint` over all fields of the archive, whether they are selected or not."""
         return self.catalogue.fingerprint()
 
     def date_fingerprint(self, date: int) -> str:
@@ -413,7 +413,7 @@ def _check_catalogue(catalogue: Catalogue, variables: Sequence[str], several_gri
 
 
 def _warn_unstated_leads(source: ArchiveSource) -> None:
-    """Warn if no field states a lead: the times may be the valid times of forecasts."""
+    """Warn if files other than GRIB are read at lead 0 alone. They may state no lead, and times may be valid times."""
     # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
     if source.layout.lead_hours == (0,) and not all(reader.keyed for reader in source.catalogue.readers):
         text = "%s: no field states a lead, so all get lead 0. This is right for a truth. Forecasts need a coordinate"

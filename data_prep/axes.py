@@ -172,7 +172,8 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
         array: the data variable.
 
     Returns:
-        For each year its position along the axis, and the variable there. Without such an axis, the variable as it is.
+        For each year its position along the axis, and the variable there. Without such an axis, or without init times,
+        leads or valid times that fit it, the variable as it is.
 
     Raises:
         UserError: a valid time or lead is absent, a lead is no whole number of hours or has unknown units, or different
@@ -209,8 +210,9 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Give a dimension that carries both init time and lead to one of them.
 
     The lead keeps it if all are from one init time, and the init time keeps it if all are at one lead. Valid times at
-    one and the same lead become init times. The coordinate `time` counts as valid time if the file names both axes in
-    CF's terms and the lead is a scalar. Beside an axis of leads it is the init time.
+    one and the same lead become init times. The coordinate `time` counts as valid time if it shares the dimension of the
+    leads, or if the file names both axes in CF's terms and the lead is a scalar. Beside another dimension of leads it is
+    the init time.
 
     Args:
         array: the data variable.
@@ -301,7 +303,8 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
     """Return init times as datetime64[s]; without an axis, the epoch.
 
     Raises:
-        UserError: a time is absent, or is no date of the standard calendar.
+        UserError: a time is absent, or xarray could not decode it: it is not of the standard calendar, or lies outside
+            of 1678 to 2261.
     """
     if axis is None:
         return np.array(0, "datetime64[s]")

@@ -21,7 +21,7 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
 
     Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
     becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets. Arguments for settings that
-    hold no texts are returned as they are.
+    hold no texts are returned as they are, and so are texts with `(` or `{` that Hydra can read.
 
     Args:
         task: word of the command line.
@@ -29,7 +29,7 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
         readable: returns whether an argument is in Hydra's grammar.
 
     Raises:
-        UserError: the value has braces that a shell would have expanded.
+        UserError: the value has braces that a shell would have expanded, and no file of this name exists.
     """
     key, equals, value = argument.partition("=")
     if not equals or key.lstrip("+") not in schema.text_settings(schema.SCHEMAS[task]):

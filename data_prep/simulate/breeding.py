@@ -3,9 +3,9 @@
 The deviations of the trajectories from their mean have grown in the last two days, so they are errors that fit the
 flow of the day (Toth and Kalnay 1997, doi:10.1175/1520-0493(1997)125<3297:EFANAT>2.0.CO;2). A random rotation mixes
 them. It keeps their covariance, and makes bred vectors that have become alike differ again. Each mixture is scaled to a
-given norm. One mixture is the error of the analysis, and the others are the members' perturbations around it. So with
-an inflation of 1, truth and members are draws from one distribution: spread and error agree at the start. The error of
-the forecast model comes in addition.
+given norm. One mixture is the error of the analysis, and the others are the perturbations of the members around the
+analysis. So with an inflation of 1, truth and members are draws from one distribution: spread and error agree at the
+start. The error of the forecast model comes in addition.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from data_prep.simulate.layout import NORM_PLANE
 class Amplitude:
     """The size of initial perturbations.
 
-    `norm` is the root mean square of the analysis error, in K at sigma 0.835. `inflation` is the ratio of the members'
-    perturbations to it.
+    `norm` is the root mean square of the analysis error, in K at sigma 0.835. `inflation` is the size of the members'
+    perturbations divided by `norm`.
     """
 
     norm: float

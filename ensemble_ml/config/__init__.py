@@ -3,9 +3,9 @@
 Hydra composes the files of `conf/` over these classes. `OmegaConf.to_object` then turns the result into instances, in
 `compose.build_config`. Tasks get these instances, never a DictConfig.
 
-OmegaConf cannot compose frozen classes, nor fields of the types Literal, tuple or Path, so the classes have none of
-these. It finds the member of an Enum by its name, so members are named as users write them. `doc` in the metadata of a
-field is the line that `--help` prints.
+OmegaConf cannot compose frozen classes or fields of the type Literal, and it returns tuples as lists, so the classes
+have none of these. It finds the member of an Enum by its name, so members are named as users write them. `doc` in the
+metadata of a field is the line that `--help` prints.
 """
 
 from ensemble_ml.config.archives import (

@@ -37,6 +37,7 @@ class Arena:
 
     Raises:
         UserError: The folder cannot be written.
+        OSError: The file cannot be made so large, or cannot be mapped.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
@@ -92,7 +93,10 @@ class Arena:
         return tuple(found)
 
     def get(self, extents: Extents) -> np.ndarray:
-        """Return the bytes of a unit, (bytes,) uint8: a view where it is one piece, else a copy."""
+        """Return the bytes of a unit, (bytes,) uint8: a view where it is one piece, else a copy.
+
+        A view holds these bytes only until the pages of the unit are given back.
+        """
         if len(extents) == 1:
             return self._all[extents[0][0] : sum(extents[0])]
         return np.concatenate([np.empty(0, np.uint8), *(self._all[a : a + size] for a, size in extents)])

@@ -52,8 +52,8 @@ class Batch:
     Targets are (B, T_out, F, Y, X) at the predicted leads, NaN where absent. They are None where the model has no head
     for them.
 
-    `target_spread` is NaN for a sample that shows all members. The spread of its inputs is the target itself, so such
-    a sample trains the distribution of the truth only.
+    `target_spread` is NaN for a sample that shows all complete members of its date. The spread of its inputs is the
+    target itself, so such a sample trains the distribution of the truth only.
 
     A rank whose share of a short batch is empty gets a stand-in sample with NaN targets (`idle`). It has weight zero in
     the loss, but the rank still takes part in every exchange between ranks.
@@ -88,7 +88,7 @@ class Batches:
         sizes: Numbers of members that a sample may show.
         steps: Number of global steps of the whole run.
         start_step: First global step.
-        share: (which, of how many) of the equal shares into which each batch is cut.
+        share: (which, of how many) of the shares into which each batch is cut; their lengths differ by at most one.
 
     Raises:
         UserError: There is no date, or all `sizes` are too large.
@@ -301,7 +301,7 @@ def join(
         day_of_year=torch.tensor([float(day_of_year(time)) for time in times]),
         **stacked,
     )
-    # A sample that shows all members already has the target spread among its inputs, so it must not train the spread
+    # A sample that shows all complete members has the target spread among its inputs, so it must not train the spread
     # head.
     whole = [i for i, draw in enumerate(draws) if counts[i] == len(reader.available(draw.date))]
     for name, values in targets.items():

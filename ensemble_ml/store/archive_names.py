@@ -157,7 +157,7 @@ def urls_of_name(
         variables: short names of the variables to read; None for all whose files are known.
         levels: pressure levels to read, hPa; None for all.
         leads: leads to read, hours; None for all, except that GEFSv12's reforecast is then read up to ten days only.
-        dates: further periods in one of which an init time has to lie, or None.
+        dates: further periods in one of which an init time has to lie, or None; not used for hindcasts.
 
     Raises:
         UserError: the name has no period, the period is not a date, or the archive has none of the init times, leads or

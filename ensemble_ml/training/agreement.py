@@ -56,7 +56,7 @@ def as_yaml(config: TrainConfig) -> str:
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings on which the weights of a run depend. They also depend on the ranks in each of its votes."""
+    """Return the settings on which the weights depend. Under a quorum, they also depend on the ranks in each vote."""
     ours = flat(plain_config(config))
     # All ranks vote in a step that a validation or a checkpoint follows, so these two intervals count here.
     return {k: v for k, v in ours.items() if k in ("validate_every", "checkpoint_every") or not _is_free(k)}

@@ -118,7 +118,7 @@ class AggregationState:
         for key, values in statistics.items():
             # A NaN times a weight of zero would be NaN, so masked values are replaced.
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            with np.errstate(invalid="ignore"):  # an infinite log score times a weight of zero
+            with np.errstate(invalid="ignore"):  # an infinite log score times a weight of zero is NaN
                 self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
                 for at, factor, _ in further:
                     self.total[key][date, at, columns] += (kept * factor).sum(1)
@@ -156,7 +156,7 @@ class AggregationState:
             counts.update(dict.fromkeys(keys, np.zeros((self.dates, self.columns), np.int64)))
 
     def __add__(self, other: AggregationState) -> AggregationState:
-        """Return the state of the points of both states.
+        """Return the state of the points of both states. Sums of keys that only one state has are not copied.
 
         Args:
             other: A state of other points, with the same dates, columns and weightings.
@@ -194,7 +194,7 @@ class AggregationState:
     def put(self, columns: slice, part: dict[str, dict]) -> None:
         """Store a part in columns in which nothing is recorded yet.
 
-        Keys that share their weights in the part share them here as well.
+        Keys that share their weights in the part must share them here as well, or be new: only one of them is written.
 
         Args:
             columns: Range of positions on C.
@@ -219,6 +219,10 @@ class AggregationState:
 
         Returns:
             (C,) means, or (B, C) with draws; NaN where nothing was recorded or every point was left out.
+
+        Raises:
+            KeyError: Nothing was recorded for the key in any column.
+            ValueError: There is no such weighting.
         """
         which = self.weightings.index(weighting)
         total, weight = self.total[key][:, which], self.weight[key][:, which]

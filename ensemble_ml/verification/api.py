@@ -62,7 +62,7 @@ def area_weights(
         longitude: Name of the longitude coordinate.
 
     Returns:
-        (latitude, longitude) weights, one on average.
+        (latitude, longitude) weights, one on average; zero for a meridian that repeats another (360 and 0 degrees).
 
     Raises:
         UserError: Latitudes lie beyond the poles, or the axes are not those of a regular grid.
@@ -128,7 +128,7 @@ def weighted_mean(
         mask: True (or 1) at points that count, False (or 0) elsewhere; None counts all.
 
     Returns:
-        The mean over the chosen dimensions; NaN where no point is left.
+        The mean, NaN where no point is left; the values as they are if every point is kept and there is no mask.
 
     Raises:
         ValueError: Both `reduce_dims` and `preserve_dims` are given, a dimension is missing, weights are negative, or

@@ -139,7 +139,8 @@ def fit_corrections(
 
     The factor 1 + 1/n is there because b is estimated from n dates. `global` is from all cells and does without it, and
     in `shrunk` and `blend` it is smaller. Cells with fewer than two dates take the bias of `global`, and c^2 and S
-    from the other cells.
+    from the other cells. A cell whose v or S is zero takes c^2 from all cells, and where S is zero, v is added to the
+    predicted variance.
 
     Args:
         sums: Sums of `error_terms` over the fit dates.
@@ -266,7 +267,7 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
         (M, ...) members in the units of `location`.
 
     Raises:
-        ValueError: There is only one member.
+        ValueError: There are fewer than two members.
     """
     if len(members) < 2:
         raise ValueError(f"ensemble copula coupling of {len(members)} member: two or more are needed")

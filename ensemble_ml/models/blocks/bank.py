@@ -36,8 +36,8 @@ class Bank(nn.Module):
     """The shared vector and the coefficients of all convolutions of a network.
 
     Args:
-        network: a network that is just initialised. Its 3D convolutions lose their kernels: they have one only while
-            `laid` is active.
+        network: a network that is just initialised. Its 3D convolutions lose their kernels: they have one while `laid`
+            is active, and after `settle`.
         share: size of the bank as a fraction of the size of all kernels.
         templates: number of windows that each kernel combines.
 
