@@ -24,8 +24,8 @@ _NAMES = {
     "convective_precipitation", "total_cloud_cover", "total_column_water", "total_column_water_vapour",
     "sea_surface_temperature", "skin_temperature", "relative_humidity",
 }  # fmt: skip
-# In the registry's units all weather lies within these ranges, except high waves and deep snow, whose units must then be
-# stated. In degrees Celsius, hectopascal, g kg-1, percent or millimetres, some values of nearly every field lie outside.
+# In the registry's units all weather lies within these ranges, except high waves and deep snow, whose units must be
+# stated. In degrees Celsius, hectopascal, g kg-1, percent or millimetres, some values of nearly every field lie beyond.
 # `data_prep.limits` has ranges for another purpose, to recognise missing values; most of them are wider.
 _RANGES = {
     "K": (150.0, 350.0),

@@ -210,9 +210,9 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Give a dimension that carries both init time and lead to one of them.
 
     The lead keeps it if all are from one init time, and the init time keeps it if all are at one lead. Valid times at
-    one and the same lead become init times. The coordinate `time` counts as valid time if it shares the dimension of the
-    leads, or if the file names both axes in CF's terms and the lead is a scalar. Beside another dimension of leads it is
-    the init time.
+    one and the same lead become init times. The coordinate `time` counts as valid time if it shares the dimension of
+    the leads, or if the file names both axes in CF's terms and the lead is a scalar. Beside another dimension of leads
+    it is the init time.
 
     Args:
         array: the data variable.

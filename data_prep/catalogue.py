@@ -429,7 +429,7 @@ class Catalogue:
         return dict(sorted(found.items()))
 
     def fingerprint(self, rows: np.ndarray | None = None) -> str:
-        """Return 16 hex digits over file names, sizes, and the keys and packing constants of all fields.
+        """Return 16 hex digits over file names, sizes, and keys and packing constants of all fields but static ones.
 
         For NetCDF and Zarr, the modification time counts as well, because their records do not depend on the values.
         Those of GRIB do, by the packing constants.

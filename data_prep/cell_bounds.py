@@ -2,7 +2,7 @@
 
 The length of an interval follows from the bounds of any time coordinate: the lead, the valid time beside it (with one
 or two dimensions), or a coordinate with a single value if a file holds one lead. WeatherBench 2 states it in the name
-of the variable.
+of the variable; cfgrib, dynamical.org and the Datasets of this package state it in attributes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hours_of_sum(array: xr.DataArray) -> int:
         array: a data variable.
 
     Raises:
-        UserError: name and attributes state different hours.
+        UserError: name and attributes state different hours, or the units of the lead are not known.
     """
     stated = {"name": {spell(array.name).hours}, "GRIB_stepRange": _hours_of_range(array)}
     for attribute in ("long_name", "GRIB_name", "description", "comment"):
@@ -193,8 +193,8 @@ def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]],
 def _other_cells(array: xr.DataArray, field: Field) -> str:
     """Return why values are not those of whole cells at a time; the text is empty if they are.
 
-    The reason is a climatology, a part of each cell, a statistic over an axis that fields do not have, or cell_methods
-    that cannot be parsed.
+    The reason is a climatology, a part of each cell, cell_methods that cannot be parsed, or a statistic over cells
+    other than the mean or over an axis that fields do not have.
     """
     methods, rest = _cell_methods(array)
     if rest:
@@ -347,7 +347,7 @@ def _since_previous_step(
 ) -> np.ndarray | None:
     """Return the hours, (N,) int32, since the model's step before; None if values are not said to be since then.
 
-    For extremes, the result is also None if nothing states the steps.
+    For values that are no means, the result is also None if nothing states the steps.
 
     The distance of two leads of the file is not what counts, because leads may have been left out. dynamical.org states
     the model's steps in the attribute `forecast_resolution` of its archives.

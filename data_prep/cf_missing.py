@@ -31,7 +31,7 @@ def open_netcdf(path: str) -> xr.Dataset:
     one byte have no default (NetCDF Users Guide, "Attribute Conventions").
 
     Raises:
-        UserError: a value of a coordinate was never written.
+        UserError: a value of the coordinate of a dimension was never written.
     """
     raw = xr.open_dataset(path, decode_cf=False)
     for axis in raw.coords.values():

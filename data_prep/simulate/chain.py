@@ -255,7 +255,7 @@ def write_static(weather: Weather, path: Path) -> None:
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays to a file that is either complete or does not exist.
+    """Write arrays to a file, completely or not at all. A file that exists is replaced in one step.
 
     Args:
         path: the file.

@@ -139,8 +139,8 @@ def check_overrides(config: Any) -> None:
         config: an instance with `names`, `units`, `intervals` and perhaps `truth_intervals`, which are replaced.
 
     Raises:
-        UserError: a variable is not known, or its units cannot be converted; an interval is no whole number of hours,
-            or belongs to a variable that is no sum; or two variables have the same name in the archive.
+        UserError: a variable is not known, or its units cannot be converted; an interval is neither whole hours above 0
+            nor `start`, or belongs to a variable that is no sum; or two variables have the same name in the archive.
     """
     examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
     for key, example in examples.items():

@@ -246,7 +246,7 @@ def _interval(claim: Mapping[str, Any]) -> str:
 
 
 def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the section on limits: general ones, the notes of the evaluation, and where the model is worse."""
+    """Return the section on limits: general ones, notes of the evaluation, where the model is worse, input ranges."""
     lines = [
         "It takes only the grid, variables, levels and lead times above. Other inputs are refused with a reason.",
         f"It was trained on {len(meta['training_dates'])} init times. For other seasons and regimes it extrapolates.",
@@ -302,7 +302,7 @@ def _ranges(meta: Mapping[str, Any]) -> str:
 
 
 def _use(meta: Mapping[str, Any]) -> str:
-    """Return the section with the command for a forecast, for a number of members that training has seen."""
+    """Return the section with the command for a forecast from as many members as training has seen, or 5 if unknown."""
     sizes = _sizes(meta)
     members = 5 if 5 in sizes or not sizes else sizes[len(sizes) // 2]
     command = f"ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in={members} output=forecast"

@@ -322,9 +322,9 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Return whether another builder has renamed the finished store in the meantime.
+        """Return whether the build is over and something stands at `path`, which is then taken for the finished store.
 
-        If that builder died before it could tidy up, this one does so.
+        If the builder that finished it died before it could tidy up, this one does so.
 
         Raises:
             UserError: The work folder is gone, and there is no store.

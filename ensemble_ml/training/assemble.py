@@ -106,6 +106,8 @@ class Run:
     def part_of(self, batch: Batch, step: int) -> float:
         """Return the fraction of the samples and grid points of a step that this rank's batch holds.
 
+        Ranks that share a sample count as equal parts, even if their shards of the grid differ in size.
+
         Args:
             batch: this rank's batch.
             step: the step.
@@ -308,10 +310,11 @@ def _share(session: Session) -> tuple[int, int]:
 def whole_dates(
     config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dates that have enough complete members, and warn of settings that leave errors in the model.
+    """Return the dates with enough complete members. Warn if no spread is left to predict, or if dates mix hours.
 
     A training date needs the smallest of `data.members`, and one more if a member stands for the truth or only the
     spread is learned. A validation date needs `data.validation_members`, and one more if a member stands for the truth.
+    Neither needs more members than the store has.
 
     Args:
         config: settings of the run.

@@ -6,8 +6,8 @@
                               checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
     checkpoints/last, checkpoints/best -> step_...
 
-`training.keeper` writes them. Whenever a run dies, `last` leads to a whole checkpoint. The run may leave incomplete
-files, which the next start removes.
+`training.keeper` writes them. Once there is a checkpoint, `last` leads to a whole one whenever a run dies. The run may
+leave incomplete files, which the next start removes.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the contents of the checkpoint's JSON.
 
     The model multiplies its scales by the calibration factors of the validation (`training.validation`), if there are
-    any. A warning is logged if these belong to the weights of another step: a checkpoint that a signal or the clock
-    asked for is not validated.
+    any. A warning is logged if these belong to the weights of another step of the run: a checkpoint that a signal or
+    the clock asked for is not validated.
 
     Args:
         path: the checkpoint.
@@ -251,7 +251,10 @@ def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput
 
 
 def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
-    """Warn if factors and scores belong to the weights of another step. Older checkpoints do not record this."""
+    """Warn if factors and scores belong to the weights of another step of the run.
+
+    Nothing is known of older checkpoints, or before the first validation of a run that began with `init_from`.
+    """
     validated = meta.get("validated_step")
     if validated is not None and validated != meta["step"]:
         log.warning(
@@ -318,7 +321,7 @@ def point(folder: Path, link: str, target: str) -> None:
 
 
 def step_of(link: Path) -> float | None:
-    """Return the step of the checkpoint that a link leads to, or None if there is none (`_number`)."""
+    """Return the step, by `_number`, of the checkpoint that a link leads to; None if there is none or it is no link."""
     try:
         return _number(Path(os.readlink(link))) if (link / META).is_file() else None
     except (OSError, ValueError):  # no link, or a folder in its place, as in a copy without links

@@ -25,6 +25,9 @@ UPPER_TENTH = 1.2815515655446004  # 90 % quantile of the standard normal distrib
 class Calibration:
     """A set of histograms and reliability tables.
 
+    Masks must leave out points with a NaN: a missing PIT would count in the first bin, and a missing member as above
+    the truth.
+
     Attributes:
         dates: Length of D.
         columns: Length of C.

@@ -73,7 +73,8 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         pictures: Sums that hold the mean |EFI| of each date.
 
     Returns:
-        The case; None without a model climate, or if no ensemble and no forecast has a standard deviation.
+        The case; None if no field has an EFI at that lead (for example without a model climate), or if no ensemble and
+        no forecast has a standard deviation.
     """
     chosen = _most_unusual(plan, pictures)
     if chosen is None:

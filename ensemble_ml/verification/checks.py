@@ -125,7 +125,7 @@ def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
             result does not depend on the part.
 
     Raises:
-        UserError: A weight is negative.
+        UserError: A weight is negative by more than rounding.
     """
     values = np.asarray(values)
     largest = np.fmax.reduce(np.abs(values if whole is None else whole), axis=None, initial=0)
