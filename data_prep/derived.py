@@ -19,7 +19,8 @@ NONE = -1  # in place of the row of a second component, where the record is not 
 def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Add a record for every field of the variables `names` whose two components are present.
 
-    A variable that the archive has itself stays as it is: it is more exact than one computed from packed components.
+    A variable of which the archive has any field itself stays as it is: it is more exact than one computed from packed
+    components. Its missing fields are not computed either.
 
     Args:
         records: (N,) RECORD or IDENTITY, sorted by `data_prep.records.KEYS`.

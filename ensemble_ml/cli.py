@@ -92,7 +92,8 @@ def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
     """Hand a multi-run to Hydra, which calls `job` once for each combination.
 
     Raises:
-        UserError: the sweep's folder cannot be made, or runs failed in a sweep that continued (see `_goes_on`).
+        UserError: as `_by_hydra`; the sweep's folder cannot be made; or runs failed in a sweep that continued (see
+            `_goes_on`).
         SystemExit: a run failed or was stopped, and the sweep does not continue.
     """
     failed: list[str] = []

@@ -27,7 +27,8 @@ Sources of the CRPS:
   its own scale is scale / r. From r = 100 on it is scored as a normal distribution, whose score differs by at most two
   thousandths of the scale there.
 
-The CRPS is written so that float32 keeps its digits. Where zero lies above the location (l > 0), the CRPS of the
+Every CRPS holds for observations within the bounds of the distribution. It is written so that float32 keeps its digits.
+Where zero lies above the location (l > 0), the CRPS of the
 truncated normal is computed from the Mills ratio Phi(-t) / phi(t) = sqrt(pi / 2) erfcx(t / sqrt(2)), and not from a
 quotient of two numbers near zero. Both branches of every `where` are finite, and so are their gradients.
 """

@@ -82,7 +82,8 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
 
     If the grid closes the circle and has a row on a pole, every n-th point stays, counted from that pole and from the
     first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. In any other grid, blocks of whole cells are
-    joined, and their centres are the new points.
+    joined, and their centres are the new points. If only one pole has a row, `rows` need not divide the grid: rows with
+    incomplete cells are left out.
 
     Args:
         grid: the grid.

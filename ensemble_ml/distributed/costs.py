@@ -1,7 +1,8 @@
 """The cost model of a training step: measured local compute, and messages over links of known latency and bandwidth.
 
-The cost of messages is linear in their bytes (Hockney 1994, Parallel Computing 20). That of sums over S ranks has the
-latency of a reduce-scatter and an all-gather by halving and doubling (Thakur, Rabenseifner and Gropp 2005).
+The cost of messages is linear in their bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). The cost of sums over S
+ranks has the latency of a reduce-scatter and an all-gather by halving and doubling (Thakur, Rabenseifner and Gropp
+2005, doi:10.1177/1094342005051521).
 
     step    = compute + halo + norm + exposed
     halo    = sum of (2 alpha + beta max(0, bytes - free)) over convolutions, split axes and passes
@@ -102,7 +103,7 @@ def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
 
     The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
     the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
-    optimizer, and kernel launches.
+    optimizer, and kernel launches. It is zero if all known pieces have as many operations.
     """
     nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
     a, b = _line([f for f, _ in known], [p.seconds for _, p in known])

@@ -313,7 +313,10 @@ class ClairvoyantLoader:
         self.step = step
 
     def close(self) -> None:
-        """End threads and connections, and free the memory. Calling it again does nothing."""
+        """End threads and connections, and free the memory. Calling it again does nothing.
+
+        While a thread still waits for storage, the memory stays.
+        """
         if self._engine is not None and not self._engine.close():
             self._release.detach()  # the threads that are left write to it
         self._release()

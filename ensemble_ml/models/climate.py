@@ -22,7 +22,7 @@ _SCALES = (
     "std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread", "dry_share"
 )  # fmt: skip
 _LEAST_CELL = 1e-3  # least spread of a cell, as a fraction of the field's typical spread
-_LEAST = 1e-6  # least spread of a level, as a fraction of the standard deviation; also the least `shrink`
+_LEAST = 1e-6  # least spread of a field, as a fraction of its standard deviation; also the least `shrink`
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.n
 
 
 def _lift_zeros(values: dict[str, np.ndarray]) -> None:
-    """Replace zeros, and values close to zero, in scales that are divided by.
+    """Replace zeros in `std` and `error` by one, and raise spreads and `shrink` to a least value.
 
     The least spread of a field is relative to its own typical values, because no absolute value suits all fields:
     geopotential has far larger numbers than humidity.

@@ -32,7 +32,7 @@ DAYS = 9  # half-width of the window in days
 FEWEST_VALUES = 20  # members times dates at a point; quantiles of fewer values mean nothing
 PROBABILITIES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
 MEMORY = 512 * 2**20  # bytes of values held at a time, where a block of 16 rows is not larger than that
-_BLOCK = 16  # rows of a chunk of the store; smaller blocks would read each chunk several times
+_BLOCK = 16  # fewest rows of a chunk of the store; smaller blocks would read each chunk several times
 
 
 class ModelClimate:
@@ -43,7 +43,8 @@ class ModelClimate:
         days: Days from the calendar date within which an init time may lie.
         probabilities: Probabilities of the quantiles, ascending within [0, 1].
         memory: Bytes of values held at a time, and as many bytes of members kept for later.
-        seasons: Cache of the init times of other years, by init time. Several climates may share it.
+        seasons: Cache of the init times of other years, by init time. Only climates of one source with equal `days` may
+            share it.
 
     Raises:
         UserError: The source has init times of one year only, or the probabilities are not ascending within [0, 1].
@@ -75,7 +76,7 @@ class ModelClimate:
         self._kept: OrderedDict[tuple[int, int, str, tuple[int, int]], np.ndarray] = OrderedDict()
 
     def _near(self, date: int) -> np.ndarray:
-        """Return the init times of other years in the season of `date`, possibly none."""
+        """Return the indices of the init times of other years in the season of `date`, possibly none."""
         if date not in self._seasons:
             times = self.source.layout.init_time
             self._seasons[date] = np.flatnonzero(same_season(times, times[date], self.days))
@@ -103,7 +104,8 @@ class ModelClimate:
         """Return the quantiles for one init time.
 
         They are interpolated linearly between order statistics (type 7 of Hyndman & Fan 1996). Points with fewer than
-        `FEWEST_VALUES` values are NaN.
+        `FEWEST_VALUES` values are NaN. Unless the store holds the quantiles, sums at lead zero (`zero_by_nature`) are
+        zero all the same.
 
         Args:
             date: Index of the init time.
@@ -193,7 +195,7 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
         q(p) = x[floor(h)] + (h - floor(h)) (x[floor(h) + 1] - x[floor(h)])
 
     Args:
-        values: (N, ...) float32; NaN is left out.
+        values: (N, ...) float32, finite or NaN; NaN is left out.
         probabilities: (Q,) p.
         fewest: Number of values below which a point is NaN.
     """

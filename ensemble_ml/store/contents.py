@@ -43,12 +43,12 @@ class Contents:
         done: Indices of the init times that are built.
         specs: Arrays of fields.
         files: Files by name.
-        moments: Moments of the forecast by kind, (T, V, Z).
+        moments: Moments of the forecast by kind, (T, V, Z) or (T, S, 1).
         errors: Largest error of quantising by variable, in its units.
         masked: Variables with points that have no value.
         static: Names of the static fields.
         provenance: Where the data came from.
-        present: Function of part and date that returns which fields are there.
+        present: Function of part and index of an init time in `done` that returns which fields are there.
         verify: Function that reads all files and raises a UserError if one has changed; of a half-built store, the
             shards that are finished.
         source: Store to read from; None for a half-built one.
@@ -99,7 +99,7 @@ def has_contents(path: str) -> bool:
 
 
 def _half_built(path: str) -> Path | None:
-    """Return the folder in which the store at `path` is being built; None if there is none."""
+    """Return the work folder of the store at `path`, or `path` if it is a work folder; None if there is none."""
     for work in (building_folder(Path(path)), Path(path)):
         if (work / "plan.json").is_file() and (work / "entries").is_dir():  # training writes a plan.json, too
             return work

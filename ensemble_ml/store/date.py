@@ -232,7 +232,7 @@ class DateWriter:
         merged = merge_all((block.moments for block in blocks if block.moments), (levels,))
         for name in NAMES:
             getattr(self.entry.moments[kind], name)[cell.lead, cell.variable] = getattr(merged, name)
-        # A spread needs two members.
+        # A spread needs two members, and the mean is left out with it (`fuse`).
         there = cell.block.present.sum(0) > 1
         for place, part in enumerate((Part.MEAN, Part.SPREAD)):
             spec = self._specs.get((part, kind))

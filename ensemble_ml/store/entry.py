@@ -53,7 +53,7 @@ class DateEntry:
     fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
-        """Add an entry of other parts of the same init time, in place."""
+        """Add an entry of other parts of the same init time, in place. `plan` and `fingerprint` stay as they are."""
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments

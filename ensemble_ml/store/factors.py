@@ -1,5 +1,7 @@
 """Write and read the factors, one of each for every field: reference, scale, decimal, and whether it is present.
 
+Arrays that are not packed have only the last of these.
+
 They lie in Zarr arrays (D, ...) beside the fields. A chunk covers as many dates as make it about 128 KB, so a reader of
 one date of an archive of thousands does not load the numbers of all. A loader, which uses all dates, keeps them all.
 """

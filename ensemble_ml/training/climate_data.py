@@ -41,7 +41,7 @@ class Sample:
 
     mean: Tensor  # mean of the M members
     spread: Tensor  # standard deviation of the M members, ddof = 1
-    full_spread: Tensor  # standard deviation of all members; NaN if the M members are all members
+    full_spread: Tensor  # standard deviation of all members; NaN if M is the number of all or of all complete members
     day: float  # day of the year of the initialisation time
 
     def batch(self, members: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@
     s0          prior spread, of which sigma is a multiple; with a linear correction it follows s1 + linear
                 (`models.heads`). Without a truth, k is the value with the smallest RMSE of s1 against S.
     s1          full spread expected from M members (`features.unbiased_spread`); its k has the smallest RMSE on the
-                validation dates, and is 2 if there are none
+                validation dates; it is 2 without such dates, for M = 1, and for a field that all of them lack
     bias'       bias without the date itself
     linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`)
     c           factor of each field with the smallest CRPS of its own distribution

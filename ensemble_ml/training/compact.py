@@ -64,6 +64,9 @@ _SMALL = 0.002  # fraction of the time of a pass; a cut that saves less is not m
 def compact(config: CompactConfig) -> Path:
     """Compact a model, and train the smaller one. `docs/compact.md` explains it.
 
+    A run that is resumed keeps the settings with which it began. Of `config`, only `data.store`, `output`, `run`,
+    `threads` and `limit` are then used.
+
     Args:
         config: the settings of `ensemble-ml compact`.
 

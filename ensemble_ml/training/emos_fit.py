@@ -107,14 +107,18 @@ def fit_emos_model(
         model: the model, which is changed.
         reader: reads the store.
         train: indices of the training dates.
-        validation: indices of the validation dates, which choose the form; without any, it is "shrunk 8".
+        validation: indices of the validation dates, which choose the form. It is "shrunk 8" if there are none, or if no
+            field has anything to predict on them (`_Fit.scores`).
         members: M, at which the forms are compared.
         sizes: other ensemble sizes to fit for; the model has rows for some only (see `rows_for`).
         progress: shows how far the fit is.
 
     Returns:
-        {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble, empty without
-        validation dates}.
+        {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble, empty if nothing
+        could choose the form}.
+
+    Raises:
+        UserError: too few values of the truth are there to fit the global coefficients of a lead and field.
     """
     progress = progress or Progress()
     progress.begin(["EMOS: its forms", "EMOS: all points"])
@@ -280,7 +284,7 @@ class _Fit:
 
     @property
     def some_points(self) -> slice:
-        """Return the points at which forms are compared: every n-th point, with n such that all meridians occur."""
+        """Return the points at which forms are compared: every n-th point, spread over the meridians of the grid."""
         step = -(-len(self.area) // _MOST_POINTS)
         # A step that shares a factor with the number of points could visit only some of the meridians.
         while math.gcd(step, len(self.area)) > 1:

@@ -1,4 +1,4 @@
-"""Builds the exchange of a run: the way in which ranks combine their gradients in a step."""
+"""Build the exchange of a run: the way in which ranks combine their gradients in a step."""
 
 from __future__ import annotations
 

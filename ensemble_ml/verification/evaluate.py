@@ -136,7 +136,8 @@ def evaluate(
     """Score the forecasts of a configuration, and write scores.json, lineage.json and report.html.
 
     The results of each group of fields are kept in the output folder until all files are written. If the evaluation is
-    stopped, the same command continues from there.
+    stopped, the same command continues from there. Once scores.json is written, the command needs overwrite=true for
+    this.
 
     Args:
         config: Settings.

@@ -177,7 +177,7 @@ def _terms(season: Any, y: Tensor) -> Tensor:
 
 
 def _weights(weights: Any, y: Tensor) -> Tensor:
-    """Return the weights of the samples, zero where the observation is NaN."""
+    """Return the weights of the samples, zero where the observation is not finite."""
     given = torch.ones_like(y) if weights is None else _tensor(weights).expand_as(y)
     return torch.where(torch.isfinite(y), given, 0.0)
 
@@ -231,7 +231,7 @@ class _Problem:
         return torch.where(spread > 1e-9 * size, spread, size)
 
     def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
-        """Take damped Gauss-Newton steps at all points until all have converged."""
+        """Take damped Gauss-Newton steps at all points until all have converged, at most `iterations`."""
         goal = self._start() if prior is None else self._inwards(prior)
         pull = torch.full_like(goal, strength if prior is not None else 0.0)
         if prior is not None and strength > 0:
@@ -275,7 +275,10 @@ class _Problem:
         return 0.5 / max(signal, _LEAST_SIGNAL)
 
     def _start(self) -> Tensor:
-        """Return a simple start: the mean error, slope one, and half of the error variance from each of c and d."""
+        """Return a simple start: the mean error, slope one, and half of the error variance from each of c and d.
+
+        For a single member, all of it comes from c.
+        """
         theta = self.y.new_zeros(*self.total.shape, self.design.shape[-1] + 2)
         theta[..., 0] = self._average(self.y - self.mean) / self.unit
         theta[..., -2] = torch.where(self.single, 1.0, math.sqrt(0.5))
@@ -319,7 +322,7 @@ class _Problem:
         return score.detach(), by_location, by_scale, bend
 
     def _inwards(self, prior: Emos) -> Tensor:
-        """Convert coefficients to parameters in the point's units."""
+        """Convert coefficients to parameters in the point's units. Another number of seasonal terms gives zeros."""
         shape = self.total.shape
         a, b, c, d = (v.expand(shape) for v in (prior.a, prior.b, prior.c, prior.d))
         season = prior.season.expand(*shape, -1)
