@@ -175,7 +175,11 @@ class Geometry:
         return values if self.same else self.means(values).astype(np.float32)
 
     def field(self, raw: RawField) -> RawField:
-        """Return a field on the new grid. Packed integers stay packed on the same grid and in a crop of it."""
+        """Return a field on the new grid.
+
+        Packed integers stay packed on the same grid and in a crop of it. Otherwise the result is float32 values, NaN at
+        points without a value, with neither mask nor packing step.
+        """
         if self.same:
             return raw
         if self.crop is None:

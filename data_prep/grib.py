@@ -266,7 +266,8 @@ class _Indexer:
         """Scan the file and return the table of its messages.
 
         Raises:
-            UserError: the file is damaged, or changed during the scan.
+            UserError: the file is damaged, holds a field that cannot be read or fields on several grids, or changed
+                during the scan.
         """
         rows, end = [], 0
         with _opened(self.path, self.stamp) as file:

@@ -280,7 +280,7 @@ def _init(date: int, time: int) -> np.datetime64:
     """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM).
 
     Raises:
-        UserError: there is no such date.
+        UserError: there is no such date, or the year is 0.
     """
     try:
         day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
@@ -424,7 +424,7 @@ def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
 
 
 def _steps(text: str) -> tuple[int, int, bool]:
-    """Parse a step range such as `48`, `69-72` or `0m-90m`.
+    """Parse a step range such as `48`, `69-72` or `0m-60m`.
 
     Returns:
         The first and last hour, and whether the text is a range.

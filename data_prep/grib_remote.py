@@ -71,7 +71,7 @@ class RemoteGrib:
         return RemoteHeaders(self._file)
 
     def close(self) -> None:
-        """Cancel the requests that are still under way."""
+        """Cancel the requests for values that are still under way, but not those of `content`."""
         self._ahead.close()
 
 

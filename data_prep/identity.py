@@ -365,7 +365,7 @@ def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRI
         overrides: the user's statements.
 
     Raises:
-        UserError: both are stated for a forecast, and they differ.
+        UserError: both are stated for a forecast, and they differ or the user's cannot be converted.
     """
     own, given = str(array.attrs.get("units", "")).strip(), overrides.units.get(field.name, "")
     if not given or not own:

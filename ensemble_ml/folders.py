@@ -106,8 +106,8 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
     Args:
         draft: the complete file.
         path: its final name.
-        replace: whether an existing file may be replaced. If not, the draft stays beside the file. File systems without
-            hard links are the exception: there the draft is renamed, and an existing file is replaced.
+        replace: whether an existing file may be replaced. If not, the draft keeps its own name as well, and the caller
+            removes it. Where no hard link can be made, the draft is renamed, and an existing file is replaced.
 
     Raises:
         UserError: the file exists, and `replace` is false.

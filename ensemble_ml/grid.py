@@ -99,7 +99,8 @@ class Grid:
     def latitude_bounds(self) -> np.ndarray:
         """Return the edges of the rows, (Y + 1,) degrees north, descending: midway between rows.
 
-        The outer edges lie half a spacing beyond the outermost rows, but not beyond the poles.
+        The outer edges lie half a spacing beyond the outermost rows, but not beyond the poles. A single row is 1 degree
+        wide.
         """
         middle = (self.latitude[:-1] + self.latitude[1:]) / 2
         first, last = _outer_bounds(self.latitude)
@@ -109,6 +110,7 @@ class Grid:
         """Return the edges of the columns, (X + 1,) degrees east, ascending: midway between columns.
 
         The outer edges lie half a spacing beyond the outermost columns. If the grid wraps, they are 360 degrees apart.
+        A single column is 1 degree wide.
         """
         if self.wraps:
             around = np.concatenate([[self.longitude[-1] - 360], self.longitude, [self.longitude[0] + 360]])

@@ -45,9 +45,9 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
 
 
 def sharing_cores(world: Communicator, device: torch.device) -> int:
-    """Return how many ranks may use this process's cores, itself included.
+    """Return how many ranks have the same host and the same cores as this process, itself included.
 
-    These are all ranks of a host, or fewer if ranks are bound to cores.
+    These are all ranks of a host, or fewer if ranks are bound to cores. Ranks that share only some cores do not count.
     """
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = f"{socket.gethostname()} {own}".encode()

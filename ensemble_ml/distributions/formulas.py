@@ -32,7 +32,7 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
         family: the distribution.
         location: location of the forecasts, physical units, any shape.
         scale: scale of the forecasts, in the same units; positive.
-        y: observations, in the same units.
+        y: observations, in the same units and of the same type.
 
     Returns:
         The scores, in the type of `location`.

@@ -49,7 +49,7 @@ def describe_checkpoint(path: str) -> dict[str, Any]:
 
 
 def _span(dates: list[str]) -> dict[str, Any]:
-    """Return the number of dates, the first and the last one."""
+    """Return the number of dates, the first and the last one (None without dates)."""
     return {"count": len(dates), "first": min(dates, default=None), "last": max(dates, default=None)}
 
 

@@ -329,10 +329,11 @@ def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
 def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
     """Reduce the members to their mean and spread, the input of a model.
 
-    All samples must have the same number M of members.
+    All samples must have the same number M of members. Models that also take one member, all members or the fraction of
+    members with a value need more than this.
 
     Args:
-        members: (B, M, T, F, Y, X) members, physical units.
+        members: (B, M, T, F, Y, X) members, physical units; each has a value at every point.
         day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
     """
     batch, count = members.shape[:2]

@@ -4,7 +4,7 @@ The folder stands beside the final path of the store. When everything is there, 
 
     NAME.zarr.building/
       plan.json     facts of the plan
-      lock          held while the plan is written, and while the store is finished
+      lock          held while the plan is written, the store is finished, or an unfinished build is removed
       at-work.lock  shared by all builders while they build; held alone by one that removes the build
       claims/       one lock for each init time, held while it is built
       entries/      one file for each finished init time
@@ -102,7 +102,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
 
     Raises:
         UserError: Something that may not be replaced stands at `path` by now.
-        OSError: The system cannot rename it.
+        OSError: The system cannot rename it, or cannot write `swap.json`.
     """
     check_target(path, overwrite)
     # If this process dies just after the rename, `swap.json` lets the next builder recognise the store by its manifest.
@@ -124,10 +124,11 @@ def named_already(work: Path, path: Path) -> bool:
 def exchange(one: Path, other: Path) -> None:
     """Swap the names of two folders.
 
-    If the system cannot swap them in one step, `other` does not exist for a moment.
+    If the system cannot swap them in one step, `other` does not exist for a moment. It is called `replaced` then, and
+    lies beside `one`.
 
     Raises:
-        OSError: The system cannot rename them.
+        OSError: The system cannot rename them. Without a swap in one step, also if `replaced` exists and is not empty.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:

@@ -93,7 +93,8 @@ class Members:
 def fuse(members: Members) -> Fused:
     """Compute mean, spread (ddof = 1) and moments of the members of one block of rows.
 
-    Mean and spread are NaN where any member that is there has no value. The moments count every value that is there.
+    Mean and spread are NaN where any member that is there has no value, and at levels where fewer than two members are
+    there. The moments count every value that is there.
 
     Args:
         members: A block of rows.
@@ -179,6 +180,8 @@ def _compiled(
     members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Do the work of `_mean_and_spread` and `_sums` in compiled code, for levels where every member has all points.
+
+    No level is done if any field of the block is absent or any point is masked, or if `native` cannot do the work.
 
     Returns:
         Which levels are done, (Z,) bool, and the smallest and largest value of their members, (Z, 2).

@@ -187,7 +187,10 @@ class Presences:
 
 
 def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
-    """Return the share of the forecast's stored points without a value, for each variable masked in any part."""
+    """Return the share of the forecast's stored points without a value, for each variable masked in any part.
+
+    The share is 0 if no field of the forecast is stored.
+    """
     points, found = math.prod(contents.layout.grid.shape), dict[str, float]()
     for name in contents.masked:
         surface = field(name).surface

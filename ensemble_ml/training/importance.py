@@ -37,7 +37,7 @@ class Importance:
     Attributes:
         terms: importance of each channel or unit, by group (`models.compact`).
         moments: (H + 1, H + 1) products of the H hidden units of the point network and the constant 1, summed over
-            points; None without a point network.
+            every fourth point; None without a point network.
     """
 
     terms: dict[str, Tensor]
@@ -95,7 +95,7 @@ def _terms(group: Group, tensors: Mapping[str, Tensor], gradients: Mapping[str, 
 
 @contextmanager
 def _second_moments(network: PointNetwork | None) -> Iterator[list[Tensor]]:
-    """Sum the products of hidden units and the constant over all passes of a network within the context.
+    """Sum the products of hidden units and the constant over every fourth point of all passes within the context.
 
     Yields:
         A list, empty until the first pass; then its only item is the sum (H + 1, H + 1).

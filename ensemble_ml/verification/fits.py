@@ -22,12 +22,13 @@ class Fit:
     """The baselines of a group, fitted on the fit dates.
 
     Attributes:
-        corrections: Corrections by number of members, then by name in `baselines.CORRECTIONS`.
+        corrections: Corrections by number of members, then by name in `baselines.CORRECTIONS`. NaN at levels without a
+            cell of at least `baselines.FEWEST_DATES` fit dates.
         spread: Regression of the full ensemble's spread on that of the reduced one.
         start: Regression of the full ensemble's spread on the reduced one's spread at lead 0.
         held_out: Regression of the held-out members' spread on that of the reduced ensemble.
         climatology: Mean and predictive standard deviation of the truth, each (Z, Y, X). NaN at cells with fewer than
-            two fit dates, and at levels without a cell of at least `baselines.FEWEST_DATES`.
+            two fit dates, and at the same levels as the corrections.
     """
 
     corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
@@ -38,7 +39,10 @@ class Fit:
 
     @cached_property
     def climate(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the climatology with its unknown cells filled, so that it can serve as a forecast."""
+        """Return the climatology with its unknown cells filled, so that it can serve as a forecast.
+
+        Levels without a known cell stay NaN. None if there is no climatology.
+        """
         return None if self.climatology is None else base.everywhere(*self.climatology)
 
 

@@ -175,7 +175,10 @@ class ForecastFile:
 
     @property
     def thresholds(self) -> dict[str, list[float]]:
-        """Return the thresholds of which the file holds probabilities, in the registry's units, by short name."""
+        """Return the thresholds of which the file holds probabilities, in the registry's units, by short name.
+
+        Thresholds in units that cannot be converted are left out.
+        """
         found = {}
         for known in FIELDS:
             axis, name = f"threshold_{known.name}", f"{known.name}_prob_above"
@@ -290,7 +293,8 @@ class ForecastFile:
             leading: Name of an axis to put before the others, such as "realization".
 
         Returns:
-            (Z, Y, X) float64 on `grid` in the registry's units, with the leading axis before these if one is named.
+            (Z, Y, X) float64 on `grid` in the registry's units. If a leading axis is named and the variable has it, it
+            comes before these.
 
         Raises:
             UserError: The lead or the variable is missing, the variable has another dimension, units are not known,
@@ -385,7 +389,10 @@ def open_file(path: Path) -> ForecastFile:
 
 
 def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
-    """Rename the axes to our names, and remove an axis of a single initialisation time."""
+    """Rename the axes to our names, and remove an axis of a single initialisation time.
+
+    A level axis without units takes the values of a coordinate along it that is in Pa or hPa.
+    """
     made, along = data, {}
     if made.sizes.get("forecast_reference_time") == 1:
         made = made.isel(forecast_reference_time=0)

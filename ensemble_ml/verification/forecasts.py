@@ -222,8 +222,8 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         The sets in the order of the folders.
 
     Raises:
-        UserError: No folder is given, a folder is missing, holds no forecast or is given twice, a file is damaged, or
-            the files of a folder do not belong together.
+        UserError: No folder is given, a folder is missing, holds no forecast or is given twice by the same path, a file
+            is damaged, or the files of a folder do not belong together.
     """
     if not folders:
         raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
