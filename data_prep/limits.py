@@ -24,7 +24,7 @@ _LIMITS = {
     "m2 s-2": (-2e4, 2e6),
     "m s-1": (-500.0, 500.0),
     "kg kg-1": (-0.1, 0.5),
-    "Pa s-1": (-900.0, 900.0),  # as large as for 90 m s-1 of vertical wind near the ground
+    "Pa s-1": (-900.0, 900.0),  # as large as for 75 m s-1 of vertical wind near the ground
     "s-1": (-1.0, 1.0),
     "m": (-0.1, 9.5),  # water
     "kg m-2": (-10.0, 500.0),

@@ -18,7 +18,10 @@ _STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # these counts of records stand for a
 
 
 def check_whole(path: str) -> None:
-    """Refuse a classic NetCDF file that is shorter than its header states. Other formats pass.
+    """Refuse a classic NetCDF file that is shorter than its header states. Unknown versions of the format pass.
+
+    Args:
+        path: a file that begins with the letters CDF.
 
     Raises:
         UserError: the file is cut short, or its header is damaged.

@@ -16,7 +16,7 @@ _logged: ContextVar[set[str] | None] = ContextVar("logged", default=None)
 
 
 def notice_log(name: str) -> logging.Logger:
-    """Return the logger of a module. Inside `once`, it logs no notice twice."""
+    """Return the logger of a module. Inside `once`, it logs no notice twice in the same thread."""
     log = logging.getLogger(name)
     log.addFilter(_is_new)
     return log
@@ -25,6 +25,9 @@ def notice_log(name: str) -> logging.Logger:
 @contextmanager
 def once(logged: set[str]) -> Iterator[None]:
     """Inside the `with` block, log only notices whose text is not in `logged`, and add their texts to it.
+
+    This holds for the thread that enters the block. Other threads, such as those that open several files at once, log
+    all notices as usual.
 
     Args:
         logged: texts of the notices that were logged before; it is extended.
@@ -37,7 +40,7 @@ def once(logged: set[str]) -> Iterator[None]:
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Return whether a notice has not been logged yet, and remember it."""
+    """Return whether a notice has not been logged yet, and remember it. Outside `once`, return True."""
     logged, text = _logged.get(), record.getMessage()
     if logged is None:
         return True

@@ -40,7 +40,7 @@ class StoreTruth:
         bounds: intervals of the forecast's sums and maxima by variable: [first, last] hour or None for each lead.
 
     Raises:
-        UserError: the store has no truth, has another grid, or has sums over other intervals.
+        UserError: the store has no truth, has another grid, or has sums or maxima over other intervals.
     """
 
     def __init__(self, store: TensorStore, layout: Layout, bounds: Mapping[str, Sequence[list[int] | None]]):
@@ -199,7 +199,7 @@ class Pair:
         return self.forecast.static() | given
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits over everything that was opened."""
+        """Return 16 hex digits over the forecast and, if one was given, the truth; given static fields do not count."""
         parts = [self.forecast.fingerprint()] + ([self.truth.fingerprint()] if self.truth else [])
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 

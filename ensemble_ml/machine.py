@@ -46,7 +46,7 @@ def let_waiting_threads_sleep() -> None:
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """Switch Python's garbage collector off in this context, and exclude from later collections what was imported.
+    """Switch Python's garbage collector off in this context, and exclude all objects at its end from later collections.
 
     While torch is imported, the collector looks through all its objects again and again, and once more at the end. A
     command that imports the training took 2.4 s of processor time with it, and takes 1.7 s without. This does nothing

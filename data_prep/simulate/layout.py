@@ -41,7 +41,7 @@ class ModelFacts:
 
 
 def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
-    """Cut spectral states down to a lower truncation T; at their own truncation they stay as they are.
+    """Cut spectral states down to a lower truncation T. If T is not lower than their own, they stay as they are.
 
     The last total wavenumber of a cut state, T + 1, is zero. Surface pressure ends at T - 1, as the orography in
     dinosaur does: with mountains in it that the coarse model lacks, the model's heights would be off by 60 m.
@@ -51,7 +51,7 @@ def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
         truncation: largest total wavenumber T to keep.
 
     Returns:
-        A copy, (..., K, 2 T + 1, T + 2).
+        A copy, (..., K, 2 T + 1, T + 2) if T is at most their own truncation.
     """
     cut = np.array(x_kml[..., : 2 * truncation + 1, : truncation + 2])
     if cut.shape == x_kml.shape:

@@ -46,7 +46,10 @@ _DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a model: its `truncation`, its time step in `minutes`, and whether `MODEL_ERROR` applies."""
+    """The settings of a model: its `truncation`, its time step, and whether `MODEL_ERROR` applies.
+
+    A day has to be a multiple of the time step, which is given in `minutes`.
+    """
 
     truncation: int
     minutes: int

@@ -50,7 +50,8 @@ class Model:
         The result is lazy: nothing is computed before Dask asks for it. Dask computes it in batches of init times, one
         date each on a large grid and several on a small one. So `to_zarr` can write the forecasts of any number of
         dates. Each call of `compute` predicts its batches anew, so ask for all that you need in one call, or write the
-        result to a file. The values are bit for bit those of `ensemble-ml predict`.
+        result to a file. The values are bit for bit those of `ensemble-ml predict` on one rank, on the same device with
+        as many threads.
 
         Args:
             ensemble: a Dataset of `open`, any Dataset of an ensemble, or a path; on the model's grid.
@@ -61,13 +62,15 @@ class Model:
 
         Returns:
             A Dataset equal to the command's files opened as one, with the dimensions forecast_reference_time,
-            forecast_period, level, latitude, longitude. For each variable it holds `t_mean` and `t_stddev` (moments),
-            `t_location` and `t_scale` (parameters of the distribution), `t_quantile`, and `t_ensemble_spread`, float32
-            in SI units; on request also `t_prob_above` and `t_member`.
+            forecast_period, level, latitude, longitude (`point` in place of the last two with `points`). For each
+            variable it holds `t_mean` and `t_stddev` (moments), `t_location` and `t_scale` (parameters of the
+            distribution), `t_quantile`, and `t_ensemble_spread`, as far as the model predicts them, float32 in SI
+            units; on request also `t_prob_above` and `t_member`.
 
         Raises:
             UserError: the ensemble lacks an input of the model, or is on another grid; a setting is not known, or its
-                value is not allowed. When the result is computed: a value is NaN or infinite.
+                value is not allowed. When the result is computed: an input cannot be read, or a value is NaN or
+                infinite.
 
         Example:
             >>> import ensemble_ml as eml
@@ -116,7 +119,7 @@ def load(path: str | os.PathLike[str]) -> Model:
         The model.
 
     Raises:
-        UserError: there is no checkpoint, or it is damaged.
+        UserError: there is no checkpoint, or it is damaged or has another format.
 
     Example:
         >>> import ensemble_ml as eml

@@ -2,7 +2,7 @@
 
 `prepare`, `predict` and `verify` read an archive best by its paths: packed integers of GRIB are kept, and each process
 opens the files for itself. A Dataset of `open` therefore remembers its paths in the encoding of its variables.
-`resolve` returns these paths if nothing was changed since.
+`resolve` returns these paths if no coordinate, and no variable but a static field, was changed since.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
 ) -> xr.Dataset:
     """Open an archive or a tensor store as a lazy Dataset of CF-named variables.
 
-    This reads only headers; Dask reads the values when it computes them. The Dataset remembers where it comes from, and
-    `prepare`, `Model.predict`, `calibrate` and `verify` read an unchanged Dataset exactly as the commands read its
-    paths.
+    Dask reads the values when it computes them. This function reads only headers, and from an archive what it needs to
+    find fields that are all NaN: at least one row of each field of NetCDF and Zarr. It keeps the result for later
+    calls. The Dataset remembers where it comes from, and `prepare`, `Model.predict`, `calibrate` and `verify` read an
+    unchanged Dataset exactly as the commands read its paths.
 
     Args:
         paths: an archive (GRIB, NetCDF, Zarr) as a file, a folder, a glob or a list of them, or a tensor store. It may
@@ -91,10 +92,10 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
 
     Returns:
         A Dataset with the dimensions init_time, realization, lead_time (timedelta64), level (hPa), latitude (degrees,
-        from north to south) and longitude (degrees east, 0 to 360). Values are float32 in SI units under short names
-        (t, z, t2m ...), NaN where a field is absent. A control is named `t_control`. The truth and the members' mean
-        and spread of a tensor store are named `t_truth`, `t_mean` and `t_spread`; static fields are named `orog` and
-        `lsm`.
+        from north to south) and longitude (degrees east, ascending; 0 to 360, but from below zero if a regional grid
+        crosses Greenwich). Values are float32 in SI units under short names (t, z, t2m ...), NaN where a field is
+        absent. A control is named `t_control`. The truth and the members' mean and spread of a tensor store are named
+        `t_truth`, `t_mean` and `t_spread`; static fields are named `orog` and `lsm`.
 
     Raises:
         UserError: a file is missing or damaged, or holds no known variable; or an argument has a value that is not
@@ -161,8 +162,9 @@ def _remembered(data: xr.Dataset, opening: _Opening, source: Reopened) -> xr.Dat
 def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
     """Return the paths that a Dataset of `open` was opened from, and the settings that it was opened with.
 
-    A Dataset that was changed in any way, or that comes from elsewhere, is returned itself, without the variables that
-    `open` shows beside the forecast (truth, control, mean, spread). Paths are returned as they are.
+    A Dataset that was changed, or that comes from elsewhere, is returned itself, without the variables that `open`
+    shows beside the forecast (truth, control, mean, spread). New values of a static field are not noticed: the paths
+    are returned, and the files' own values are read. Paths are returned as they are.
 
     Args:
         data: a Dataset, a path, or a list of either.
@@ -171,7 +173,8 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
         The paths or the Dataset, and the settings by their names (empty if they are not known).
 
     Raises:
-        UserError: the Datasets of a list were opened with different settings.
+        UserError: the elements of a list were opened with different settings. Paths and changed Datasets count as
+            opened without settings.
     """
     if isinstance(data, list | tuple):
         found = [resolve(one) for one in data]
@@ -184,7 +187,7 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
         return data, {}
     beside = [name for name in data.data_vars if _base(str(name)) in data.data_vars]
     changed = data.drop_vars(beside) if beside else data
-    # Static fields have two dimensions and are no Dask arrays, so they carry no origin.
+    # Static fields, which have two dimensions, are not compared.
     origins = [_origin(array) for array in data.data_vars.values() if array.ndim > 2]
     first = origins[0] if origins else None
     if first is None or any(one is None or one.opening is not first.opening for one in origins):

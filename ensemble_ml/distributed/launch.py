@@ -315,7 +315,7 @@ class Session:
 
 
 def _device(world: World) -> torch.device:
-    """Return the GPU of this rank, by its number on the node, or the CPU."""
+    """Return the GPU of this rank: its number on the node, modulo the number of GPUs. Without a GPU, return the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())

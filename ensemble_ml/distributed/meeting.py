@@ -72,6 +72,7 @@ def meet(world: World, patience: timedelta = MEETING) -> Meeting:
 
     Raises:
         UserError: nothing gives rank 0's address, or mpi4py is missing or belongs to another MPI than the launcher.
+        DistError: rank 0 cannot listen at the port, or the store of torchrun's agent does not answer.
     """
     if world not in _meetings:
         _meetings[world] = Meeting(*_arranged(world, patience), job=world.job)

@@ -42,7 +42,7 @@ class MomentumPlan:
     Attributes:
         policy: never, at a fixed interval, at growing intervals, or selected layers at a fixed interval.
         every: steps between averagings; the first interval if they grow.
-        budget: bytes that a rank may send in one selective averaging.
+        budget: bytes that a rank may send in one selective averaging, besides the sampled elements.
     """
 
     policy: MomentumSync = MomentumSync.never

@@ -23,7 +23,8 @@ def remap_members(
     between variables. How a rank becomes a value depends on the distribution:
 
     Normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
-    Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, replace (x_i - m) / s.
+    Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, replace (x_i - m) / s. Where
+    only one member is present, it gets the location.
 
     Doubly censored normal: the mean of the distribution between the levels (rank - 1) / M and rank / M. Levels within
     the mass at a bound give the bound itself. The factor of the next case could lead beyond a bound.

@@ -1,8 +1,8 @@
 """Make forecasts as one lazy Dataset, with the same fields as the files of `predict`.
 
-One task of the Dask graph predicts one batch of init times. The batches are those of `predict`, because a convolution
-rounds differently in a batch of another size. One further task for each variable turns the prediction into the fields
-of a forecast. Axes are those of `contents`.
+One task of the Dask graph predicts one batch of init times. The batches are those of `predict` on one rank, because a
+convolution rounds differently in a batch of another size. One further task for each variable turns the prediction into
+the fields of a forecast. Axes are those of `contents`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Forecaster:
             return prediction, [self._kept(samples.judged(sample)) for sample in group]
 
     def _kept(self, sample: Sample) -> Sample:
-        """Return the sample without the fields that `outputs` does not need.
+        """Return the sample without members, mean and spread; unchanged if members are written or a variable is masked.
 
         It stays in memory until all variables of its batch are made.
         """

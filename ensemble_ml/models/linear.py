@@ -29,7 +29,7 @@ changes between lead times, and it uses the other variables. With one member, th
 to expect. The weights W are fitted in closed form (`training.linear_fit`) and stay fixed in training.
 
 At each latitude at most two basis functions are above zero, and each convolution runs over the rows of its own function
-alone. So all of them together cost as much as two convolutions over the globe.
+alone. So all of them together cost at most as much as two convolutions over the globe.
 
 Axes: B initialisation time, C channel, O output, P point, N basis function, Y latitude, X longitude.
 """

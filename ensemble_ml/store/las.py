@@ -13,8 +13,11 @@ one lead:
     M2   = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
 
 The same formulas then pool the points of each window. On a grid around the globe, longitude wraps. At other edges and
-at the poles, window and Gaussian end, and the remaining weights are scaled up. Init times without a field and points
-without a value are left out. A point with no value in reach takes the plain mean over all points with values.
+at the poles, window and Gaussian end, and the remaining weights are scaled up. A point with no value in reach takes the
+plain mean over all points with values.
+
+Left out are init times at which fewer than two members have the field, points of an init time at which one of these
+members has no value, and leads at which the field is zero by nature (rain at lead 0).
 
 Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -65,7 +68,7 @@ class Pooled:
     def add(self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray) -> None:
         """Add more values, in place (Chan, Golub & LeVeque 1979; see `Moments.merge`).
 
-        Points where `mean` or `m2` is NaN are left out.
+        Points where `mean` or `m2` is not finite, or `count` is zero, are left out.
         """
         there = np.isfinite(mean) & np.isfinite(m2) & (count > 0)
         more = np.where(there, count, 0.0)
@@ -112,7 +115,7 @@ def local_statistics(
 
     Raises:
         UserError: The source has no mean and spread, the grid has fewer columns than the window, or a field is missing
-            for all init times.
+            for all init times, or zero by nature at all leads.
     """
     lay = source.layout
     if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):

@@ -75,7 +75,7 @@ def exclusive(path: Path) -> AbstractContextManager[int]:
 
     Raises:
         NoLocks: The file system has no locks.
-        FileNotFoundError: The folder of `path` is not there.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
     """
     return _held(path, fcntl.LOCK_EX)
 
@@ -94,7 +94,7 @@ def claimed(path: Path) -> Iterator[bool]:
 
     Raises:
         NoLocks: The file system has no locks.
-        FileNotFoundError: The folder of `path` is not there.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
     """
     with ExitStack() as stack:
         try:
@@ -116,7 +116,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
 
     Raises:
         NoLocks: The file system has no locks. The file is removed.
-        FileNotFoundError: The folder of `path` is not there.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
     """
     with ExitStack() as stack:
         held = False

@@ -145,12 +145,12 @@ class Keeper:
 
     @property
     def done(self) -> bool:
-        """Return True if this rank has written all of its files."""
+        """Return True if this rank has written all of its files, or has failed to."""
         pending = self._pending
         return pending is None or pending.job is None or pending.job.done()
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy what a checkpoint needs, and start to write it while the training goes on.
+        """Wait for the previous checkpoint, copy this rank's own tensors, and start to write while training goes on.
 
         Args:
             snapshot: contents of the checkpoint.
@@ -284,7 +284,7 @@ def _other(final: Path, files: Mapping[str, str]) -> bool:
     """Return True if a checkpoint holds other tensors than `files`.
 
     Only the common files are compared: a run that is stopped may write the checkpoint of its last step a second time,
-    and only then with the tensors of single ranks.
+    and the tensors of single ranks may be in only one of the two.
     """
     there = json.loads((final / META).read_text())["files"]
     return any(there.get(name) != files[name] for name in (MODEL, TRAINING))

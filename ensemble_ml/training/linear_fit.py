@@ -20,10 +20,10 @@ A point is also weighted by its area over the square of its relative spread on t
 (`linear_sums.relative_spread`), because errors grow with the spread. This is generalised least squares (Aitken 1935,
 doi:10.1017/S0370164600014346), and comes close to a fit by the CRPS.
 
-Predictors are scaled to a sum of squares of one. In each step, each output takes the penalty from a list, or no
-correction at all, that gives the smallest weighted squared error on the validation dates. Without validation dates, a
-fifth of the training dates is held out for this. Where a target is partly missing, the missing part is assumed to be
-like the rest.
+Predictors are scaled to a sum of squares of one. In each step, and for each group of functions, each output takes the
+penalty from a list, or no correction at all, that gives the smallest weighted squared error on the validation dates.
+Without validation dates, or if these lack a target, a fifth of the training dates is held out for this. Where a target
+is partly missing, the missing part is assumed to be like the rest.
 
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
 channel at one of nine offsets), N basis function, Y latitude, X longitude.

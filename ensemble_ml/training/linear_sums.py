@@ -27,7 +27,7 @@ from ensemble_ml.training.climate_data import Dates, Sample
 
 SIZES = 3  # most ensemble sizes that are fitted at once
 _MOST_OPERATIONS = 2e13  # bound on the operations of the sums: on large grids they take random points of each date
-_MANY_OPERATIONS = 1e11  # above this, predictors are rounded to bfloat16, which is faster
+_MANY_OPERATIONS = 1e11  # above this, predictors are rounded to bfloat16 if the CPU has it, which is faster
 _BLOCKS = 6  # blocks of rows of a symmetric product, each computed without the columns right of its diagonal block
 _CHOICES = 4  # most choices of a date's members: the first members, then random ones
 _LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others

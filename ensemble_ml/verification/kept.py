@@ -2,8 +2,8 @@
 
     OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and their structure as JSON
 
-FINGERPRINT is a hash of everything that the sums depend on. A file is either whole or missing. If it cannot be read,
-its results are computed anew. All files together are as large as the sums in memory.
+FINGERPRINT is a hash of what the sums depend on (`_fingerprint`). A file is either whole or missing. If it cannot be
+read, its results are computed anew. All files together are as large as the sums in memory.
 """
 
 from __future__ import annotations
@@ -150,7 +150,11 @@ def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
 
 
 def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
-    """Return a hash of everything that the sums depend on: code, settings, data and dates."""
+    """Return a hash of what the sums depend on: code, settings, data and dates.
+
+    Of the code, the modules of this package and those at the top level of `ensemble_ml` are hashed. All other code
+    counts only by the version.
+    """
     source, times = setting.source, setting.source.layout.init_time
     # Where the report goes changes no sum.
     settings = {key: value for key, value in asdict(config).items() if key not in ("output", "overwrite")}
