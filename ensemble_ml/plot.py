@@ -82,16 +82,16 @@ def fan(
         variable: Short name, such as "t2m".
         latitude: Latitude of the place in degrees; the nearest grid point is drawn.
         longitude: Longitude of the place in degrees.
-        level: Pressure level in hPa, for a variable on levels.
+        level: Pressure level in hPa, for a variable on levels; not used if the forecast has no dimension `level`.
         truth: The truth at the forecast's leads or more, at the place or on a grid, in the forecast's units.
 
     Returns:
         The figure.
 
     Raises:
-        UserError: The forecast has no quantiles of the variable, lacks the level, or has several initialisation times;
-            the place is outside of the grid; the truth lacks a lead of the forecast; leads are no timedeltas; or
-            matplotlib is not installed.
+        UserError: The forecast has no quantiles of the variable; forecast or truth lacks the level or lead times, or
+            has several initialisation times; the place is outside of the grid; the truth lacks a lead of the forecast;
+            leads are no timedeltas; or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -223,7 +223,7 @@ def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int)
     """Return how often an event happened in each bin of its probability.
 
     Raises:
-        UserError: Coordinates differ, values are no probabilities, or `bins` is below 1.
+        UserError: Coordinates differ, values are no probabilities or events, or `bins` is below 1.
     """
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
@@ -262,6 +262,7 @@ def _bands(axis: Any, hours: np.ndarray, levels: np.ndarray, values: np.ndarray)
 
 
 def _need_matplotlib() -> None:
+    """Raise a UserError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401 - only to find out if it is installed
     except ModuleNotFoundError as error:

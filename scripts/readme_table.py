@@ -124,7 +124,10 @@ def front(found: dict[str, dict]) -> list[str]:
 
 
 def summary(found: dict[str, dict]) -> list[str]:
-    """Return the tables of skill, of the number of claims that hold, of those that fail, and what others do better."""
+    """Return the tables of quickstart and skill, of the number of claims that hold, and of those that fail.
+
+    A list of what others do better follows.
+    """
     lines = []
     for name in ("quickstart", "skill"):
         claims, figures = found[name]["claims"], found[name]["figures"]
@@ -152,6 +155,7 @@ def summary(found: dict[str, dict]) -> list[str]:
 
 
 def _held(content: dict) -> list[dict]:
+    """Return the claims that hold."""
     return [claim for claim in content["claims"] if claim["holds"]]
 
 

@@ -1,10 +1,10 @@
 """Interpolation from sigma layers to pressure levels and to the surface.
 
 Between the centres of layers, fields are linear in the logarithm of pressure, and geopotential is the hydrostatic
-integral of virtual temperature. Below the lowest centre, wind and humidity stay as they are there. Temperature and
-geopotential are linear in the logarithm of pressure down to the ground. Below ground the rule is ECMWF's (Trenberth,
-Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20): temperature continues with 6.5 K/km, less under high ground,
-and geopotential follows from it.
+integral of virtual temperature. Above the highest centre, fields are extrapolated from the two highest layers. Below
+the lowest centre, wind and humidity stay as they are there. Temperature and geopotential are linear in the logarithm of
+pressure down to the ground. Below ground the rule is ECMWF's (Trenberth, Berry and Buja 1993, NCAR/TN-396+STR,
+equations 5 to 20): temperature continues with 6.5 K/km, less under high ground, and geopotential follows from it.
 """
 
 from __future__ import annotations

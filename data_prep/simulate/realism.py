@@ -58,10 +58,10 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
         M  number of members
         s  spread of the members, ddof = 1
 
-    Source: Fortin et al. (2014), Journal of Hydrometeorology 15. The bias is each point's mean error. Its square
-    contains the sampling noise of a mean over n init times, var / n, if they are independent; `bias_share` leaves it
-    out. The correlation is that of spread and absolute error over all points and init times, after each point's means
-    are removed.
+    Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1. The bias is each point's mean error. Its square contains
+    the sampling noise of a mean over n init times, var / n, if they are independent; `bias_share` leaves it out. The
+    correlation is that of spread and absolute error over all points and init times, after each point's means are
+    removed.
 
     Args:
         mean_byx: ensemble mean (B, Y, X).

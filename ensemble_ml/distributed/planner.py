@@ -1,8 +1,8 @@
 """The planner: it lists every way to partition a run over ranks, predicts what each would cost, and picks the best.
 
 A partition is (data, lat, lon). It is feasible if the ranks along an axis get whole blocks of 2^depth rows or columns,
-no shard is thinner than the halo that its neighbours need, the batch divides evenly, and a step fits into the memory of
-a rank.
+no shard is thinner than the halo that its neighbours need, the batch divides evenly, model and optimizer allow it, and
+a step fits into the memory of a rank.
 """
 
 from __future__ import annotations

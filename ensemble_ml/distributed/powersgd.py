@@ -117,11 +117,13 @@ class PowerSGD(GradientAverage):
             held[name].copy_(state[name])
 
     def _flat_grad(self, i: int) -> Tensor:
+        """Return the gradient of a parameter as a vector; zeros if this rank has none."""
         p = self.params[i]
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         return grad.to(self._wide).reshape(-1)
 
     def _put(self, i: int, values: Tensor) -> None:
+        """Set the gradient of a parameter, also where this rank had none."""
         p = self.params[i]
         p.grad = torch.empty_like(p) if p.grad is None else p.grad
         p.grad.copy_(values.view(p.shape))

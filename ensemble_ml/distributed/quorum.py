@@ -63,9 +63,8 @@ def quorum_of(text: str, ranks: int) -> int:
         ranks: number of ranks that vote.
 
     Raises:
-        UserError: the number is larger than that of the ranks, or smaller than half of it. If fewer than half of the
-            ranks could end a vote, two successive votes might have no rank in common, and different ranks would take
-            turns in moving the weights.
+        UserError: the number is larger than that of the ranks, or smaller than half of it: a minority must not decide
+            for all. Only with more than half do two successive votes always have a rank in common.
         ValueError: `text` is neither `all` nor `auto` nor a number.
     """
     if text == "all":

@@ -73,10 +73,11 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
         The paths of the forecasts, in the order of the dates.
 
     Raises:
-        UserError: before the first forecast, if the checkpoint is damaged; the source does not fit it; something that
-            the settings name is not there; a forecast exists already, or `resume` is on without `overwrite` and a
-            forecast was made in another way. At the end, if the input of some init times could not be read, or was NaN
-            or infinite; all other forecasts are made then. If ranks share a date, the first such date ends the run.
+        UserError: before the first forecast, if the checkpoint is damaged; the source does not fit it; the ranks cannot
+            be used as `config.parallel` says; something that the settings name is not there; a forecast exists already,
+            or `resume` is on without `overwrite` and a forecast was made in another way. At the end, if the input of
+            some init times could not be read, or was NaN or infinite; all other forecasts are made then. If ranks share
+            a date, the first such date ends the run.
     """
     config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     with start(config.parallel) as session:
@@ -344,7 +345,7 @@ def _one_writer() -> Iterator[ThreadPoolExecutor]:
 def _progress(total: int) -> Iterator[Any]:
     """Provide a function that waits for files and shows how many are written.
 
-    It shows a bar on a terminal, and about twenty plain lines elsewhere.
+    It shows a bar on a terminal. Elsewhere it logs 20 to 40 lines, or one for each file if there are fewer.
     """
     bar = tqdm(total=total, unit="date", desc="predict", disable=not sys.stderr.isatty())
     with logging_redirect_tqdm(), bar:

@@ -81,12 +81,15 @@ class Peers:
         self._gather(b"")
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """Return a sample from `owner`; None if that rank is dead, is late or refuses, or if its answer is damaged.
+        """Return the bytes that `owner` holds of a sample.
 
         Args:
             owner: Rank that holds the sample.
             sample: Number of the sample.
-            scratch: Memory for the packed sample. It is used if the owner's slab cannot be read in place.
+            scratch: Memory of exactly these bytes' size. It is used if the owner's slab cannot be read in place.
+
+        Returns:
+            The bytes; None if that rank is dead, is late or refuses, or if its answer is damaged.
         """
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))

@@ -161,7 +161,7 @@ class Plan:
 
     @cached_property
     def copies(self) -> Copies:
-        """Return the samples of other ranks of which each rank keeps a copy, in memory that its own leave free."""
+        """Return the samples of other ranks that each rank keeps copies of, in memory that its own samples leave."""
         where, sizes = self.placement, np.asarray(self.sizes, np.int64)
         own = np.where(where.tier == RAM, where.offset + where.kept, 0)
         used = np.zeros(self.ranks, np.int64)

@@ -17,7 +17,8 @@ def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
 
     Args:
         items: Items to yield.
-        depth: Number of items that may wait for their use; 0 makes each item when it is requested, without a thread.
+        depth: Number of items that the queue holds; while it is full, the thread makes one more. 0 makes each item when
+            it is requested, without a thread.
     """
     if depth < 1:
         yield from items

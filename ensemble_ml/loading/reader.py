@@ -140,7 +140,7 @@ class Reader:
             what: Name of the dates in messages.
 
         Raises:
-            UserError: No date is left. The message names the first missing field.
+            UserError: None of the dates has so many members. The message names the first missing field.
         """
         dates = np.asarray(dates, int)
         good = np.array([len(self.available(date)) >= least for date in dates], bool)
@@ -325,7 +325,8 @@ def _square(values: np.ndarray) -> np.ndarray:
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and sample standard deviation over the members that have a value at each point, (...) float32.
 
-    A point without any value is NaN. Members are added one at a time, so no temporary array of all members is made.
+    A point without any value is NaN; the standard deviation of a single value is zero. Members are added one at a time,
+    so no temporary array of all members is made.
 
     Args:
         values: Members (M, ...), NaN where a point has no value.

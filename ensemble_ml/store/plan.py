@@ -129,7 +129,7 @@ class BuildPlan:
         Args:
             other: `facts` of the other plan.
         """
-        # A setting that only one of the plans has counts as a difference.
+        # A setting that only one of the plans has counts as a difference, unless it is None.
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
             if key not in _CHANGING and self.facts.get(key) != other.get(key):
                 return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"

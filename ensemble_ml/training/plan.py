@@ -156,7 +156,8 @@ class Planner:
         All ranks must call this, because they measure together.
 
         Raises:
-            UserError: the settings cannot be planned for, or no partition fits the grid, the batch or the memory.
+            UserError: the settings cannot be planned for, no partition has the degrees that they fix, or none fits the
+                grid, the batch, the model, the optimizer and the memory.
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
         if (trainers := self.config.parallel.trainer) > 1:
@@ -317,7 +318,8 @@ class Planner:
         """Refuse a plan that needs the time of a message where no link can be timed.
 
         Raises:
-            UserError: a single process measures for several ranks, or `plan.simulate` is set and one rank is planned.
+            UserError: `plan.alpha` is not given, and a single process measures for several ranks, or `plan.simulate`
+                is set and one rank is planned.
         """
         if self.settings.simulate and self.settings.alpha is None and not self._asks:
             raise UserError(
@@ -547,7 +549,8 @@ def shared_out(
 ) -> TrainConfig:
     """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
-    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless its settings name another.
+    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless the settings name another or
+    the configuration in its checkpoint has `auto` for a degree.
 
     Args:
         config: settings of the run.
@@ -559,7 +562,7 @@ def shared_out(
         Settings with the degrees that were chosen.
 
     Raises:
-        UserError: no partition fits.
+        UserError: no partition fits, or the settings cannot be planned for.
     """
     if not config.parallel.planned:
         return config

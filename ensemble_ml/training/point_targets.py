@@ -143,12 +143,15 @@ class Points:
             self.arrays.append(3 if self.score.bounded else 2)
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Return the errors before the linear correction, at all points, (O, Y X) in typical spreads, NaN where absent.
+        """Return the errors before the linear correction, at all points.
 
         Args:
             date: index of the date.
             sample: the date.
             members: M.
+
+        Returns:
+            Errors of the mean, then of the spread, (2 T F, Y X) in typical spreads, NaN where absent.
         """
         errors = torch.stack(self.targets(date, sample, members)) / self.start.heads.typical[..., None, None]
         return errors.flatten(3).flatten(0, 2)

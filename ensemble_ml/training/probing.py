@@ -221,7 +221,7 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
 
     Returns:
         A function that takes a step and returns seconds: of the whole step, of the backward pass, and from the start of
-        the backward pass until each bucket of gradients was ready.
+        the backward pass until each bucket of gradients was ready (until its end if there are no buckets).
     """
     device = rehearsal.device
     optimizer, _ = build(config, rehearsal.model.param_groups(), 1, exchange)

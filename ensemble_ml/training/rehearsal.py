@@ -152,7 +152,7 @@ def trace(
         gloo: sharded weights are exchanged by gloo on CPUs; False for NCCL on GPUs.
 
     Raises:
-        UserError: the grid cannot be partitioned in this way.
+        UserError: the grid cannot be partitioned in this way, or the model cannot be built.
     """
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):

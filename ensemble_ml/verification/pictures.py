@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
     from ensemble_ml.verification.samples import Sample
 
-# Upper edges of all bins but the last, as multiples of the root mean square outcome of the first date.
+# Upper edges of all bins but the last, as multiples of the root mean square outcome of the first date on which it is
+# not zero.
 _BINS = np.geomspace(0.1, 6.0, 16)
 # Limits of the points of one map, and of all maps of a report. A point takes about one byte of the page. Charts and
 # tables of 26 fields at two leads take another 2 MB.
@@ -100,7 +101,7 @@ class Snapshot:
     Attributes:
         date: Initialisation time as text.
         actual: (y, x) spread of the full ensemble.
-        reduced: (y, x) spread of the reduced ensemble.
+        reduced: (y, x) spread of the reduced ensemble; NaN if it has one member.
         predicted: (y, x) predicted spread by forecast.
     """
 
@@ -160,7 +161,7 @@ class Pictures:
         means: (y, x) mean CRPS by column and forecast.
         error_bins: Error of the mean by predicted standard deviation, by column and entrant.
         spread_bins: Spread of the full ensemble by predicted spread, by column and entrant.
-        snapshots: Spread of the last date, by column.
+        snapshots: Spread of the last date that has the field, by column.
         index: Mean |EFI| of the most unusual box, its row of boxes and its place in that row, by column and date.
     """
 
@@ -321,7 +322,10 @@ class Pictures:
         self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,
         power: int,
     ) -> None:  # fmt: skip
-        """Add a field to the bins of an entrant, which are made when the entrant is first seen."""
+        """Add a field to the bins of an entrant, and make them with its first field.
+
+        Fields before the first one of the column whose outcome is not zero everywhere are left out.
+        """
         if (column, entrant) not in table:
             # All entrants of a column have the same edges, so that their curves can be compared.
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)

@@ -102,7 +102,8 @@ def pointwise(
         The function's values at each point, without attributes.
 
     Raises:
-        ValueError: Units or coordinates differ, or the first array has no dimension `core`.
+        ValueError: Units or coordinates differ, or the first array has no dimension `core` or has several Dask chunks
+            along it.
     """
     check_units(*arrays, widths=widths)
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
@@ -154,7 +155,8 @@ def vectors(
         The function's values at each point, without attributes.
 
     Raises:
-        ValueError: A dimension is missing, or units or coordinates differ.
+        ValueError: A dimension is missing, an array has several Dask chunks along `member` or `variable`, or units or
+            coordinates differ.
     """
     check_dim(forecast, member)
     for side in (forecast, observed):

@@ -78,7 +78,7 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def flatness(counts: np.ndarray) -> np.ndarray:
-    """Return the reliability index of a histogram: sum |share - 1/K|, (...).
+    """Return the reliability index of a histogram: sum |share - 1/K|, (...); NaN where the sum of counts is zero.
 
     It is 0 for a flat histogram and 2 (1 - 1/K) at worst. It is equation 8 of Delle Monache et al. (2006),
     doi:10.1029/2005JD006917.

@@ -27,7 +27,7 @@ def region_masks(
         land: (Y, X) land fraction. A point is land from one half on. None leaves out land and sea.
         boxes: [north, west, south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the
             date line.
-        taken: Names that boxes may not have, besides those of the other regions.
+        taken: Names that boxes may not have, besides those of the other regions that the grid reaches.
 
     Returns:
         (Y, X) bool masks by name.
@@ -52,6 +52,7 @@ def region_masks(
 
 
 def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
+    """Return the mask of a box, (Y, X); raise a UserError if it holds no point of the grid."""
     mask = np.zeros(grid.shape, bool)
     mask[np.ix_(*points_within(grid, box))] = True
     if not mask.any():
