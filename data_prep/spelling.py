@@ -70,7 +70,7 @@ def spell(name: Hashable) -> Spelling:
         name: the name. A name that the registry has is not divided, so `u10` has no level.
 
     Returns:
-        The parts. The field is None if the registry knows no part of the name.
+        The parts. The field is None if the registry does not know the stem, which is the whole name if no pattern fits.
     """
     whole = str(name)
     if (field := _known(whole)) is not None:

@@ -25,7 +25,7 @@ class Decisions:
     Attributes:
         hit: (A,) bool, whether the cache holds the chunk of the use when it begins.
         keep: (A,) bool, whether the cache holds the chunk of the use after it.
-        dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins.
+        dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins; A stands for the end of the trace.
     """
 
     hit: np.ndarray

@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def dates(self) -> np.ndarray:
-        """Return the indices of all init times that are read, ascending."""
+        """Return the indices of all training dates and of the dates that validations read, ascending."""
         validated = [draw.date for group in self.validation for draw in group]
         return np.unique(np.concatenate([self.batches.dates, np.asarray(validated, int)]))
 

@@ -229,8 +229,9 @@ class PackedShard:
 class OpenedItems:
     """The samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
 
-    The chunks lie one after another as stored integers (Z, rows, X), in the order of their files. Rows beyond the grid,
-    which fill up its last block on disk, are left out. So decoding takes one multiplication and one addition a value.
+    The chunks (Z, rows, X) lie one after another in the order of their files, as packed integers or, in a store that is
+    not packed, as float32. Rows beyond the grid, which fill up its last block on disk, are left out. So decoding an
+    integer takes one multiplication and one addition.
 
     `stored` (F,) holds the bytes of each sample on slow storage, `sizes` (F,) those in a cache.
     """
@@ -271,7 +272,7 @@ class OpenedItems:
             start += places.size
 
     def decode(self, sample: int, opened: memoryview, out: Mapping[str, np.ndarray]) -> None:
-        """Turn the integers of a sample into values, with the same result as `TensorStore.read`."""
+        """Turn the decompressed chunks of a sample into values, with the same result as `TensorStore.read`."""
         start, held = 0, {}
         for places in self._places[sample]:
             held[places.path] = places.views(np.frombuffer(opened[start : start + places.size], np.uint8))

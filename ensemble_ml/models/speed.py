@@ -133,7 +133,7 @@ def settle(device: torch.device) -> None:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return True if bfloat16 gives right results on `device` and is faster than float32."""
+    """Return True if bfloat16 gives right results on `device`, and may be faster than float32."""
     if device.type == "cuda":
         # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
         known = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -57,7 +57,10 @@ def url_of(path: str) -> str:
 
 
 def _head(url: str) -> bytes:
-    """Return the first bytes of the file at a URL; nothing for a Zarr store, or if no file can be read."""
+    """Return the first bytes of the file at a URL; nothing if its name contains "zarr", or if it cannot be read.
+
+    A URL with a group is that of a Zarr store, so nothing is read from it either.
+    """
     if GROUP in url or "zarr" in url.rsplit("/", 1)[-1]:
         return b""
     try:
@@ -130,6 +133,7 @@ def open_remote(path: str) -> Any:
 
     Raises:
         UserError: obstore is not installed, there is no Zarr store, or it cannot be read.
+        KeyError: the consolidated metadata lack the group that `path` names.
     """
     store = _store(_root(path))
     _document(store, _root(path))
@@ -145,8 +149,8 @@ def reopen(path: str) -> None:
 def remote_stamp(path: str) -> tuple[int, int] | None:
     """Return a size in bytes and a checksum, which show whether a remote file or Zarr store has changed.
 
-    For a file they are its size and the checksum of its ETag; for a store, those of its first metadata document. None
-    if it cannot be read.
+    For a file they are its size and the checksum of its ETag, or of its modification time without one. For a store they
+    are those of its first metadata document. None if it cannot be read.
     """
     url = url_of(path)
     try:
@@ -331,7 +335,8 @@ def fetch_text(url: str) -> str | None:
 async def fetched(client: Any, key: str, wanted: Range = None) -> tuple[bytes, Any]:
     """Return bytes of an object, and its metadata from the server (size, ETag, modification time).
 
-    obstore itself repeats failed requests. Those that still fail, or whose answer is incomplete, are repeated here.
+    obstore itself repeats failed requests. Those that still fail with its GenericError, and those whose answer is
+    incomplete, are repeated here.
 
     Args:
         client: obstore's store.

@@ -233,7 +233,7 @@ def damaged(path: str | Path, reason: str) -> UserError:
 
 
 def digest_shard(path: Path, chunks: int) -> str:
-    """Return the sha256 of the crc32c of every chunk and of the index.
+    """Return the sha256 of the crc32c of every chunk, in the order of the file, and of the whole index with its crc32c.
 
     Every crc32c is checked against its chunk. A sha256 of all bytes would halve the speed of a build.
 

@@ -20,7 +20,7 @@ from ensemble_ml.grid import Grid
 class Part(Enum):
     """The parts of the data of an init time."""
 
-    FORECAST = "forecast"  # perturbed members
+    FORECAST = "forecast"  # members; among them the control, unless it is kept apart
     CONTROL = "control"  # the unperturbed member, if it is kept apart
     TRUTH = "truth"  # verifying fields at init_time + lead_time
     MEAN = "mean"  # mean of all members
@@ -185,7 +185,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
 
     Args:
         init_time: (D,) datetime64 init times.
-        periods: YYYY[-MM[-DD[THH]]], or start/end with both ends included.
+        periods: YYYY[-MM[-DD[THH[:MM]]]], or start/end with both ends included.
         key: Name of the setting that gave the periods, for messages.
 
     Raises:
@@ -198,7 +198,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
             start, end_period = np.datetime64(first).astype("datetime64[s]"), np.datetime64(last or first)
         except ValueError as error:
             raise UserError(f"{key} {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
-        end = (end_period + 1).astype("datetime64[s]")  # includes the whole last year, month, day or hour
+        end = (end_period + 1).astype("datetime64[s]")  # includes the whole last year, month, day, hour or minute
         if end <= start:
             raise UserError(f"{key} {period}: ends before it begins")
         seconds = init_time.astype("datetime64[s]")  # datetime64[ns] ends in 2262, and a period may not

@@ -166,7 +166,7 @@ def read_sources(root: Path) -> dict[str, Any] | None:
         root: the folder of the store.
 
     Returns:
-        Both, or None if the store was made from fields in memory.
+        Both, or None if there is no such file, as in a store that was written by `StoreWriter`.
 
     Raises:
         UserError: the file is damaged or cannot be read.

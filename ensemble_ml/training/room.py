@@ -1,4 +1,4 @@
-"""Turns a lack of memory in a step into an error that names settings which need less."""
+"""Turn a lack of memory in a step into an error that names settings which need less."""
 
 from __future__ import annotations
 

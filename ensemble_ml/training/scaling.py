@@ -57,7 +57,7 @@ class Point:
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
     """Predict strong and weak scaling at powers of two up to plan.devices.
 
-    A number of devices for which no partition fits is left out.
+    A number of devices for which no partition fits is left out, so the list may be empty.
 
     Args:
         planner: the planner of the run.

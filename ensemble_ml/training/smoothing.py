@@ -1,4 +1,4 @@
-"""Reduces the sampling noise in maps of means over a few dates, one spatial scale at a time.
+"""Reduce the sampling noise in maps of means over a few dates, one spatial scale at a time.
 
 The mean of n maps holds a signal and noise, whose variance is 1/n of that between dates. Each map is split into scales:
 differences of Gaussian means of 1, 2, 4, ... cells, and the mean of all cells. For each scale,
@@ -151,7 +151,7 @@ class MapMean:
         """Add a date.
 
         Args:
-            z: (T, F, Y, X) float32.
+            z: (T, F, Y, X) float32, finite for the fields that the date has.
             valid: (T, F) True for the fields that the date has.
             follows: the date is a neighbour in time of the one added before.
         """
@@ -172,7 +172,7 @@ class MapMean:
         """Set the map before this rank's first date. Another rank adds it to the mean; here it counts only for r.
 
         Args:
-            z: (T, F, Y, X) float32.
+            z: (T, F, Y, X) float32, finite for the fields that the date has.
             valid: (T, F) True for the fields that the date has.
         """
         self._last = list(self.scales.split(torch.where(valid[..., None, None], z, 0.0)))
@@ -195,7 +195,7 @@ class MapMean:
         """Estimate how much of each scale is signal.
 
         Returns:
-            The parts of the mean map, with the weight of each scale.
+            The parts of the mean map, with the weight of each scale; zero if the effective number of dates is one.
         """
         parts = list(self.scales.split(self.mean))
         n = self.count.clamp(min=1)

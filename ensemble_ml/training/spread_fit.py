@@ -1,4 +1,4 @@
-"""Fits the spread: s_clim, the terms of s1, and the typical error of s1.
+"""Fit the spread: s_clim, the terms of s1, and the typical error of s1.
 
 The formulas are in `training.climate_fit` and `models.features`.
 
@@ -133,7 +133,8 @@ class Spread:
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
     """Fit s_clim: the root of the mean variance of the full ensemble, smoothed by one cell if dates are few.
 
-    It is at least `_LEAST_SPREAD` times the root mean square of its field.
+    It is at least `_LEAST_SPREAD` times the root mean square of its field, or times the standard deviation of the field
+    itself if its members never differ.
 
     Args:
         dates: reads dates.
@@ -174,8 +175,8 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
 def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales) -> Spread:
     """Fit the terms of s1, and set k of s0 to that of s1 for now.
 
-    g and l are ratios of means over the training dates. k is the one of `SHRINK` with the least squared error on the
-    validation dates.
+    g and l are ratios of means over the training dates; g is one for a single member. k is the one of `SHRINK` with the
+    least squared error on the validation dates (`_best_shrink`).
 
     Args:
         dates: reads dates.

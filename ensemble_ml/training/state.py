@@ -1,4 +1,4 @@
-"""Holds the state of a run between two steps, and converts it to a checkpoint and back.
+"""Hold the state of a run between two steps, and convert it to a checkpoint and back.
 
 The next step depends on the weights, the moments of the optimizer and the number of steps done. Dates and members
 follow from the seed and the step (`loading.order`), and the learning rate from the step. The climate and the scale of
@@ -93,9 +93,9 @@ class State:
         exchange: the exchange of gradients between ranks.
         step: number of steps done.
         best: step and scores of the best validation, or None.
-        scores: scores of the latest validation; empty if one of them was not finite.
+        scores: scores of the latest validation; empty before the first, and if one of them was not finite.
         widths: calibration factors (T, F) of the latest validation, or None.
-        validated: the step of the latest validation; None if a score was not finite.
+        validated: the step of the latest validation; None before the first, and if a score was not finite.
         by_size: ratios of the factors for other numbers of members to `widths` (`widths.widths_for`).
         varied: number of the trainer whose values of `tournament.vary` this one has.
         rounds: the tournaments so far, as `tournament.compete` returns them.
@@ -165,7 +165,8 @@ class State:
         """Return copies on the CPU of the tensors of a checkpoint. All ranks must call this.
 
         Args:
-            keep: whether this rank writes the common tensors; otherwise it only helps to gather sharded weights.
+            keep: whether this rank writes the common tensors. If not, it only helps to gather sharded weights, and the
+                first two results are empty.
 
         Returns:
             The state_dict that predicts, with whole weights; the other tensors that a resumed run needs, except sharded

@@ -1,4 +1,4 @@
-"""Takes one optimizer step on one rank: forward, backward, exchange with the other ranks, update."""
+"""Take one optimizer step on one rank: forward, backward, exchange with the other ranks, update."""
 
 from __future__ import annotations
 

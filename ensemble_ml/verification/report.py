@@ -34,9 +34,9 @@ def write_report(
         content: The content of scores.json.
         scores: The scores with their draws.
         tables: Histograms, and sums for maps and bins.
-        case: The most unusual test date, or None.
+        case: The most unusual weather of the test dates, or None.
         grid: Grid of the fields.
-        land: (Y, X) land fraction for coasts, or None.
+        land: (Y, X) land fraction for coasts and for the regions land and sea, or None.
 
     Returns:
         The text of an HTML page.
@@ -52,7 +52,7 @@ def write_report(
 
 
 def _top(content: dict[str, Any], scores: Scores) -> str:
-    """Return the first screen: the answer in sentences, the scorecard, gains as a chart, the claims and the notes."""
+    """Return the first screen: answer, scorecard, a chart of gains, claims, what made the forecasts, and notes."""
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"

@@ -67,8 +67,8 @@ def stratum_ratio(
         dates: (D,) one for dates of the stratum, zero for others.
 
     Returns:
-        The ratio with its interval, which is None if the stratum is empty or an entrant lacks the metric, and the dates
-        on which the stratum has points, (D,) bool.
+        The ratio with its interval, or None if the two share no field with a score in the stratum; and the dates on
+        which the stratum has points of the forecast, (D,) bool, none if an entrant lacks the metric.
     """
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):

@@ -1,8 +1,8 @@
 """Score a raw ensemble in one pass over its fields, block by block, for archives far larger than memory.
 
 One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS, squared
-error, variance and ranks. Sums are float64. The terms are computed in the type of the members, from differences to the
-truth. Float32 is precise enough for these.
+error, variance and ranks. Sums are float64. The terms are computed from differences to the truth, in float32 for
+members in float32 and in float64 for all others. Float32 is precise enough for these differences.
 
 This file is for users of the library. `evaluate` does not use it, because it needs more statistics.
 """
@@ -24,7 +24,8 @@ _BLOCK = 8192  # points of a block: ten members in float32 fill a third of a meg
 class EnsembleSums:
     """A set of weighted sums over points, to which the sums of other points can be added.
 
-    Scores are in the units of the members, and squared errors and variances in squared units.
+    Scores are in the units of the members, and squared errors and variances in squared units. Scores without weight are
+    NaN.
 
     Attributes:
         members: Number of members M.
@@ -92,7 +93,7 @@ class EnsembleSums:
 
     @property
     def spread_skill(self) -> float:
-        """Return sqrt((M + 1) / M * mean variance) / RMSE; NaN for one member.
+        """Return sqrt((M + 1) / M * mean variance) / RMSE; NaN for one member, or if the RMSE is zero.
 
         Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
         """

@@ -155,7 +155,7 @@ def chart(
 
 
 def gains(entries: Sequence[tuple[str, Interval]], title: str) -> str:
-    """Draw gains in percent with their intervals, one line each. A dot is filled if the interval excludes zero.
+    """Draw gains in percent with their intervals, one line each. A dot is filled if its gain is surely not zero.
 
     Args:
         entries: Name and gain of each line.
