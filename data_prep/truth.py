@@ -145,7 +145,7 @@ class ArchiveTruth:
         return rows[self._records["lead_start"][rows] == self._records["lead"][rows]]
 
     def _latest(self, name: str, mine: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        """Return the row with the latest init time for each valid time, among rows of one field."""
+        """Return the row with the shortest lead for each valid time, among rows of one field; _MISSING without any."""
         if not len(mine):
             return np.full(valid.shape, _MISSING)
         times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
@@ -223,8 +223,9 @@ class ArchiveTruth:
             interval: first and last hour after the init time.
 
         Returns:
-            The rows and the way to combine them. There are no rows if the truth's intervals do not fill the forecast's,
-            or if it is not known how to combine them (`_mixed` then holds the reason).
+            The rows and the way to combine them. There are no rows if the truth lacks the variable or has another
+            statistic over time, if its intervals do not fill the forecast's, or if it is not known how to combine them
+            (`_mixed` then holds the reason).
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -321,7 +322,10 @@ class ArchiveTruth:
         return [np.any([both[surface] for both in self.presence], axis=0) for surface in (False, True)]
 
     def apart(self) -> str:
-        """Return the periods of forecast and truth in words if they share no valid time; otherwise an empty text."""
+        """Return the periods of forecast and truth in words if they share no valid time.
+
+        The text is empty otherwise, and if the periods overlap and the truth has values over intervals.
+        """
         ours = np.unique(
             self.layout.init_time[:, None].astype("datetime64[s]") + np.array(self.layout.lead_hours) * _HOUR
         )

@@ -33,7 +33,7 @@ class Written:
     have left the chunk out on purpose. Other quantities, such as temperature, never have a field of equal values.
 
     Args:
-        path: folder of the Zarr store.
+        path: folder or URL of the Zarr store.
         array: the variable.
         field: the variable of the registry that it is.
         fixed: positions along dimensions other than those of init time, member, lead, level, latitude and longitude.

@@ -213,7 +213,8 @@ def rate_conversion(found: str, wanted: str) -> float | None:
 def same_units(one: str, other: str, *, differences: bool = False) -> bool:
     """Return whether two spellings mean the same unit.
 
-    Units that convert to none of the registry's are the same only if they are spelled alike.
+    Units that convert to none of the registry's are the same if they are spelled alike, or if both have dimensions and
+    are parsed to the same multiple of SI units.
 
     Args:
         one: a spelling.

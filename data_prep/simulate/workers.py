@@ -33,7 +33,8 @@ _GO_ON = "finished parts are kept; run the same command again to go on"
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
     """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
 
-    The static files of both models are written as well.
+    There are no more processes than missing years, but at least one. The static files of both models are written as
+    well.
 
     Args:
         config: the settings of the simulation.

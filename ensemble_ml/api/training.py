@@ -45,8 +45,9 @@ def train(
         run: the folder to make for the run, e.g. "runs/first".
         train: init times to train on: a year, an ISO date or a range, or a list of these; None takes those of the
             experiment if it states any, else all dates that are not for validation.
-        validation: init times that choose the best checkpoint; None takes those of the experiment if it states any,
-            else all that `train` leaves, or the last fifth if that is None as well.
+        validation: init times that choose the best checkpoint. If the experiment states init times to train on, None
+            takes its init times for validation, which may be none. Otherwise None takes all that `train` leaves, or the
+            last fifth if that is None as well.
         **settings: other settings of `ensemble-ml train` by their names: `steps`, `batch_size`, `max_minutes`, `resume`
             ... The name of a file in `conf/` may be given for a group: `experiment="quickstart"`, `model="small"`,
             `optim="adamw"`. Names with a dot go in braces: `**{"model.hidden": 8, "data.levels": [500]}`.
@@ -56,7 +57,9 @@ def train(
 
     Raises:
         UserError: the input is no tensor store; the run exists and `resume` is off; a setting is not known, or its
-            value is not allowed; there are too few init times to split.
+            value is not allowed; there are too few init times to split; memory does not suffice; or a loss, gradient or
+            forecast is not finite.
+        KeyboardInterrupt: a signal stopped the training (see `ensemble_ml.training.train`).
 
     Example:
         >>> import ensemble_ml as eml

@@ -96,7 +96,7 @@ class Scores:
         return _written(Path(path), self._found.page(), overwrite)
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write scores.json and report.html to a folder, as the command does.
+        """Write scores.json and report.html to a folder. They are those of the command, which writes lineage.json too.
 
         Args:
             folder: the folder to write to; it is made if it does not exist.

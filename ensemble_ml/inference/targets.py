@@ -34,8 +34,8 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         meta: the content of checkpoint.json.
         source: the reduced ensemble, whose static fields may be used.
     """
-    # The digest covers every setting that changes the content of a file. A resumed run keeps only files with the same
-    # digest.
+    # The digest covers every setting that changes the content of a file, but for those of the input, which `of_start`
+    # covers. A resumed run keeps only files with the same attributes.
     settings = {
         "quantiles": wanted.quantiles,
         "thresholds": dict(sorted(wanted.thresholds.items())),

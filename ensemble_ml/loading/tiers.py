@@ -171,7 +171,7 @@ class Tiers:
                 self._busy.pop(sample).set()
 
     def _read(self, sample: int, out: memoryview, start: int = 0) -> memoryview:
-        """Read a sample, or its bytes from `start` on, from slow storage into `out`."""
+        """Fill `out` with a sample, or with its bytes from `start` on, from slow storage, and return it."""
         me, whole = threading.get_ident(), len(out) == int(self.plan.sizes[sample])
         self._reading[me] = sample, time.monotonic()
         try:

@@ -41,8 +41,8 @@ class UnitPeers:
     Args:
         cache: Cache of this rank.
         gather: All-gather of bytes over the ranks of the plan.
-        host: Name under which other nodes reach this one.
-        node: Name that ranks share only where they share memory.
+        host: Name under which other nodes reach this one; None takes the host name.
+        node: Name that ranks share only where they share memory; None takes that of `wire.this_node`.
         number: Number of this rank in the job, by which messages name it; None if it is its number in the plan.
 
     Raises:
@@ -86,7 +86,8 @@ class UnitPeers:
     def get(self, holder: int, use: int) -> np.ndarray | None:
         """Return the unit of a use from its holder.
 
-        None stands for a holder that has failed, is late or could not read the unit, and for damaged bytes.
+        None stands for a holder that has failed, is late, must not be asked now or could not read the unit, and for
+        damaged bytes.
         """
         if self._wire.silent(holder):
             return None

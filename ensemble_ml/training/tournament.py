@@ -176,7 +176,7 @@ def packed(run: Run) -> Tensor:
 
 
 def take_over(run: Run, data: Tensor) -> None:
-    """Take the state that another trainer packed, but keep the own order of dates, init times and number of steps."""
+    """Take the state that another trainer packed, but keep this trainer's init times, their order and the steps."""
     state, tensors = run.state, load(data.numpy().tobytes())
     told = json.loads(tensors.pop(_TOLD).numpy().tobytes())
     state.take_over(tensors)

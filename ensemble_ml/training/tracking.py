@@ -39,7 +39,8 @@ class Tracker:
       exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
       lets the GPU wait is not seen). With a planned loader there is `loading`: hits (the fraction of packed bytes that
       are not from slow storage), MB/s of each tier and, if peers or caches failed, fallback_mb (read from slow storage
-      in their place);
+      in their place). samples_per_s, wait, exchange_wait and `loading` only cover the steps since the last validation
+      or checkpoint, if that is later than the line before;
     - `validation`: its scores, and `best`, whether they are the best so far;
     - `momentum_sync`: the layers whose momenta were averaged, the bytes sent and, if measured, the variances;
     - `tournament`: the scores of all trainers, `from` (the trainer whose state each has now) and the seconds that
@@ -153,7 +154,7 @@ class Tracker:
         self.restart_clock()
 
     def _values(self, took: float, lr: float) -> dict[str, Any]:
-        """Return the values of a line, from the `took` seconds of the steps since the line before."""
+        """Return the values of a line. `took` is the number of seconds since `restart_clock`."""
         # Skipped steps have no loss that means anything, so the means are over the others.
         taken = self._count - self._skipped
         values = {
@@ -259,7 +260,10 @@ class Tracker:
         self._counted = self.counters.snapshot()
 
     def _loading(self, took: float) -> dict[str, float]:
-        """Return hits and MB/s by tier since the line before, and fallback_mb; empty if nothing is counted."""
+        """Return hits, MB/s by tier and fallback_mb of the `took` seconds since `restart_clock`.
+
+        The result is empty if nothing was counted in the whole run.
+        """
         now = self.counters.snapshot()
         # Counters run through the whole run, so the bytes of an interval are differences.
         moved = {tier: now[tier] - self._counted.get(tier, 0) for tier in TIERS}

@@ -75,11 +75,13 @@ def train(config: TrainConfig, begin: Checkpoint | None = None) -> Path:
         The run folder.
 
     Raises:
-        UserError: the settings or the data are wrong; another process trains in the run folder; or the loss or the
-            gradient is no longer finite, and `checkpoints/last` holds the state before that step.
+        UserError: the settings or the data are wrong; another process trains in the run folder; memory does not
+            suffice; or a loss, gradient or forecast is not finite. After a loss or gradient that is not finite,
+            `checkpoints/last` holds the state before that step, or an older one if weights are not finite in it.
         Stopped: a signal arrived; `checkpoints/last` holds the state after the current step. SIGUSR1 and SIGUSR2 raise
-            it before the first step, too.
-        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP arrived before the first step, or a second SIGINT or SIGTERM.
+            it before the first step, too, where there may be no checkpoint yet.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP arrived before the first step, or a second SIGINT or SIGTERM; or
+            SIGUSR1 or SIGUSR2 arrived before the first step of a run without a checkpoint, after three restarts.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         session.agree(agreement.common_settings(config))
@@ -372,8 +374,8 @@ class Trainer:
 
         Args:
             tracker: the log.
-            votes: the sum of the votes for it.
-            before: the tournament after the step could not be held.
+            votes: the sum of the votes on stopping (`StopRequest.vote`).
+            before: whether the tournament after the step could not be held.
 
         Raises:
             Stopped: always.
@@ -472,10 +474,11 @@ class Trainer:
         return reached
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
-        """Score the validation dates. Return whether the score is better than all before.
+        """Score the validation dates, and hold the tournament that is due. Return whether the score is the best so far.
 
         Raises:
-            UserError: a prediction is not finite, or several trainers have nothing to compete by.
+            UserError: a prediction of the only trainer is not finite, no trainer has a finite score in a tournament,
+                several trainers have nothing to compete by, or memory does not suffice.
         """
         self.mllog.validates(self.state.step)
         try:
@@ -496,7 +499,7 @@ class Trainer:
         return self._judged(tracker, scores)
 
     def _judged(self, tracker: Tracker | Silent, scores: dict[str, float]) -> bool:
-        """Hold the tournament that is due. Return whether the score after it is better than all before."""
+        """Hold a tournament if one is due. Return whether the score after it is better than all before."""
         state = self.state
         if tournament.due(self.setup.base, state.step, state.steps):
             self._compete(tracker, scores["score"])

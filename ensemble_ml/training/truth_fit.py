@@ -60,7 +60,7 @@ class Left:
     """The targets of the corrections: errors of mean and spread without them.
 
     Attributes:
-        truth: the bias and the truth; None if the store has no truth.
+        truth: the bias and the truth; None if the model predicts no distribution (`model.postprocess=false`).
         spread: the spread of the untrained model.
     """
 
@@ -76,7 +76,7 @@ class Left:
             members: M.
 
         Returns:
-            Two tensors (T, F, Y, X) in physical units, NaN where absent. That of the mean is zero without a truth.
+            Two tensors (T, F, Y, X) in physical units, NaN where absent. That of the mean is zero if `truth` is None.
         """
         more = sample.full_spread - self.s1(sample, members)
         if self.truth is None:
@@ -118,7 +118,7 @@ class Truth:
         self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.dry`, (T, F)
 
     def _bias(self) -> Estimate:
-        """Fit the mean error of the mean of all members, in units of s_clim."""
+        """Fit the mean of the truth minus the mean of all members, in units of s_clim."""
         mean = self._map_mean("bias", self._error)
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
@@ -168,7 +168,7 @@ class Truth:
                 )  # fmt: skip
 
     def _error(self, date: int) -> Tensor:
-        """Return the error of the mean of all members, in units of s_clim, (T, F, Y, X)."""
+        """Return the truth minus the mean of all members, in units of s_clim, (T, F, Y, X), NaN where absent."""
         error = self.dates.target(Part.TRUTH, date) - self.dates.target(Part.MEAN, date)
         return error / self.spread.climatology.clamp(min=_TINY)
 

@@ -2,7 +2,8 @@
 
 They are scores of forecasts from the first M members (for other numbers M, see `training.widths`).
 
-    crps_ratio     CRPS over that of the raw members' distribution N(m, (1 + 1/M) s^2)
+    crps_ratio     CRPS over that of the raw members' distribution N(m, (1 + 1/M) s^2);
+                   for M = 1 over the absolute error of the member
     spread_ratio   RMSE of the predicted spread over that of the size-corrected raw spread s c4(N) / c4(M);
                    for M = 1 over that of the climatological spread
     score          geometric mean of these two, or the one that exists; lower is better
@@ -103,7 +104,10 @@ def validate(
         batches: batches with targets; all samples of a batch have the same number of members.
         full_size: N, members of the full ensemble.
         area: (Y, X) areas of the cells.
-        mesh: the ranks that share samples and dates; all get the same result.
+        mesh: the ranks that share samples and dates; all get the same result. None is a single rank.
+
+    Returns:
+        The scores and calibration factors; no scores and no factors if there is no date.
 
     Raises:
         NotFiniteForecast: a prediction is NaN or infinite.
@@ -234,7 +238,10 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> Tensor | None:
-        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; one where too few dates count, None without a date."""
+        """Return sqrt(ours / raw), (T, F), from 1/3 to 3; None without a date.
+
+        It is one where too few dates have the field, or a sum is zero.
+        """
         found = self._over_ranks()
         if found is None:
             return None

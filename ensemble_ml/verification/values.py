@@ -50,7 +50,8 @@ def spread_values(
 
     A forecast of the full spread that was made from known members implies a spread of the held-out ones
     (`baselines.spread_of_the_rest`). If the reduced ensemble is the full one, its spread at the same lead is the answer
-    itself, so raw, size-corrected and regressed spreads are left out.
+    itself, so raw, size-corrected and regressed spreads are left out. A reduced ensemble of one member has no raw and
+    no size-corrected spread.
 
     Args:
         setting: The setting that all groups share.
