@@ -48,6 +48,7 @@ def test_only_runs_and_their_members_are_read_of_all_that_ecCodes_writes(found):
     assert read_names(found, "Levels of 2 metre temperature, edition 1") == {"surface (1)", "heightAboveGround (105)"}
 
 
+@pytest.mark.slow
 def test_the_documentation_shows_what_is_read(found):
     assert PAGE.read_text() == table(found), "python tests/data_prep/grib_table.py > docs/grib.md"
 

@@ -101,6 +101,7 @@ def test_fifteen_billion_weights_fit_into_eight_gpus():
     assert found.whole < 62e9
 
 
+@pytest.mark.slow
 def test_the_fewest_shards_that_fit_are_taken(monkeypatch, caplog):
     """With much memory, with less than a rank needs alone, than shards alone need, and with too little."""
     spec = make_spec(

@@ -50,7 +50,10 @@ def serial(store, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("optimizer", "shard", "degrees"),
-    [(OptimName.lion, 2, {"data": 2}), (OptimName.adamw, 2, {"data": 2, "lat": 2})],
+    [
+        (OptimName.lion, 2, {"data": 2}),
+        pytest.param(OptimName.adamw, 2, {"data": 2, "lat": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_equal_to_one_process(store, serial, tmp_path, optimizer, shard, degrees):
     """Validation, checkpoints, the running average and both optimizers; shards and copies of them."""

@@ -85,7 +85,8 @@ def compare_with(session, shards, recompute, overlap, kind):
 
 CASES = [
     ((1, 1, 2), 2, False, False), ((1, 1, 2), 2, True, False), ((2, 1, 1), 2, False, True), ((2, 1, 1), 2, True, True),
-    ((3, 1, 1), 3, True, False), ((2, 2, 1), 4, True, True), ((2, 1, 2), 2, True, False), ((2, 2, 1), 2, False, False),
+    ((3, 1, 1), 3, True, False), ((2, 2, 1), 4, True, True), ((2, 1, 2), 2, True, False),
+    pytest.param((2, 2, 1), 2, False, False, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def bytes_held(session, model, x, shards):
 def test_ranks_share_the_bytes():
     """A small model has more beside its U-Net than a large one, for which sharding is."""
     fields = {"variables": ("t",), "surface": ("t2m",), "leads_in": (24,), "linear": False}
-    spec = make_spec(9, 16, hidden=64, max_hidden=256, **fields)
+    spec = make_spec(9, 16, hidden=64, max_hidden=128, **fields)
     model, x = make_model(spec), make_input(spec)
     alone = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
     for ranks in (2, 3, 4):
