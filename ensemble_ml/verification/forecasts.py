@@ -204,7 +204,7 @@ class ForecastSet:
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 # Names of raw ensembles and baselines. A folder with such a name is labelled by its path instead.
-_RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
+RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
 # Attributes with dates that the model has seen. A file without such an attribute counts as one without such dates.
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 
@@ -231,8 +231,8 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     labels = [one.label for one in sets]
     # The path replaces an ambiguous label. If the path is itself a reserved name, the absolute path is taken.
     for one in sets:
-        if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
-            one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
+        if labels.count(one.label) > 1 or RESERVED.fullmatch(one.label):
+            one.label = str(Path(one.path).resolve()) if RESERVED.fullmatch(one.path) else one.path
     if len({one.label for one in sets}) < len(sets) or len({Path(one.path).resolve() for one in sets}) < len(sets):
         raise UserError(f"forecast={', '.join(map(str, folders))}: a folder is named twice; name each once")
     return sets
