@@ -280,7 +280,7 @@ class ForecastFile:
                 every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := self.data["time"].attrs.get("bounds")) in self.data:
-                stated = self._hours(np.atleast_2d(self._times(bounds)))
+                stated = self._hours(np.atleast_2d(self._times(str(bounds))))
                 return {last: (first, last) for first, last in stated}
         return {}
 
