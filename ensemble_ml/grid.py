@@ -155,9 +155,12 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
         columns]`. A meridian that appears at both ends is taken once.
 
     Raises:
-        UserError: longitude runs westwards, or the axes make no regular grid.
+        UserError: an axis has no points, longitude runs westwards, or the axes make no regular grid.
     """
     latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
+    for name, axis in (("latitude", latitude), ("longitude", longitude)):
+        if not len(axis):
+            raise UserError(f"{name}: has no points")
     rows = np.argsort(-latitude, kind="stable")
     pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
     if pieces[0]:  # where the two pieces meet, one meridian may appear twice

@@ -82,7 +82,7 @@ def fan(
         variable: Short name, such as "t2m".
         latitude: Latitude of the place in degrees; the nearest grid point is drawn.
         longitude: Longitude of the place in degrees.
-        level: Pressure level in hPa, for a variable on levels; not used if the forecast has no dimension `level`.
+        level: Pressure level in hPa, for a variable on levels; None if one level was selected already.
         truth: The truth at the forecast's leads or more, at the place or on a grid, in the forecast's units.
 
     Returns:
@@ -145,8 +145,9 @@ def reliability(
         The figure: the curves, above them how often each probability was forecast, and thresholds side by side.
 
     Raises:
-        UserError: Coordinates differ, the truth lacks some of them or has several values for one probability, values
-            are no probabilities or events, `bins` is below 1, or matplotlib is not installed.
+        UserError: Coordinates differ, the truth lacks some of them, event or truth has several values for one
+            probability, values are no probabilities or events, no forecast is given, `bins` is below 1, or matplotlib
+            is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -166,6 +167,8 @@ def reliability(
         for words, shares, happened in _events(name, one, event):
             panel = panels.setdefault(", ".join(filter(None, (title, words))), {})
             panel[name] = _table(name, shares, happened, bins)
+    if not panels:
+        raise UserError("probability: holds no forecast; give one, or several by their names")
     return plots.reliability(panels)
 
 
@@ -201,7 +204,7 @@ def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> x
     """Return the truth at the times and places of the probabilities, with its time axes named as theirs.
 
     Raises:
-        UserError: The truth lacks some of them, or has several values for one probability.
+        UserError: The truth lacks some of them.
     """
     for axis in (_START, _LEAD):
         ours = [spelt for spelt in axis if spelt in probability.coords]
@@ -211,24 +214,25 @@ def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> x
     # truth here, too.
     shared = {dim: probability[dim].values for dim in truth.dims if dim in probability.coords}
     try:
-        found = truth.sel(shared)
+        return truth.sel(shared)
     except KeyError as error:
         raise UserError(f"{name}: the truth lacks some of its times or places ({error})") from error
-    if more := [str(dim) for dim in found.dims if dim not in probability.dims]:
-        raise UserError(f"{name}: the truth has several values along {', '.join(more)}; choose one, as with isel")
-    return found
 
 
 def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int) -> Reliability:
     """Return how often an event happened in each bin of its probability.
 
     Raises:
-        UserError: Coordinates differ, values are no probabilities or events, or `bins` is below 1.
+        UserError: Coordinates differ, there are several events for one probability, values are no probabilities or
+            events, or `bins` is below 1.
     """
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
     from ensemble_ml.verification.probability import Reliability
 
+    # Repeated along a dimension that only the event has, a probability would be compared with other dates or places.
+    if more := [str(dim) for dim, size in event.sizes.items() if dim not in probability.dims and size != 1]:
+        raise UserError(f"{name}: event or truth has several values along {', '.join(more)}; choose one, as with isel")
     try:
         p, o = xr.align(probability, event, join="exact", copy=False)
         p, o = xr.broadcast(p, o)
@@ -330,11 +334,11 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
     from ensemble_ml.grid import canonical
     from ensemble_ml.inference.select import nearest_points
 
-    if "level" in values.dims:
-        if level is None or level not in values["level"].values:
-            there = ", ".join(str(one) for one in values["level"].values)
-            raise UserError(f"level={level}: give one of {there} hPa")
-        values = values.sel(level=level)
+    if "level" in values.dims or (level is not None and "level" in values.coords):
+        levels = np.atleast_1d(values["level"].values)
+        if level is None or level not in levels:
+            raise UserError(f"level={level}: give one of {', '.join(str(one) for one in levels)} hPa")
+        values = values.sel(level=level) if "level" in values.dims else values
     for dim in _START:
         if values.sizes.get(dim, 1) != 1:
             name = values.name or "truth"

@@ -2,7 +2,7 @@
 
 `prepare`, `predict` and `verify` read an archive best by its paths: packed integers of GRIB are kept, and each process
 opens the files for itself. A Dataset of `open` therefore remembers its paths in the encoding of its variables.
-`resolve` returns these paths if no coordinate, and no variable but a static field, was changed since.
+`resolve` returns these paths if no coordinate and no variable was changed since.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
         'K'
     """
     choice = control if isinstance(control, Control) else _control(control)
-    opening = _Opening(_whole(paths), static, choice, names or {}, units or {}, intervals or {})
+    opening = _Opening(_whole(paths), static and _whole(static), choice, names or {}, units or {}, intervals or {})
     source = Reopened(_open, opening)
     return _remembered(_lazy(source), opening, source)
 
@@ -163,8 +163,7 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
     """Return the paths that a Dataset of `open` was opened from, and the settings that it was opened with.
 
     A Dataset that was changed, or that comes from elsewhere, is returned itself, without the variables that `open`
-    shows beside the forecast (truth, control, mean, spread). New values of a static field are not noticed: the paths
-    are returned, and the files' own values are read. Paths are returned as they are.
+    shows beside the forecast (truth, control, mean, spread). Paths are returned as they are.
 
     Args:
         data: a Dataset, a path, or a list of either.
@@ -174,21 +173,20 @@ def resolve(data: Any) -> tuple[Any, dict[str, Any]]:
 
     Raises:
         UserError: the elements of a list were opened with different settings. Paths and changed Datasets count as
-            opened without settings.
+            opened with the defaults.
     """
     if isinstance(data, list | tuple):
         found = [resolve(one) for one in data]
-        given = [{name: value for name, value in one.items() if value} for _, one in found]
+        given = [{key: value for key, value in one.items() if value and value is not Control.apart} for _, one in found]
         # One archive is read with one set of settings.
         if any(one != given[0] for one in given):
             raise UserError("a list of Datasets: they were opened with different settings; give eml.open the list")
-        return [paths for paths, _ in found], given[0] if given else {}
+        return [path for paths, _ in found for path in as_list(paths)], given[0] if given else {}
     if not is_dataset(data):
         return data, {}
     beside = [name for name in data.data_vars if _base(str(name)) in data.data_vars]
     changed = data.drop_vars(beside) if beside else data
-    # Static fields, which have two dimensions, are not compared.
-    origins = [_origin(array) for array in data.data_vars.values() if array.ndim > 2]
+    origins = [_origin(array) for array in data.data_vars.values()]
     first = origins[0] if origins else None
     if first is None or any(one is None or one.opening is not first.opening for one in origins):
         return changed, {}

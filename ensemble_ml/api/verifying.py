@@ -21,6 +21,7 @@ from ensemble_ml.folders import check_writable
 from ensemble_ml.inference.netcdf import file_name
 from ensemble_ml.verification import Evaluation, score
 from ensemble_ml.verification.evaluate import FILES, put
+from ensemble_ml.verification.forecasts import RESERVED
 
 _REFUSED = dict.fromkeys(
     ("output", "overwrite"), "belongs to the command line; use Scores.save, or ensemble-ml evaluate"
@@ -109,15 +110,22 @@ class Scores:
             UserError: a file exists and `overwrite` is off, or it cannot be written.
         """
         pages = {FILES[0]: self._found.json, FILES[1]: self._found.page}
+        for name in pages:
+            _check_free(Path(folder) / name, overwrite)
         for name, text in pages.items():
             _written(Path(folder) / name, text(), overwrite)
         return Path(folder)
 
 
-def _written(path: Path, text: str, overwrite: bool) -> Path:
-    """Write a text to a file, unless one exists that may not be replaced."""
+def _check_free(path: Path, overwrite: bool) -> None:
+    """Refuse a file that exists, unless it may be replaced."""
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists; set overwrite=True, or choose another name")
+
+
+def _written(path: Path, text: str, overwrite: bool) -> Path:
+    """Write a text to a file, unless one exists that may not be replaced."""
+    _check_free(path, overwrite)
     check_writable(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, text, overwrite)
@@ -156,7 +164,7 @@ def verify(
 
     Raises:
         UserError: forecasts and ensemble have no date, field or grid in common; a setting is not known, or its value is
-            not allowed; or Datasets are given in a list, without names.
+            not allowed; Datasets are given in a list, without names; or a name is a path or that of a baseline.
 
     Example:
         >>> import ensemble_ml as eml
@@ -204,12 +212,17 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
         return given
     found = []
     for label, one in forecast.items():
+        place = folder / str(label)
+        # A label is the name of a folder in the temporary one, and must not lead out of it.
+        if place.parent != folder or place.name == ".." or place.exists() or RESERVED.fullmatch(place.name):
+            shown = f"{name}: {str(label)!r} cannot be the name of a forecast"
+            raise UserError(f"{shown}; give a word that is no path, no baseline and no other forecast's name")
         if is_dataset(one):
-            found.append(_saved(one, folder / str(label)))
+            found.append(_saved(one, place))
         elif not isinstance(one, str | os.PathLike):
             raise UserError(f"{name}: {label} is {type(one).__name__}; give a Dataset of a forecast, or a folder")
         else:
-            found.append(_linked(Path(one).absolute(), folder / str(label)))
+            found.append(_linked(Path(one).absolute(), place))
     return found
 
 

@@ -118,10 +118,14 @@ class AggregationState:
         for key, values in statistics.items():
             # A NaN times a weight of zero would be NaN, so masked values are replaced.
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            with np.errstate(invalid="ignore"):  # an infinite log score times a weight of zero is NaN
-                self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
+            with np.errstate(invalid="ignore"):
+                sums = (kept @ flat_w).T
+                # An infinite log score times a weight of zero is NaN, but a point of no weight does not count.
+                if not np.isfinite(sums).all():
+                    sums = np.stack([np.where(w == 0, 0.0, kept * w).sum(1) for w in flat_w.T])
+                self.total[key][date, : len(weight), columns] += sums
                 for at, factor, _ in further:
-                    self.total[key][date, at, columns] += (kept * factor).sum(1)
+                    self.total[key][date, at, columns] += np.where(factor == 0, 0.0, kept * factor).sum(1)
 
     def _counting(self, keys: Sequence[Key]) -> list[Key]:
         """Prepare `keys` for recording, and return one key for each array of weights that they use.

@@ -128,7 +128,7 @@ def weighted_mean(
         mask: True (or 1) at points that count, False (or 0) elsewhere; None counts all.
 
     Returns:
-        The mean, NaN where no point is left; the values as they are if every point is kept and there is no mask.
+        The mean, NaN where no point is left. If every point is kept, the values as they are, NaN outside of the mask.
 
     Raises:
         ValueError: Both `reduce_dims` and `preserve_dims` are given, a dimension is missing, weights are negative, or
@@ -143,8 +143,8 @@ def weighted_mean(
             assert other is not None
             values = values.expand_dims({dim: other.indexes.get(dim, other.sizes[dim]) for dim in more})
     over = _reduced(values.dims, reduce_dims, preserve_dims)
-    if not over and mask is None:
-        return values
+    if not over:
+        return values if mask is None else values.where(mask, np.nan)
     w = xr.ones_like(values, dtype=np.float64)
     if weights is not None:
         # Weights are aligned to the values and never the reverse: an inner join would silently drop points.

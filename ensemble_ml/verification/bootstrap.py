@@ -78,16 +78,12 @@ class Interval:
         return self.enough and self.barred <= 0 and bool(self.low > neutral)
 
     def map(self, function: Callable[[float], float]) -> Interval:
-        """Return the interval of a monotonic function of the value.
-
-        A decreasing function swaps the two ends, and moves the barred side to the other side.
+        """Return the interval of a decreasing function of the value, which swaps the two ends and the barred side.
 
         Args:
-            function: A monotonic function of one number.
+            function: A decreasing function of one number.
         """
-        first, last = function(self.low), function(self.high)
-        low, high = sorted((first, last))
-        return Interval(function(self.value), low, high, self.blocks, -self.barred if last < first else self.barred)
+        return Interval(function(self.value), function(self.high), function(self.low), self.blocks, -self.barred)
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:

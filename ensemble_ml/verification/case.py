@@ -31,10 +31,10 @@ class Case:
         grid: Grid of the part that is shown: the region, and up to half its size more on each side.
         place: Latitude and longitude of the marked point, in degrees.
         index: (Y, X) EFI.
-        truth: (Y, X), or None where there is none.
+        truth: (Y, X), or None where there is none in the region.
         distributions: Mean and standard deviation (Y, X) by raw ensemble or forecast.
         at_place: Mean and standard deviation at the marked point, by raw ensemble or forecast.
-        truth_at_place: Truth at the marked point, or None where there is none.
+        truth_at_place: Truth at the marked point, or None where there is none in the region.
         index_at_place: EFI at the marked point.
     """
 
@@ -98,11 +98,12 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
             distributions[label] = (one.mean[z], one.stddev[z])
     if not distributions:
         return None
-    truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
     inside = _box(grid, pictures.box, row, place, 0.0)
     searched = np.full(grid.shape, np.nan)
     searched[inside] = index[z][inside]
+    # A truth that is known elsewhere alone would leave no point of the region to mark.
+    truth = None if sample.truth is None or not np.isfinite(sample.truth[z] + searched).any() else sample.truth[z]
     y, x = _place(searched, truth, grid.wraps)
     shown = _box(grid, pictures.box, row, place, 0.5)
     north, south = grid.latitude_bounds()[[inside[0].start, inside[0].stop]].tolist()

@@ -346,10 +346,9 @@ def _score(
             log.info(text, group.variable, group.lead_hours, duration(seconds), left, about)
     pulse.doing("evaluate: vectors of several fields are scored")
     # Vectors need all fields of a lead at once, so they are scored after the groups, from what was kept of their fits.
-    some = [(group, one) for group, one in known if one is not None]
     for lead in sorted({group.lead_hours for group in plan.groups}):
         if (found := kept.load(f"members_{lead}")) is None:
-            found = (score_vectors(setting, some, plan.test, lead),)
+            found = (score_vectors(setting, known, plan.test, lead),)
             kept.save(f"members_{lead}", found)
         tables.vectors.extend(one for one in found if one is not None)
     return tables

@@ -75,12 +75,15 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
         (...) index, -1 (all members below the climate) to 1 (all above); NaN where a member or a quantile is missing.
 
     Raises:
-        UserError: Levels do not ascend from 0 to 1, quantiles fall along them, or there is no member.
+        UserError: Levels do not ascend from 0 to 1, quantiles are not as many or fall along them, or there is no
+            member.
     """
     levels, climate = np.asarray(levels, np.float64), np.asarray(climate, np.float64)
     check_count("members", len(members), 1, "an ensemble has members")
     if len(levels) < 2 or levels[0] != 0 or levels[-1] != 1 or not (np.diff(levels) > 0).all():
         raise UserError(f"levels {levels.tolist()}: must ascend from 0 to 1")
+    if len(climate) != len(levels):
+        raise UserError(f"climate: has {len(climate)} quantiles for {len(levels)} levels; give one for each")
     _check_ascending(climate)
     total = np.zeros(np.broadcast_shapes(np.shape(members)[1:], climate.shape[1:]))
     for member in members:

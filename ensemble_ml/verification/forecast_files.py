@@ -68,7 +68,8 @@ class ForecastFile:
         """Return the initialisation time.
 
         Raises:
-            UserError: The file states none, several, or one that is no date of the standard calendar.
+            UserError: The file states none, several, or one that is missing or no date of the standard calendar from
+                1678 to 2261.
         """
         if "forecast_reference_time" not in self.data.variables:
             raise self._error(f"no forecast_reference_time; {_OTHERS}")
@@ -83,8 +84,8 @@ class ForecastFile:
         """Return the lead times in whole hours.
 
         Raises:
-            UserError: The file has no times, or times that are no dates of the standard calendar or not a whole number
-                of hours after the start. Or the file has no single `start`.
+            UserError: The file has no times, or times that are missing, no dates of the standard calendar from 1678 to
+                2261, or not a whole number of hours after the start. Or the file has no single `start`.
         """
         if "time" not in self.data.variables:
             raise self._error(f"no time; {_OTHERS}")
@@ -98,7 +99,10 @@ class ForecastFile:
             other = (
                 f"dates of the calendar {calendar}" if values.dtype.kind == "O" else "no dates (its units name none)"
             )
-            raise self._error(f"{name} holds {other}; give dates of the standard calendar")
+            # xarray gives years that datetime64[ns] cannot hold as objects, as it does with other calendars.
+            raise self._error(f"{name} holds {other}; give dates of the standard calendar from 1678 to 2261")
+        if np.isnat(values).any():
+            raise self._error(f"{name} holds a missing date; make the file again")
         return values.astype("datetime64[ns]")
 
     def _hours(self, times: np.ndarray) -> list[Any]:
@@ -119,18 +123,18 @@ class ForecastFile:
         Levels without units are taken as Pa if the largest is above `LOWEST_PASCAL`, and otherwise as hPa.
 
         Raises:
-            UserError: the units are not those of a pressure.
+            UserError: The units are not those of a pressure, or a level is NaN or no number.
         """
         if "level" not in self.data.variables:
             return []
         level = self.data["level"]
-        values = np.atleast_1d(level.values).astype(np.float64)
-        units = level.attrs.get("units") or ("Pa" if values.max() > LOWEST_PASCAL else "hPa")
         try:
+            values = np.atleast_1d(np.asarray(level.values.tolist(), np.float64))
+            units = level.attrs.get("units") or ("Pa" if values.max() > LOWEST_PASCAL else "hPa")
             factor, _ = unit_conversion(str(units), "Pa")
-        except UserError as error:
+            return [round(value) for value in (values * (factor / 100)).tolist()]
+        except (ValueError, OverflowError) as error:
             raise self._error(f"level: {error}") from error
-        return [round(value) for value in (values * (factor / 100)).tolist()]
 
     @cached_property
     def grid(self) -> tuple[Grid, np.ndarray, np.ndarray]:
@@ -276,7 +280,7 @@ class ForecastFile:
                 every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := self.data["time"].attrs.get("bounds")) in self.data:
-                stated = self._hours(np.atleast_2d(self.data[bounds].values))
+                stated = self._hours(np.atleast_2d(self._times(str(bounds))))
                 return {last: (first, last) for first, last in stated}
         return {}
 

@@ -204,7 +204,7 @@ class ForecastSet:
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 # Names of raw ensembles and baselines. A folder with such a name is labelled by its path instead.
-_RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
+RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")
 # Attributes with dates that the model has seen. A file without such an attribute counts as one without such dates.
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 
@@ -222,8 +222,8 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         The sets in the order of the folders.
 
     Raises:
-        UserError: No folder is given, a folder is missing, holds no forecast or is given twice by the same path, a file
-            is damaged, or the files of a folder do not belong together.
+        UserError: No folder is given, a folder is missing, holds no forecast or is given twice, a file is damaged, or
+            the files of a folder do not belong together.
     """
     if not folders:
         raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
@@ -231,9 +231,9 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     labels = [one.label for one in sets]
     # The path replaces an ambiguous label. If the path is itself a reserved name, the absolute path is taken.
     for one in sets:
-        if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
-            one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
-    if len({one.label for one in sets}) < len(sets):
+        if labels.count(one.label) > 1 or RESERVED.fullmatch(one.label):
+            one.label = str(Path(one.path).resolve()) if RESERVED.fullmatch(one.path) else one.path
+    if len({one.label for one in sets}) < len(sets) or len({Path(one.path).resolve() for one in sets}) < len(sets):
         raise UserError(f"forecast={', '.join(map(str, folders))}: a folder is named twice; name each once")
     return sets
 
@@ -367,8 +367,10 @@ def _shared_leads(folder: Path, headers: list[_Headers]) -> tuple[int, ...]:
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two axes are equal up to rounding."""
-    return one.shape == other.shape and bool(np.allclose(one, other, rtol=0, atol=TOLERANCE))
+    """Return whether two axes are equal, up to rounding if they are numbers."""
+    if one.shape != other.shape or not {one.dtype.kind, other.dtype.kind} <= set("fiu"):
+        return bool(np.array_equal(one, other))
+    return bool(np.allclose(one, other, rtol=0, atol=TOLERANCE, equal_nan=True))
 
 
 def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:

@@ -105,7 +105,7 @@ def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
     if found[0]["left_out_area"]:
         caption += f"; {100 * found[0]['left_out_area']:.3g} % of the area lacks a value of some field and is left out"
     if without := found[0].get("left_out_fields"):
-        caption += f"; {', '.join(without)} left out: without variance on the fit dates"
+        caption += f"; {', '.join(without)} left out: without variance or a fit on the fit dates"
     return table(["members", *heads], lines, caption=caption, classes=marks)
 
 

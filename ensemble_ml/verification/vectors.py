@@ -78,7 +78,7 @@ class Vectors:
         dates: Length of D.
         fields: Number of fields V.
         paired: Names of the fields of the variogram.
-        without_scale: Names of the fields that are left out, because `Known.scale` is zero.
+        without_scale: Names of the fields that are left out, because they have no fit or `Known.scale` is zero.
         covered: (D,) share of the area that counts.
         means: (D,) area-weighted means by entrant and metric; NaN where a date has no complete point.
     """
@@ -107,13 +107,13 @@ class Vectors:
 
 
 def score_vectors(
-    setting: Setting, groups: Sequence[tuple[Group, Known]], dates: np.ndarray, lead: int
+    setting: Setting, groups: Sequence[tuple[Group, Known | None]], dates: np.ndarray, lead: int
 ) -> Vectors | None:
     """Score all members at one lead on the test dates.
 
     Args:
         setting: The setting that all groups share.
-        groups: Groups with the results of their fits.
+        groups: Groups with the results of their fits; None leaves out a group.
         dates: Positions of the test dates in the source.
         lead: Lead time in hours.
 
@@ -121,13 +121,15 @@ def score_vectors(
         The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a fit and a
         scale above zero.
     """
-    mine = [(group, known) for group, known in groups if group.lead_hours == lead]
+    every = [(group, known) for group, known in groups if group.lead_hours == lead]
+    mine = [(group, known) for group, known in every if known is not None]
     labels = [one.label for one in setting.forecasts if all(one.has_members(group.variable) for group, _ in mine)]
     if not mine or not labels or not setting.truth:
         return None
-    names = [f"{group.variable}{'' if level is None else level}" for group, _ in mine for level in group.levels]
-    levels = [level for group, _ in mine for level in group.levels]
-    kept = np.concatenate([known.scale > 0 for _, known in mine])
+    names = [f"{group.variable}{'' if level is None else level}" for group, _ in every for level in group.levels]
+    levels = [level for group, _ in every for level in group.levels]
+    scales = [np.zeros(len(group.levels)) if known is None else known.scale for group, known in every]
+    kept = np.concatenate(scales) > 0
     there = np.flatnonzero(kept)
     if not len(there):
         return None

@@ -49,7 +49,7 @@ def test_reliability_of_each_threshold(here):
     last = eml.plot.reliability(probability.isel(forecast_period=1), truth).axes[2].lines[0]
     same = eml.plot.reliability(probability.isel(forecast_period=[1]), truth).axes[2].lines[0]
     np.testing.assert_array_equal(last.get_xydata(), same.get_xydata())
-    with pytest.raises(UserError, match="the truth has several values along number"):
+    with pytest.raises(UserError, match="event or truth has several values along number"):
         eml.plot.reliability(probability, truth.expand_dims(number=2))
     with pytest.raises(UserError, match=r"probabilities along threshold_tp, but the event is for one threshold"):
         eml.plot.reliability(probability, truth > 0.001)
@@ -129,6 +129,28 @@ def test_a_fan_shows_the_truth_at_its_own_leads():
             eml.plot.fan(forecast, "t2m", 0, 0, truth=seen)
     with pytest.raises(UserError, match="is int64, not timedelta64; open the file with decode_timedelta=True"):
         eml.plot.fan(forecast.assign_coords(forecast_period=[24, 48]), "t2m", 0, 0)
+
+
+def test_an_event_of_more_dates_is_not_compared_with_one_forecast():
+    """Repeated over all dates, the forecast of one would make a diagram of no meaning."""
+    probability = on_globe(19, 36, init_time=[0, 1]) / 180 + 0.5
+    event = probability > 0.4
+    one = eml.plot.reliability(probability.isel(init_time=0), event.isel(init_time=[0])).axes[1].lines[0]
+    assert len(one.get_xdata()) == 10
+    with pytest.raises(UserError, match="ours: event or truth has several values along init_time"):
+        eml.plot.reliability({"ours": probability.isel(init_time=0)}, event)
+    with pytest.raises(UserError, match="probability: holds no forecast"):
+        eml.plot.reliability({}, event)
+
+
+def test_a_fan_of_one_level_is_not_that_of_another():
+    hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
+    quantiles = on_globe(19, 36, quantile=[0.1, 0.5, 0.9], level=[500, 850], forecast_period=hours)
+    forecast = xr.Dataset({"z_quantile": quantiles}).sel(level=500)
+    for level in (None, 500):
+        eml.plot.fan(forecast, "z", 0, 0, level=level)
+    with pytest.raises(UserError, match="level=850: give one of 500 hPa"):
+        eml.plot.fan(forecast, "z", 0, 0, level=850)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,29 @@ def test_a_list_of_datasets_keeps_what_they_were_opened_with(tmp_path, zarrs):
         eml.prepare([opened[0], other], None, tmp_path / "c.zarr")
 
 
+def test_a_list_may_mix_paths_and_datasets_of_several_paths(tmp_path, zarrs):
+    data = xr.open_zarr(zarrs / "ensemble.zarr").load()
+    for number in range(4):
+        part = data.isel(time=[number])
+        for array in part.variables.values():
+            array.encoding.clear()
+        part.to_netcdf(tmp_path / f"{number}.nc")
+    first, second, third, last = (str(tmp_path / f"{number}.nc") for number in range(4))
+    mixed = [first, eml.open([second, third]), eml.open(last)]
+    store = eml.open(eml.prepare(mixed, None, tmp_path / "a.zarr"))
+    whole = eml.open(eml.prepare(str(tmp_path / "*.nc"), None, tmp_path / "b.zarr"))
+    xr.testing.assert_equal(store.load(), whole.load())
+
+
+def test_a_changed_static_field_and_a_relative_path_of_one_are_kept(here, tmp_path, monkeypatch):
+    opened = eml.open("archive/ensemble", static="archive/static.grib")
+    flat = opened.assign(orog=(opened["orog"] * 0).assign_attrs(opened["orog"].attrs))
+    monkeypatch.chdir(tmp_path)
+    heights = [eml.open(eml.prepare(one, None, f"{one is flat}.zarr", variables=["t2m"], leads=[24]))["orog"]
+               for one in (opened, flat)]  # fmt: skip
+    assert heights[0].max() > 0 and not heights[1].any()
+
+
 def test_another_dataset_does_not_go_on_with_the_store_of_the_first(here, tmp_path):
     ensemble = eml.open("archive/ensemble")[["t2m"]].isel(init_time=[0])
     eml.prepare(ensemble, None, tmp_path / "x.zarr")

@@ -45,7 +45,7 @@ def test_scores_equal_those_of_the_command(here, scores, tmp_path):
         found.report(tmp_path / "out" / "report.html")
 
 
-def test_several_forecasts_by_name_and_refusals(here):
+def test_several_forecasts_by_name_and_refusals(here, tmp_path):
     ensemble = eml.open("store.zarr")
     forecast = xr.open_mfdataset("forecast/*.nc", decode_timedelta=True, combine_attrs="override")
     with pytest.raises(UserError, match="no dimension forecast_reference_time"):
@@ -68,6 +68,16 @@ def test_several_forecasts_by_name_and_refusals(here):
         eml.verify({"ours": "absent"}, ensemble)
     with pytest.raises(UserError, match="forecast: ours is int; give a Dataset of a forecast, or a folder"):
         eml.verify({"ours": 5}, ensemble)
+    for label in (f"{here}/x", "../x", "", ".", "..", "raw_5"):
+        with pytest.raises(UserError, match=f"forecast: '{label}' cannot be the name of a forecast"):
+            eml.verify({label: small}, ensemble)
+    with pytest.raises(UserError, match="forecast: '1' cannot be the name of a forecast"):
+        eml.verify({1: "forecast", "1": "forecast"}, ensemble)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "report.html").touch()
+    with pytest.raises(UserError, match=r"report\.html: exists"):
+        scores.save(tmp_path / "half")
+    assert not (tmp_path / "half" / "scores.json").exists()
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()

@@ -164,6 +164,17 @@ def test_one_block_has_no_interval():
     less = Interval(0.5, 0.4, 0.6, barred=-1)  # better is not sure, worse is; as a gain, too
     assert not less.below(1) and less.above(0.3) and not less.excludes(1)
     assert not less.map(lambda r: 100 * (1 - r)).above(0) and less.map(lambda r: 100 * (1 - r)).below(70)
+    point = Interval(0.5, 0.5, 0.5, barred=-1).map(lambda r: 100 * (1 - r))  # no draw differs from the others
+    assert not point.above(0) and point.below(70)
+
+
+def test_values_outside_of_a_region_or_stratum_do_not_count_in_it():
+    """Not even a log score that is infinite, as that of an impossible truth."""
+    state, key = AggregationState(1, 1, ("area", "north", "unusual")), Key("a", Statistic.LOG_SCORE)
+    values, mask = np.array([[[2.0], [np.inf]]]), np.ones((1, 2, 1), bool)
+    inside = np.array([[1.0], [0.0]])
+    state.record(0, slice(0, 1), {key: values}, mask, np.stack([inside + 1, inside]), {"unusual": (inside, inside)})
+    assert [state.mean(key, name).item() for name in state.weightings] == [np.inf, 2.0, 2.0]
 
 
 def test_weights_are_shared_while_they_are_the_same():

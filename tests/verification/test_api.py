@@ -366,6 +366,9 @@ def test_dimensions_of_masks_and_weights_alone_are_averaged_over_too(lazy):
     expected = np.broadcast_to(values, mask.shape)[mask.values].mean()
     assert float(api.weighted_mean(given, mask=mask)) == pytest.approx(expected, rel=1e-12)
     assert api.weighted_mean(given, mask=mask, preserve_dims=["t"]).dims == ("t",)
+    for more in ({}, {"mask": xr.ones_like(given, dtype=bool)}):  # which says the same
+        kept = api.weighted_mean(given, weights=xr.zeros_like(given), preserve_dims="all", **more)
+        np.testing.assert_array_equal(kept, given)
 
 
 @pytest.mark.parametrize("family", ["normal", "csgamma"])

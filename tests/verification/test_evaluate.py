@@ -389,3 +389,6 @@ def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
     assert all(row["left_out_fields"] == ["tp"] and row["left_out_area"] == 0 for row in rows)
     assert {row["fields"] for row in rows} == {len(made.layout.levels)} and rows[0]["value"] < 10
     assert "tp left out: without variance" in (tmp_path / "dry" / "report.html").read_text()
+    monkeypatch.setattr(Known, "of", lambda setting, fit: found if len((found := of(setting, fit)).scale) > 1 else None)
+    rows = scores_of(folder, made, tmp_path / "unfitted")["vectors"]  # as if too few dates had a truth
+    assert all(row["left_out_fields"] == ["tp"] and row["fields"] == len(made.layout.levels) for row in rows)

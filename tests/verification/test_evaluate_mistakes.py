@@ -73,12 +73,15 @@ def test_fit_dates_must_be_in_the_ensemble(store, forecast, tmp_path):
         evaluate(settings(forecast, small, tmp_path / "r"), small)
 
 
-def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_path):
+def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no NetCDF file"):
         evaluate(settings(tmp_path / "empty", store, tmp_path / "r"), store)
     with pytest.raises(UserError, match="named twice"):
         evaluate(settings([str(forecast)] * 2, store, tmp_path / "r"), store)
+    monkeypatch.chdir(forecast.parent)
+    with pytest.raises(UserError, match="named twice"):
+        evaluate(settings([str(forecast), forecast.name], store, tmp_path / "r"), store)
     folder = write_forecasts(tmp_path / "f", store, TEST[:1], corrected(), train=TRAIN)
     write_forecasts(folder, store, TEST[1:2], corrected(), names=("q", "tp"), train=TRAIN)
     with pytest.raises(UserError, match="lacks t_location, which other files hold"):

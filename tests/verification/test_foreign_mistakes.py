@@ -38,8 +38,37 @@ def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, tex
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("time", np.nan, "time holds a missing date"),
+        ("forecast_reference_time", np.nan, "forecast_reference_time holds a missing date"),
+        ("time", 1e12, "time holds dates of the calendar .*; give dates of the standard calendar from 1678 to 2261"),
+    ],
+)
+def test_times_that_are_missing_or_far_away_are_refused(store, forecast, tmp_path, name, value, text):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data)
+    path = sorted(other.glob("*.nc"))[0]
+    with xr.open_dataset(path, decode_times=False) as data:
+        values = data[name].astype(np.float64).load()
+        values[{dim: 0 for dim in values.dims}] = value
+        changed = data.load().assign_coords({name: values.assign_attrs(data[name].attrs)})
+    changed.to_netcdf(path)
+    with pytest.raises(UserError, match=rf"{path.name}: {text}"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
+        (
+            lambda data: data.assign_coords(level=["low", "high"]),
+            r"f.forecast_\S+nc: level: could not convert string to float: '\w+'",
+        ),
+        (
+            lambda data: data.assign_coords(level=[np.nan, 850.0]),
+            r"f.forecast_\S+nc: level: cannot convert float NaN to integer",
+        ),
+        (lambda data: data.isel(longitude=slice(0)), r"f.forecast_\S+nc: longitude: has no points"),
         (lambda data: data.expand_dims(realization=[3]), "t_mean: has a dimension realization; take one value of it"),
         (
             lambda data: xr.concat(

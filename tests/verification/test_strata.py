@@ -263,6 +263,13 @@ def test_the_place_of_a_case_has_no_neighbours_beyond_the_pole():
     assert _place(index, None, wraps=False) == (2, 6)
 
 
+@pytest.mark.parametrize("count", [4, 12])
+def test_an_efi_of_a_climate_of_other_levels_is_refused(count):
+    """The first quantiles of more would pass for the whole climate."""
+    with pytest.raises(UserError, match=f"climate: has {count} quantiles for 11 levels"):
+        efi(np.zeros((3, 2)), np.linspace(0, 1, count)[:, None] * np.ones(2), np.linspace(0, 1, 11))
+
+
 def test_the_first_sentences_tell_bias_and_spread():
     """Of temperature at two levels and rain: one is biased, one too sure, one fine; of too few blocks none is sure."""
     rng, dates = np.random.default_rng(0), 24

@@ -9,12 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, write_forecasts
+from fakes import DATES, FEW, TEST, TRAIN, corrected, entry, scores_of, write_forecasts
 from fakes import settings as settings_of
 from matplotlib.text import Text
 from stores import make_store
 
 from ensemble_ml.store import Part
+from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate, plots
 from ensemble_ml.verification.probability import Reliability
 
@@ -61,6 +62,30 @@ def test_a_case_without_a_truth_is_placed_by_its_index(tmp_path, plain):
     assert [cases[0][key] for key in ("date", "latitude", "longitude", "efi")] == [
         cases[1][key] for key in ("date", "latitude", "longitude", "efi")
     ]
+
+
+class TruthOfThePole:
+    """A source whose truth is known on the first row alone."""
+
+    def __init__(self, store):
+        self._store, self.path, self.layout = store, store.path, store.layout
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def read(self, part, date, *given):
+        found = self._store.read(part, date, *given)
+        if part is not Part.TRUTH or date not in FEW:
+            return found
+        pole = self.layout.grid.latitude[:, None] == 90
+        return Fields(*(np.where(pole, one, np.nan) for one in (found.pressure, found.surface)))
+
+
+@pytest.mark.slow
+def test_a_case_where_the_truth_is_known_elsewhere_is_placed_in_its_region(store, few_forecasts, tmp_path, plain):
+    case = scores_of(few_forecasts, store, tmp_path / "r", source=TruthOfThePole(store))["case"]
+    north, west, south, east = case["region"]
+    assert south <= case["latitude"] <= north < 90 and west <= case["longitude"] <= east and case["truth"] is None
 
 
 def test_cells_whose_limit_says_nothing_are_not_said_to_miss_a_value(tmp_path, plain):
