@@ -121,11 +121,13 @@ class AggregationState:
             with np.errstate(invalid="ignore"):
                 sums = (kept @ flat_w).T
                 # An infinite log score times a weight of zero is NaN, but a point of no weight does not count.
-                if not np.isfinite(sums).all():
+                finite = bool(np.isfinite(sums).all())
+                if not finite:
                     sums = np.stack([np.where(w == 0, 0.0, kept * w).sum(1) for w in flat_w.T])
                 self.total[key][date, : len(weight), columns] += sums
                 for at, factor, _ in further:
-                    self.total[key][date, at, columns] += np.where(factor == 0, 0.0, kept * factor).sum(1)
+                    parts = kept * factor if finite else np.where(factor == 0, 0.0, kept * factor)
+                    self.total[key][date, at, columns] += parts.sum(1)
 
     def _counting(self, keys: Sequence[Key]) -> list[Key]:
         """Prepare `keys` for recording, and return one key for each array of weights that they use.
