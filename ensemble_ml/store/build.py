@@ -70,8 +70,7 @@ class Build:
         if restart:
             self._throw_away()
         if named_already(self.work, self.path):
-            plan_file = self.work / "plan.json"
-            self.complete = plan_file.exists() and plan.differs(read_facts(plan_file)) is None
+            self.complete = (self.work / "plan.json").exists() and plan_digest(self.path) == plan.digest
             self.remove()
             if self.complete:
                 return
@@ -322,16 +321,16 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Return whether the build is over and something stands at `path`, which is then taken for the finished store.
+        """Return whether the build is over and the store of this plan stands at `path`.
 
         If the builder that finished it died before it could tidy up, this one does so.
 
         Raises:
-            UserError: The work folder is gone, and there is no store.
+            UserError: The work folder is gone, and the store of this plan is not there.
         """
         if not self.over:
             return False
-        if not self.path.exists():
+        if not self._named_within(_SEEN_WITHIN):
             raise UserError(f"output={self.path}: somebody removed its unfinished build; start anew")
         self.complete = True
         if named_already(self.work, self.path):
