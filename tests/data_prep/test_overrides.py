@@ -254,6 +254,12 @@ class TestConventions:
         for factor, agrees in ((1.0, True), (0.9, True), (0.1, False), (1 / 9.80665, False)):
             assert agree(field("z"), factor * values, np.array([level]), grid) is agrees
 
+    @pytest.mark.parametrize("name", ["tp", "swe"])
+    def test_little_rain_or_snow_of_a_region_may_be_in_millimetres(self, name):
+        values, latitude = np.full((1, 2, 3), 0.5), np.array([10.0, 0.0])
+        for longitude, agrees in ((np.array([0.0, 120.0, 240.0]), True), (np.array([0.0, 1.0, 2.0]), False)):
+            assert agree(field(name), values, np.array([0]), Grid(latitude, longitude)) == agrees
+
     def test_all_are_named_at_once(self, tmp_path):
         written(flat(t2m=5.0, msl=1013.0), tmp_path / "a.nc")
         written(flat(z500=5500.0, z850=1500.0), tmp_path / "b.nc")
