@@ -75,6 +75,8 @@ class TestNames:
         [({"names": {"temprature": "x"}}, "variable temprature: unknown; did you mean"),
          ({"names": "t2m"}, "names=t2m: give them by our names"),
          ({"names": {"t2m": "x", "skt": "x"}}, "stands for two of ours"),
+         ({"names": {"t2m": "x", "2t": "y"}}, r"names=\{.*\}: states t2m twice, as 2t, too; state it once"),
+         ({"units": {"t2m": "K", "2t": "degC"}}, "states t2m twice, as 2t, too; state it once"),
          ({"units": {"tp": "furlong"}}, r"units=\{tp: furlong\}: units 'furlong': cannot be converted to 'm'")],
     )  # fmt: skip
     def test_settings_that_make_no_sense(self, config, settings, message):
