@@ -293,3 +293,18 @@ def test_an_old_store_is_not_taken_for_a_build_that_somebody_removed(archive, tm
     shutil.rmtree(build.work)
     with pytest.raises(UserError, match=r"s.zarr: somebody removed its unfinished build; start anew"):
         build.finalise()
+
+
+def test_the_error_that_ends_a_run_is_not_replaced_by_another(archive, tmp_path, monkeypatch):
+    """Another builder uses a newer state of the archive, so what is kept cannot be counted."""
+
+    def fail(*_):
+        monkeypatch.setattr(Build, "missing", refuse)
+        raise UserError("the disk is full")
+
+    def refuse(*_):
+        raise UserError("the archive has changed")
+
+    monkeypatch.setattr(building_run, "_each", fail)
+    with pytest.raises(UserError, match="the disk is full"):
+        prepare(config(archive, tmp_path / "s.zarr", workers=1))

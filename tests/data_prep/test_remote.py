@@ -14,6 +14,7 @@ from gribfiles import ensemble, message, noise, write
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
 from data_prep import build_job, grib_remote, open_archive, prepare
 from data_prep.build_job import Job
+from data_prep.grib_io import Stamp
 from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
@@ -229,6 +230,17 @@ class TestGrib:
         with pytest.raises(UserError, match=text) as raised:
             source.read(Part.FORECAST, 0)
         assert "\n" not in str(raised.value)
+
+    def test_a_scan_that_fails_leaves_no_requests(self, served, plan, names, monkeypatch):
+        url = self.urls(served, names)[0]
+        file, asked, ask = remote.RemoteFile.open(url), [], remote.RemoteFile.ask
+        monkeypatch.setattr(remote.RemoteFile, "ask", lambda *args: asked.append(ask(*args)) or asked[-1])
+        with pytest.raises(KeyError), grib_remote.remote_grib(url, Stamp(file.size, file.tag)) as grib:
+            headers = grib.content()
+            plan.seconds = 1.0
+            headers.stretch(0, 10)
+            raise KeyError
+        assert len(asked) > 1 and all(one.done() for one in asked)
 
 
 class TestNamesOfManyFiles:
