@@ -74,8 +74,8 @@ class RemoteGrib:
 
     def close(self) -> None:
         """Cancel the requests that are still under way."""
-        for one in (self, *self._headers):
-            one._ahead.close()
+        for ahead in (self._ahead, *(headers._ahead for headers in self._headers)):
+            ahead.close()
 
 
 @contextmanager
