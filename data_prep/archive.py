@@ -226,13 +226,12 @@ class ArchiveSource:
     def has(self, part: Part) -> bool:
         """Return whether any field of `part` is present.
 
-        An archive of a forecast has no truth, and a spread needs two members. The mean of a single member counts as
-        present, but reads as NaN.
+        An archive of a forecast has no truth. Mean and spread need two members.
         """
         kinds = self._records["kind"]
         if part is Part.TRUTH:
             return False
-        if part is Part.SPREAD:
+        if part in (Part.MEAN, Part.SPREAD):
             return len(self.layout.realization) > 1
         return bool((kinds == (CONTROL if part is Part.CONTROL else MEMBER)).any())
 
@@ -413,9 +412,10 @@ def _check_catalogue(catalogue: Catalogue, variables: Sequence[str], several_gri
 
 
 def _warn_unstated_leads(source: ArchiveSource) -> None:
-    """Warn if files other than GRIB are read at lead 0 alone. They may state no lead, and times may be valid times."""
+    """Warn if files other than GRIB have lead 0 alone. They may state no lead, and times may be valid times."""
     # GRIB always states whether a field is a forecast, so only NetCDF and Zarr leave a doubt.
-    if source.layout.lead_hours == (0,) and not all(reader.keyed for reader in source.catalogue.readers):
+    leads = source.catalogue.records["lead"]  # also those that were not asked for
+    if not leads.any() and not all(reader.keyed for reader in source.catalogue.readers):
         text = "%s: no field states a lead, so all get lead 0. This is right for a truth. Forecasts need a coordinate"
         log.warning(f"{text} of leads, or forecast_reference_time", source.path)
 

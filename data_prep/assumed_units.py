@@ -49,8 +49,8 @@ def has_convention(spelling: Spelling) -> bool:
 def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> bool:
     """Return whether values agree with `field` in the registry's units.
 
-    Values of which none is finite do not agree, nor do those of a variable whose units have no range here. Sums can
-    agree only on a grid that spans all longitudes, and if one is above zero.
+    Values of which none is finite do not agree, nor do those of a variable whose units have no range here. Sums and
+    lying snow can agree only on a grid that spans all longitudes, and if one value is above zero.
 
     Args:
         field: the variable.
@@ -68,8 +68,8 @@ def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> b
     low, high = _HUMID if field.standard_name == "relative_humidity" else _RANGES[field.units]
     within = bool(low <= valid.min() and valid.max() <= high)
     # A dry region has small sums in millimetres as well as in metres, but somewhere around the globe it always rains
-    # more than a millimetre. So only sums on grids that go all around in longitude can agree.
-    if field.accumulated:
+    # more than a millimetre, and there lies more snow. So only fields that go all around in longitude can agree.
+    if field.accumulated or field.name == "swe":
         return within and grid.wraps and valid.max() > 0
     return within
 

@@ -315,17 +315,17 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
             f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
         )
     check_there(axis, np.isnat(axis.values))
-    return _to_minutes(axis.values).astype("datetime64[s]")
+    return _to_minutes(axis.values)
 
 
 def _to_minutes(times: np.ndarray) -> np.ndarray:
-    """Return times rounded to the nearest minute if that is within 3.6 s, else to the nearest second."""
+    """Return times, datetime64[s], rounded to the nearest minute if that is within 3.6 s, else to the second."""
     exact = times.astype("datetime64[ms]").astype(np.int64)
     # Times in days as floating-point numbers miss the hour by a rounding error.
     minutes = np.rint(exact / _MINUTE) * _MINUTE
     near = np.abs(exact - minutes) <= ROUNDING * 60 * _MINUTE
     seconds = np.where(near, minutes, np.rint(exact / 1000) * 1000)
-    return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[ns]")
+    return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[s]")
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:

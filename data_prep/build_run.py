@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
@@ -57,7 +57,8 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         if todo:
             _all(config, job, build, todo)
     except BaseException as error:
-        _log_kept(build, error)
+        with suppress(UserError):  # the archive may have changed for another builder, too
+            _log_kept(build, error)
         raise
     left = build.missing()
     if todo or config.finalise:

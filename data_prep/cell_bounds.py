@@ -248,8 +248,8 @@ def widths(
 
     Raises:
         OfSomethingElse: the variable is a sum, the file lacks the bounds that its time names, and nothing else states
-            the hours; it is a mean since the model's previous step, which the file does not tell; or its comment leaves
-            out an hour of the day.
+            the hours; it is a mean or sum since the model's previous step, which the file does not tell; or its comment
+            leaves out an hour of the day.
         UserError: an interval does not end at its coordinate or has no whole hours, bounds are not a pair for each
             value, or the variable's name or attributes state other hours than the bounds or than each other.
     """
@@ -295,7 +295,7 @@ def widths(
         raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
     if named or gust:
         return np.int32(named or gust) + along
-    return _since_previous_step(data, array, places)
+    return _since_previous_step(data, array, field, places)
 
 
 def _as_decoded(bounds: np.ndarray, axis: xr.DataArray) -> np.ndarray:
@@ -343,17 +343,17 @@ def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) 
 
 
 def _since_previous_step(
-    data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]
+    data: xr.Dataset, array: xr.DataArray, field: Field, places: Mapping[Hashable, np.ndarray]
 ) -> np.ndarray | None:
     """Return the hours, (N,) int32, since the model's step before; None if values are not said to be since then.
 
-    For values that are no means, the result is also None if nothing states the steps.
+    For extremes, the result is also None if nothing states the steps.
 
     The distance of two leads of the file is not what counts, because leads may have been left out. dynamical.org states
     the model's steps in the attribute `forecast_resolution` of its archives.
 
     Raises:
-        OfSomethingElse: values are the mean since the previous step, and nothing states the steps.
+        OfSomethingElse: values are the mean or sum since the previous step, and nothing states the steps.
     """
     lead = find_axis(array, "lead")
     said = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "comment"))
@@ -363,10 +363,11 @@ def _since_previous_step(
     steps = _model_steps(str(data.attrs.get("forecast_resolution", "")))
     lengths = [_step_before(hour, steps) for hour in hours.tolist()]
     if None in lengths:
-        if method(array) != "mean":  # the largest value since then is read without its interval, too
+        kind = "mean" if method(array) == "mean" else "sum"
+        if kind == "sum" and not field.accumulated:  # the largest value since then is read without its interval, too
             return None
-        text = f"{array.name}: a mean since the model's previous step, of which nothing states the hours; leave it out"
-        raise OfSomethingElse(text, "since the previous step, of which nothing states the hours")
+        said = "previous step, of which nothing states the hours"
+        raise OfSomethingElse(f"{array.name}: a {kind} since the model's {said}; leave it out", f"since the {said}")
     along = np.array(lengths, np.int32)
     count = next(iter(places.values())).shape if places else (1,)
     return along[places[lead.dims[0]]] if lead.dims else np.full(count, along[0], np.int32)

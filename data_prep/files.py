@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -214,7 +215,7 @@ def open_readers(
     if len(files) == 1:
         return _open(files[0], index, overrides, wanted)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        waiting = [pool.submit(_open, path, index, overrides, wanted) for path in files]
+        waiting = [pool.submit(copy_context().run, _open, path, index, overrides, wanted) for path in files]
         try:
             return [reader for one in waiting for reader in one.result()]
         finally:

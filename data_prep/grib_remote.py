@@ -40,6 +40,7 @@ class RemoteGrib:
     def __init__(self, file: RemoteFile):
         self._file = file
         self._ahead = _Ahead(file, _VALUES_AHEAD)
+        self._headers: list[RemoteHeaders] = []
 
     @property
     def stamp(self) -> Stamp:
@@ -68,11 +69,13 @@ class RemoteGrib:
 
     def content(self) -> FileBytes:
         """Return the file as a sequence of bytes."""
-        return RemoteHeaders(self._file)
+        self._headers.append(RemoteHeaders(self._file))
+        return self._headers[-1]
 
     def close(self) -> None:
-        """Cancel the requests for values that are still under way, but not those of `content`."""
-        self._ahead.close()
+        """Cancel the requests that are still under way."""
+        for ahead in (self._ahead, *(headers._ahead for headers in self._headers)):
+            ahead.close()
 
 
 @contextmanager

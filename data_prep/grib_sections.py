@@ -334,10 +334,11 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
         if template in (0, 1, 60):
             steps, out[18:22] = (first, first), b"STEP"
         elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
-            end = first + _integer(section, tail + 15, 4)
+            length = _integer(section, tail + 15, 4)  # all ones if it is missing
+            end = first + length
             # The end of the interval depends on the init time, so it would give each init time a key of its own. It is
             # left out only if it agrees with start and length; otherwise ecCodes is asked.
-            if section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):
+            if length < 10_000 and section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):
                 steps, out[18:22], out[tail : tail + 7] = (first, end), b"STEP", bytes(7)
     return bytes(out), level, member, steps
 

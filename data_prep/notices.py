@@ -26,8 +26,8 @@ def notice_log(name: str) -> logging.Logger:
 def once(logged: set[str]) -> Iterator[None]:
     """Inside the `with` block, log only notices whose text is not in `logged`, and add their texts to it.
 
-    This holds for the thread that enters the block. Other threads, such as those that open several files at once, log
-    all notices as usual.
+    This holds for the thread that enters the block, and for those that open several files for it. Other threads log all
+    notices as usual.
 
     Args:
         logged: texts of the notices that were logged before; it is extended.

@@ -66,7 +66,8 @@ def prepare(config: PrepareConfig) -> Path:
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     """Make all paths absolute, because workers and later runs of the same build may start in other folders."""
     given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
-    static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
+    static = _whole(config.static) if as_list(config.static) else None
+    index = str(Path(config.index).absolute()) if config.index else config.index
     regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
     output = str(Path(config.output).absolute())
     return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)

@@ -71,8 +71,8 @@ def chosen(
         _require("levels", levels, there, path)
         keep &= np.isin(records["level"], levels) | IS_SURFACE[records["field"]]
     if dates is not None:
-        starts = np.unique(records["init"]).astype("datetime64[ns]")
-        keep &= np.isin(records["init"].astype("datetime64[ns]"), starts[select_dates(starts, dates)])
+        starts = np.unique(records["init"])
+        keep &= np.isin(records["init"], starts[select_dates(starts, dates)])
     return keep
 
 
@@ -155,13 +155,15 @@ def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
     """Return the selected coordinates of `layout`, in the selection's order. All rows of the grid are kept.
 
     Raises:
-        UserError: something selected is not in the layout.
+        UserError: something selected is not in the layout, or a value is selected twice.
     """
     picked: dict[str, tuple[Any, ...]] = {}
     for name in ("realization", "lead_hours", "variables", "levels", "surface"):
         axis, wanted = getattr(layout, name), getattr(selection, name)
         if wanted is not None:
             _require(name, wanted, axis, path)
+            if len(set(wanted)) < len(wanted):
+                raise UserError(f"{name}={list(wanted)}: holds a value twice; give each once")
         picked[name] = axis if wanted is None else tuple(wanted)
     return Layout(layout.init_time, grid=layout.grid, **picked)
 

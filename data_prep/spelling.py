@@ -23,9 +23,9 @@ _NUMBER = re.compile(r"([A-Za-z_]+?)_?(\d{2,4})")
 _LEVELS = {50, 70, 100, 125, 150, 175, *range(200, 451, 50), *range(500, 751, 50), *range(775, 1001, 25)}
 _MASTS = 300  # up to here a bare number may also be the height of a mast in m
 _CERTAIN = 600  # from here on a bare number is certainly a pressure in hPa: no mast is that high
-_WORDS = {
-    "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
-    "eighteen": 18, "twenty four": 24, "twenty-four": 24, "thirty six": 36, "forty eight": 48, "seventy two": 72,
+_WORDS = {  # patterns of longer numbers come before those that are their ends
+    r"twenty[\s-]four": 24, r"thirty[\s-]six": 36, r"forty[\s-]eight": 48, r"seventy[\s-]two": 72, "one": 1, "two": 2,
+    "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "nine": 9, "ten": 10, "twelve": 12, "eighteen": 18,
 }  # fmt: skip
 _SUM = r"(?:\w+\s+)?(?:sums?|totals?|accum\w*|precip\w*|rain\w*)\b"
 _AGO = r"\b(?:last|previous|past|preceding)\s+"

@@ -106,7 +106,7 @@ class Wanted:
             keep["level"] = np.isin(ticks["level"], self.levels)
         if self.leads is not None and not over_time:
             keep["lead"] = np.isin(ticks["lead"], self.leads)
-        init = ticks["init"].astype("datetime64[ns]")
+        init = ticks["init"]
         if self.dates is not None:
             keep["init"] = _of_dates(init, self.dates)
         if self.period is not None:

@@ -121,7 +121,7 @@ def even_grid(grid: Grid, degrees: float) -> Grid:
     if abs(rows - round(rows)) > 1e-6 * rows:
         raise UserError(f"regrid={degrees:g}: does not divide 180 degrees; 1, 1.5, 2, 2.5 and 5 do")
     latitude = 90 - np.arange(round(rows) + 1) * degrees
-    first = 0.0 if grid.wraps else np.ceil(grid.longitude[0] / degrees) * degrees
+    first = 0.0 if grid.wraps else np.ceil(grid.longitude[0] / degrees - 1e-6) * degrees
     span = 360.0 - degrees if grid.wraps else grid.longitude[-1] - first
     return covered(grid, latitude, first + np.arange(int(span / degrees + 1e-6) + 1) * degrees)
 
@@ -181,7 +181,7 @@ def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
     if min(source.shape + target.shape) < 2:
         return found
     steps = [[abs(axis[1] - axis[0]) for axis in (grid.latitude, grid.longitude)] for grid in (source, target)]
-    rows, columns = (round(new / old) for old, new in zip(*steps, strict=True))
+    rows, columns = (max(round(new / old), 1) for old, new in zip(*steps, strict=True))
     degrees, factors = float(f"{steps[1][0]:.6g}"), f"{rows}" if rows == columns else f"[{rows},{columns}]"
     tries: list[tuple[str, Callable[[], Grid]]] = [
         (f"coarsen={factors}", lambda: coarse_grid(source, rows, columns)),

@@ -122,7 +122,7 @@ _TERM = re.compile(r"(?P<unit>[A-Za-z_\N{MICRO SIGN}]+)(?P<power>[+-]?\d+)?|(?P<
 
 @cache
 def _quantity(text: str) -> Quantity | None:
-    """Return size and dimensions of units from `_plain`; None if a word is not known."""
+    """Return size and dimensions of units from `_plain`; None if a word is not known or there is no such number."""
     found, sign = _ONE, 1
     for word in re.sub(r"\bper\b", "/", text).replace("/", " / ").split():
         if word == "/":
@@ -139,7 +139,10 @@ def _quantity(text: str) -> Quantity | None:
                 return None
             unit, power = named, int(term["power"] or 1)
         # As in UDUNITS, a slash divides by the next unit alone: J/kg K is (J/kg) K.
-        found, sign = found.by(unit, sign * power), 1
+        try:
+            found, sign = found.by(unit, sign * power), 1
+        except ArithmeticError:  # a power beyond all numbers, or a division by 0
+            return None
     return found
 
 

@@ -127,3 +127,10 @@ def test_a_symbol_has_no_plural():
     assert unit_conversion("bars", "Pa") == (1e5, 0.0)
     with pytest.raises(UserError, match="cannot be converted to 'Pa'"):
         unit_conversion("Pas", "Pa")
+
+
+@pytest.mark.parametrize("units", ["km9999", "m/0", "km-9999"])
+def test_powers_and_quotients_that_are_no_numbers_are_refused(units):
+    with pytest.raises(UserError, match=f"units '{units}': cannot be converted to 'm'"):
+        unit_conversion(units, "m")
+    assert rate_conversion(units, "m") is None

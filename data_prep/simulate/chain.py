@@ -26,7 +26,7 @@ from data_prep.simulate.pressure import surface_fields, to_pressure
 from data_prep.simulate.schedule import STEPS, Cycle, ModelYear, valid_times
 from data_prep.simulate.synthesis import Synthesis, bilinear, regular_grid, sigma_fields
 from ensemble_ml.config import SimulateConfig
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import draft_of, write_whole
 
 STATIC_DATE = datetime(2000, 1, 1)
 
@@ -261,7 +261,7 @@ def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
         path: the file.
         arrays: the arrays by name.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_of(path)
     with open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy types its options, not the arrays
     os.replace(draft, path)

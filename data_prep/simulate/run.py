@@ -120,7 +120,8 @@ def _claim(config: SimulateConfig, output: Path) -> None:
         if _read_json(mark) != _identity(config):
             raise UserError(f"output={output}: holds an unfinished archive of another configuration; remove the folder")
         return
-    if output.exists() and any(output.iterdir()):
+    # Another share makes .parts just before its mark, and may have been killed in between.
+    if output.exists() and any(path.name != ".parts" for path in output.iterdir()):
         raise UserError(f"output={output}: exists and is not an archive in the making; choose a new folder")
     mark.parent.mkdir(parents=True, exist_ok=True)
     write_whole(mark, json.dumps(_identity(config), indent=1))

@@ -98,7 +98,7 @@ class SimulateConfig:
         at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed")
         at_least(self, 1, "train_dates", "validation_dates", "test_dates")
         years = self.train_years + self.validation_years + self.test_years
-        known = self.first_year >= 1000 and self.first_year + years < 2262
+        known = self.first_year >= 1000 and self.first_year + years <= 2262
         require("first_year", self.first_year, known, "give years from 1000 to 2261")
         require("train_years", self.train_years, years >= 1, "one model year at least is needed")
         for window in self.windows:
@@ -140,7 +140,8 @@ def check_overrides(config: Any) -> None:
 
     Raises:
         UserError: a variable is not known, or its units cannot be converted; an interval is neither whole hours above 0
-            nor `start`, or belongs to a variable that is no sum; or two variables have the same name in the archive.
+            nor `start`, or belongs to a variable that is no sum; two variables have the same name in the archive; or one is stated
+            twice.
     """
     examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
     for key, example in examples.items():
@@ -152,9 +153,11 @@ def check_overrides(config: Any) -> None:
         by_our_names = {}
         for ours, theirs in stated.items():
             try:
-                by_our_names[resolve(str(ours)).name] = theirs if key in _INTERVALS else str(theirs)
+                name = resolve(str(ours)).name
             except UserError as error:
                 raise UserError(f"{key}={{{ours}: {theirs}}}: {error}") from error
+            require(key, stated, name not in by_our_names, f"states {name} twice, as {ours}, too; state it once")
+            by_our_names[name] = theirs if key in _INTERVALS else str(theirs)
         setattr(config, key, by_our_names)
     for ours, units in config.units.items():
         try:

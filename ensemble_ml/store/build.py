@@ -24,7 +24,14 @@ from ensemble_ml.store.climate_arrays import write_climate
 from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.finish import finish_store
-from ensemble_ml.store.folder import building_folder, check_target, give_name, make_folders, named_already
+from ensemble_ml.store.folder import (
+    building_folder,
+    check_target,
+    give_name,
+    make_folders,
+    named_already,
+    private_folder,
+)
 from ensemble_ml.store.locks import claimed, exclusive, leads_to, shared
 from ensemble_ml.store.metadata import plan_digest
 from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
@@ -42,7 +49,8 @@ class Build:
         plan: Plan of its contents.
         overwrite: Whether to replace a store that stands at `path`. It stays as it is until the new one is complete.
         restart: Whether to throw away an unfinished build.
-        work: Folder to build in; None takes the one that all builders of this store share.
+        private: Whether to build in a folder of this process alone, and not in the one that all builders of this store
+            share.
 
     Raises:
         UserError: Something stands at `path` that may not be replaced, an unfinished build has another plan, the folder
@@ -56,12 +64,12 @@ class Build:
         *,
         overwrite: bool = False,
         restart: bool = False,
-        work: Path | None = None,
+        private: bool = False,
     ):
         path = Path(path).absolute()
         path = path.resolve() if path.is_symlink() else path  # keep the link, and replace the store behind it
         self.path, self.plan, self._overwrite = path, plan, overwrite
-        self.work, self.shared = work or building_folder(self.path), work is None
+        self.work, self.shared = (private_folder if private else building_folder)(self.path), not private
         self.complete = False  # whether the finished store stands at `path`
         self.outdated: dict[str, set[int]] = {}  # files that changed since init times were built from them
         self.superseded: set[int] = set()  # init times for which the archive now has other fields
@@ -70,8 +78,7 @@ class Build:
         if restart:
             self._throw_away()
         if named_already(self.work, self.path):
-            plan_file = self.work / "plan.json"
-            self.complete = plan_file.exists() and plan.differs(read_facts(plan_file)) is None
+            self.complete = (self.work / "plan.json").exists() and plan_digest(self.path) == plan.digest
             self.remove()
             if self.complete:
                 return
@@ -322,16 +329,16 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Return whether the build is over and something stands at `path`, which is then taken for the finished store.
+        """Return whether the build is over and the store of this plan stands at `path`.
 
         If the builder that finished it died before it could tidy up, this one does so.
 
         Raises:
-            UserError: The work folder is gone, and there is no store.
+            UserError: The work folder is gone, and the store of this plan is not there.
         """
         if not self.over:
             return False
-        if not self.path.exists():
+        if not self._named_within(_SEEN_WITHIN):
             raise UserError(f"output={self.path}: somebody removed its unfinished build; start anew")
         self.complete = True
         if named_already(self.work, self.path):

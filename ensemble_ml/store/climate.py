@@ -195,11 +195,11 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
         q(p) = x[floor(h)] + (h - floor(h)) (x[floor(h) + 1] - x[floor(h)])
 
     Args:
-        values: (N, ...) float32, finite or NaN; NaN is left out.
+        values: (N, ...) float32; NaN and infinite values are left out.
         probabilities: (Q,) p.
         fewest: Number of values below which a point is NaN.
     """
-    ordered = np.sort(values, axis=0)  # NaN are sorted to the end
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN are sorted to the end
     count = np.isfinite(ordered).sum(0)
     last = np.maximum(count - 1, 0)
     out = np.empty((len(probabilities), *values.shape[1:]), np.float32)

@@ -43,7 +43,7 @@ def private_folder(path: Path) -> Path:
     """
     host = socket.gethostname()
     for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
-        process = old.name.rpartition("-")[2]
+        process = old.name.removeprefix(f"{path.name}.partial-{host}-")  # the number, unless a longer host name goes on
         if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
             shutil.rmtree(old, ignore_errors=True)
     work = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")

@@ -51,17 +51,23 @@ def is_remote(path: Any) -> bool:
 
 
 def url_of(path: str) -> str:
-    """Return the URL of a remote store or file, without a slash at its end."""
+    """Return the URL of a remote store or file, without a slash at its end.
+
+    Raises:
+        UserError: it has a query, such as the signature of a signed URL, which obstore cannot send.
+    """
     store, mark, group = path.partition(GROUP)
+    if "?" in store:
+        raise UserError(f"{store.partition('?')[0]}: a URL is read without the part behind its ?; download the file")
     return f"{NAMES.get(store, store).rstrip('/')}{mark}{group}"
 
 
 def _head(url: str) -> bytes:
-    """Return the first bytes of the file at a URL; nothing if its name contains "zarr", or if it cannot be read.
+    """Return the first bytes of the file at a URL; nothing if its name contains ".zarr", or if it cannot be read.
 
     A URL with a group is that of a Zarr store, so nothing is read from it either.
     """
-    if GROUP in url or "zarr" in url.rsplit("/", 1)[-1]:
+    if GROUP in url or ".zarr" in url.rsplit("/", 1)[-1]:
         return b""
     try:
         return _asked_head(url)

@@ -21,7 +21,7 @@ from ensemble_ml.config import Packing
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.folder import check_target, private_folder
+from ensemble_ml.store.folder import check_target
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.plan import plan_of
 from ensemble_ml.store.schema import WRITTEN, ArraySpec, Kind
@@ -65,7 +65,7 @@ class StoreWriter:
         check_target(self.path, overwrite)
         plan = plan_of(layout, parts, packing, static, lead_bounds, provenance)
         self.parts = plan.parts
-        self._build = Build(self.path, plan, overwrite=overwrite, work=private_folder(self.path))
+        self._build = Build(self.path, plan, overwrite=overwrite, private=True)
         self._entries: dict[int, DateEntry] = {}
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)

@@ -45,9 +45,14 @@ class TestGrib:
             (Selection(levels=(10,)), "levels=10"),
             (Selection(variables=("q",)), "variables=q"),
             (Selection(rows=(5, 9)), "no rows 5 to 9"),
+            (Selection(realization=(3, 3)), r"realization=\[3, 3\]: holds a value twice; give each once"),
         ):
             with pytest.raises(UserError, match=text):
                 source.read(Part.FORECAST, 0, selection)
+
+    def test_one_member_has_no_mean(self, tmp_path):
+        source = open_archive(ensemble(tmp_path / "a.grib", members=(1,)))
+        assert source.has(Part.FORECAST) and not source.has(Part.MEAN) and not source.has(Part.SPREAD)
 
     def test_mean_and_spread_are_those_of_all_members(self, tmp_path):
         source = open_archive(ensemble(tmp_path / "a.grib", names=("t", "t2m")))

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import building
@@ -273,3 +274,37 @@ def test_gaps_that_are_filled_meanwhile_cost_their_own_dates(tmp_path, caplog):
     other = open_store(prepare(config(tmp_path / "whole", tmp_path / "w.zarr", gaps=Gaps.mask)))
     for date in range(3):
         assert np.array_equal(store.read(Part.FORECAST, date).pressure, other.read(Part.FORECAST, date).pressure)
+
+
+def test_a_store_of_the_archive_as_it_was_is_not_taken_for_its_replacement(archive, whole, tmp_path, monkeypatch):
+    """A builder was killed while it tidied up, after which the archive changed."""
+    settings = config(archive, tmp_path / "s.zarr", overwrite=True)
+    build = begin(settings, range(DATES))
+    monkeypatch.setattr(build, "remove", lambda: None)
+    build.finalise()
+    grown = replace(build.plan, provenance=build.plan.provenance | {"fingerprint": "0" * 16})
+    assert not Build(settings.output, grown, overwrite=True).complete
+
+
+def test_an_old_store_is_not_taken_for_a_build_that_somebody_removed(archive, tmp_path, monkeypatch):
+    prepare(config(archive, tmp_path / "s.zarr", levels=[500]))
+    build = begin(config(archive, tmp_path / "s.zarr", overwrite=True), range(DATES))
+    monkeypatch.setattr("ensemble_ml.store.build._SEEN_WITHIN", 0.0)
+    shutil.rmtree(build.work)
+    with pytest.raises(UserError, match=r"s.zarr: somebody removed its unfinished build; start anew"):
+        build.finalise()
+
+
+def test_the_error_that_ends_a_run_is_not_replaced_by_another(archive, tmp_path, monkeypatch):
+    """Another builder uses a newer state of the archive, so what is kept cannot be counted."""
+
+    def fail(*_):
+        monkeypatch.setattr(Build, "missing", refuse)
+        raise UserError("the disk is full")
+
+    def refuse(*_):
+        raise UserError("the archive has changed")
+
+    monkeypatch.setattr(building_run, "_each", fail)
+    with pytest.raises(UserError, match="the disk is full"):
+        prepare(config(archive, tmp_path / "s.zarr", workers=1))

@@ -367,3 +367,13 @@ def test_an_archive_is_opened_on_the_grid_of_a_store(archive):
 def test_bad_settings(setting, message):
     with pytest.raises(UserError, match=message):
         PrepareConfig(input="a", output="b.zarr", **setting)
+
+
+def test_no_settings_are_found_for_a_finer_grid_that_begins_at_a_pole():
+    source = Grid(90 - np.arange(10) * 10.0, np.arange(36) * 10.0)
+    assert settings_for(source, Grid(90 - np.arange(60) * 1.5, np.arange(36) * 10.0)) == ""
+
+
+def test_an_even_grid_has_the_first_column_whatever_its_rounding():
+    region = Grid(50 - np.arange(11) * 0.1, (1.1 + np.arange(11) * 0.1).astype(np.float32))
+    assert GridChange(regrid=0.1).of(region).target.same_as(region)

@@ -226,6 +226,15 @@ def test_neither_messages_nor_content(tmp_path):
         GribFile(str(write(tmp_path / "b.grib", [])))
 
 
+@pytest.mark.parametrize("length", [b"\xff\xff\xff\xff", (2 * 10**9).to_bytes(4, "big")])
+def test_intervals_of_no_length_or_of_millennia_are_refused(tmp_path, length):
+    whole = message("tp", step="24-48", edition=2)
+    place = whole.index((24).to_bytes(4, "big"), whole.index((24).to_bytes(4, "big")) + 4)  # behind the first hour
+    path = write(tmp_path / "a.grib", [whole[:place] + length + whole[place + 4 :]])
+    with pytest.raises(UserError, match=r"step 24-\S+: not understood; hours, or a range of hours, are read"):
+        GribFile(str(path))
+
+
 def test_sections_out_of_their_order_are_damaged():
     one = message("t", edition=2)
     repeated = one[:-4] + b"\0\0\0\x09\x04\0\0\0\0" + b"7777"  # a section 4 that no values follow

@@ -75,6 +75,8 @@ class TestNames:
         [({"names": {"temprature": "x"}}, "variable temprature: unknown; did you mean"),
          ({"names": "t2m"}, "names=t2m: give them by our names"),
          ({"names": {"t2m": "x", "skt": "x"}}, "stands for two of ours"),
+         ({"names": {"t2m": "x", "2t": "y"}}, r"names=\{.*\}: states t2m twice, as 2t, too; state it once"),
+         ({"units": {"t2m": "K", "2t": "degC"}}, "states t2m twice, as 2t, too; state it once"),
          ({"units": {"tp": "furlong"}}, r"units=\{tp: furlong\}: units 'furlong': cannot be converted to 'm'")],
     )  # fmt: skip
     def test_settings_that_make_no_sense(self, config, settings, message):
@@ -253,6 +255,12 @@ class TestConventions:
         grid = Grid(np.array([10.0, 0.0]), np.array([0.0, 120.0, 240.0]))
         for factor, agrees in ((1.0, True), (0.9, True), (0.1, False), (1 / 9.80665, False)):
             assert agree(field("z"), factor * values, np.array([level]), grid) is agrees
+
+    @pytest.mark.parametrize("name", ["tp", "swe"])
+    def test_little_rain_or_snow_of_a_region_may_be_in_millimetres(self, name):
+        values, latitude = np.full((1, 2, 3), 0.5), np.array([10.0, 0.0])
+        for longitude, agrees in ((np.array([0.0, 120.0, 240.0]), True), (np.array([0.0, 1.0, 2.0]), False)):
+            assert agree(field(name), values, np.array([0]), Grid(latitude, longitude)) == agrees
 
     def test_all_are_named_at_once(self, tmp_path):
         written(flat(t2m=5.0, msl=1013.0), tmp_path / "a.nc")

@@ -9,10 +9,12 @@ import numpy as np
 import public_archives
 import public_grib
 import pytest
+from gribfiles import ensemble, message, noise, write
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
 from data_prep import build_job, grib_remote, open_archive, prepare
 from data_prep.build_job import Job
+from data_prep.grib_io import Stamp
 from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
@@ -229,6 +231,17 @@ class TestGrib:
             source.read(Part.FORECAST, 0)
         assert "\n" not in str(raised.value)
 
+    def test_a_scan_that_fails_leaves_no_requests(self, served, plan, names, monkeypatch):
+        url = self.urls(served, names)[0]
+        file, asked, ask = remote.RemoteFile.open(url), [], remote.RemoteFile.ask
+        monkeypatch.setattr(remote.RemoteFile, "ask", lambda *args: asked.append(ask(*args)) or asked[-1])
+        with pytest.raises(KeyError), grib_remote.remote_grib(url, Stamp(file.size, file.tag)) as grib:
+            headers = grib.content()
+            plan.seconds = 1.0
+            headers.stretch(0, 10)
+            raise KeyError
+        assert len(asked) > 1 and all(one.done() for one in asked)
+
 
 class TestNamesOfManyFiles:
     """Short names whose files lie on this machine, where the rule's own root stands for them."""
@@ -295,3 +308,21 @@ class TestNamesOfManyFiles:
         monkeypatch.setitem(RULES, "opendata:ifs", replace(RULES["opendata:ifs"], root=served))
         with pytest.raises(UserError, match=rf"^{served}/20251101/00z/ifs/0p25/enfo/.*-3h-enfo-ef.grib2: .*\(404\)"):
             open_archive("opendata:ifs/2025-11-01T00", leads=[3])
+
+
+def test_static_fields_by_url(tmp_path, served):
+    path = ensemble(tmp_path / "a.grib")
+    write(tmp_path / "static.grib", [message("lsm", noise(mean=0.5, std=0.1))])
+    how = {"static": f"{served}/static.grib", "output": str(tmp_path / "s.zarr")}
+    assert list(open_store(prepare(PrepareConfig(input=str(path), **how))).static()) == ["lsm"]
+
+
+def test_a_grib_file_with_zarr_in_its_name(tmp_path, served):
+    path = ensemble(tmp_path / "zarr_a.grib2")
+    assert_same(open_archive(f"{served}/zarr_a.grib2"), open_archive(path))
+
+
+def test_signed_urls_are_refused(served):
+    """Their signature would not be sent, and the server would refuse access."""
+    with pytest.raises(UserError, match=rf"^{served}/a.grib2: a URL is read without the part behind its \?; download"):
+        open_archive(f"{served}/a.grib2?signature=abc")

@@ -146,6 +146,28 @@ class TestArchive:
             simulate(tiny_config(tmp_path / "other"))
 
 
+def test_a_folder_that_another_share_is_about_to_mark_is_claimed(tmp_path):
+    (tmp_path / ".parts").mkdir()
+    assert simulate(tiny_config(tmp_path, parts="20/20")) == tmp_path  # a share without a model year
+    assert (tmp_path / ".parts" / "config.json").exists()
+
+
+def test_processes_of_one_number_save_drafts_of_their_own(tmp_path, monkeypatch):
+    """As in containers that share the output: each is process 1 of its own."""
+    from data_prep.simulate.chain import save
+
+    real = np.savez
+
+    def saved(file, **arrays):
+        real(file, **arrays)
+        if arrays["x"] == 1:
+            save(tmp_path / "a.npz", {"x": np.array(2)})
+
+    monkeypatch.setattr(np, "savez", saved)
+    save(tmp_path / "a.npz", {"x": np.array(1)})
+    assert np.load(tmp_path / "a.npz")["x"] == 1 and len(list(tmp_path.iterdir())) == 1
+
+
 class FakeModel:
     """Stands for an `Atmosphere`: any deterministic map of states will do to test the bookkeeping around it."""
 

@@ -190,3 +190,6 @@ class TestSchedule:
     def test_bad_settings(self, key, value, text):
         with pytest.raises(UserError, match=text):
             self.config(**{key: value})
+
+    def test_the_last_year(self):
+        assert self.config(first_year=2261, train_years=1, validation_years=0, test_years=0).first_year == 2261

@@ -6,7 +6,7 @@ import xarray as xr
 from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
 
 import ensemble_ml as eml
-from data_prep import open_pair, prepare
+from data_prep import open_archive, open_pair, prepare
 from data_prep.file_index import FileIndex
 from ensemble_ml import cli
 from ensemble_ml.config import EvaluateConfig, PrepareConfig
@@ -340,8 +340,13 @@ def test_gusts_of_the_moment_are_not_verified_by_those_of_an_hour(tmp_path, capl
 
 def test_starts_that_nanoseconds_do_not_reach_are_refused(tmp_path):
     path = write(tmp_path / "a.grib", [message("t", date=23000101, member=m, seed=m) for m in (1, 2)])
-    with pytest.raises(UserError, match="init time 2300-01-01T00: only those from 1678 to 2261 can be kept"):
-        open_pair(path)
+    data = dataset().assign_coords(time=np.array(["2300-01-01", "2300-01-02"], "datetime64[s]"))
+    for archive in (path, data):
+        for dates in (None, ["2300"]):
+            with pytest.raises(UserError, match="init time 2300-01-01T00: only those from 1678 to 2261 can be kept"):
+                open_archive(archive, dates=dates)
+        with pytest.raises(UserError, match="dates 1715: no init time lies there; the data span 2300-01-01T00 to"):
+            open_archive(archive, dates=["1715"])
 
 
 def test_the_truth_of_other_years_is_refused_with_both_periods(tmp_path):

@@ -236,6 +236,10 @@ def test_a_forecast_that_states_no_lead_is_told_of(tmp_path, caplog):
     dataset().isel(step=0, drop=True).to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.lead_hours == (0,)
     assert "no field states a lead, so all get lead 0" in caplog.text
+    caplog.clear()
+    dataset().to_netcdf(tmp_path / "b.nc")
+    assert open_archive(tmp_path / "b.nc", leads=[0]).layout.lead_hours == (0,)
+    assert "no field states a lead" not in caplog.text
 
 
 def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 import xarray as xr
 from gribfiles import dataset, opened, surface
 
+from data_prep import open_archive
 from data_prep.identity import Overrides
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
@@ -243,6 +244,7 @@ class TestHoursOfSums:
     @pytest.mark.parametrize(
         ("key", "text", "hours"),
         [("long_name", "Total precipitation in the last six hours", 6), ("long_name", "Daily total precipitation", 24),
+         ("long_name", "Rain in the last twenty four hours", 24), ("long_name", "Rain, seventy-two hour sum", 72),
          ("long_name", "Total precipitation, 1-day sum", 24), ("long_name", "Rain of the previous day", 24),
          ("description", "sum over the last 6 hours", 6), ("comment", "6 h accumulation", 6),
          ("comment", "15-day forecast, written every 6 hours", 120), ("GRIB_stepRange", "114-120", 6),
@@ -267,3 +269,11 @@ class TestHoursOfSums:
         data = data.assign_coords(step=("step", [120.0], {"units": "hours", "bounds": "step_bnds"}))
         with pytest.raises(UserError, match="tp: a sum whose time has the bounds step_bnds, which the file lacks"):
             opened(data, tmp_path)
+
+    def test_a_sum_since_a_step_that_the_file_does_not_tell(self, tmp_path):
+        """It would be read as a sum from the start. The user may state its hours."""
+        data = self.rain(long_name="Precipitation since previous step")
+        with pytest.raises(UserError, match=r"tp: a sum since the model's previous step, of which nothing states the"):
+            opened(data, tmp_path)
+        source = open_archive(tmp_path / "a.nc", overrides=Overrides(intervals={"tp": 6}))
+        assert source.lead_bounds == {"tp": [[114, 120]]}

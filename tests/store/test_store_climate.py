@@ -206,3 +206,8 @@ def test_refusals(store, tmp_path):
         ModelClimate(store, probabilities=(0.5, 0.1))
     with pytest.raises(UserError, match="has no level"):
         ModelClimate(store).quantiles(0, Selection(levels=(300,)))
+
+
+def test_values_that_are_not_finite_are_left_out_of_quantiles():
+    values = np.array([[1.0, -np.inf], [2.0, 1.0], [3.0, 2.0], [np.nan, 3.0], [np.inf, np.nan]], np.float32)
+    np.testing.assert_array_equal(quantiles(values, np.array([0.0, 0.5, 1.0])), [[1, 1], [2, 2], [3, 3]])

@@ -296,3 +296,25 @@ def test_a_store_is_itself_when_it_is_moved_back_or_touched(tmp_path):
         store.read(Part.FORECAST, 0)
     (tmp_path / "copy.zarr").rename(tmp_path / "s.zarr")
     np.testing.assert_array_equal(store.read(Part.FORECAST, 0).surface, before)
+
+
+def test_a_writer_replaces_the_store_behind_a_link_to_another_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    write_random(tmp_path / "disk" / "s.zarr")
+    (tmp_path / "s.zarr").symlink_to(tmp_path / "disk" / "s.zarr")
+    layout = make_layout(shape=SHAPE, **LAYOUT)
+    with StoreWriter(tmp_path / "s.zarr", layout, parts=[Part.TRUTH], overwrite=True) as one:
+        assert not list(tmp_path.glob("s.zarr.partial-*"))  # a folder here could not be renamed to the other disk
+        assert len(list((tmp_path / "disk").glob("s.zarr.partial-*"))) == 1
+        one.write(Part.TRUTH, 0, None, random_block(np.random.default_rng(0), (1, 2, 2), SHAPE))
+    assert (tmp_path / "s.zarr").is_symlink() and not open_store(tmp_path / "s.zarr").has(Part.FORECAST)
+
+
+def test_folders_of_another_host_are_left_alone(tmp_path, monkeypatch):
+    """Its name begins with that of this host."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    other, dead = (tmp_path / f"s.zarr.partial-{name}" for name in ("node1-2-99999999", "node1-99999999"))
+    other.mkdir()
+    dead.mkdir()
+    write_random(tmp_path / "s.zarr")
+    assert other.exists() and not dead.exists()
