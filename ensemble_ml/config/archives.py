@@ -140,8 +140,8 @@ def check_overrides(config: Any) -> None:
 
     Raises:
         UserError: a variable is not known, or its units cannot be converted; an interval is neither whole hours above 0
-            nor `start`, or belongs to a variable that is no sum; two variables have the same name in the archive; or one is stated
-            twice.
+            nor `start`, or belongs to a variable that is no sum; two variables have the same name in the archive; or
+            one is stated twice.
     """
     examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
     for key, example in examples.items():
