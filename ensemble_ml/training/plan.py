@@ -549,8 +549,7 @@ def shared_out(
 ) -> TrainConfig:
     """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
-    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless the settings name another or
-    the configuration in its checkpoint has `auto` for a degree.
+    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless its settings name another.
 
     Args:
         config: settings of the run.
