@@ -154,7 +154,7 @@ def hash_of_code(*parts: str) -> str:
     Compute it at import, because files may be edited while a process runs.
 
     Args:
-        parts: folders inside the package.
+        parts: folders relative to that of the package.
     """
     found = hashlib.sha256()
     root = Path(__file__).parent
