@@ -428,7 +428,8 @@ def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[Tra
 
 def number_text(weights: int) -> str:
     """Return a number of weights in short, such as `1.3 M`."""
-    size, unit = next((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1, "")) if weights >= s or s == 1)
+    units = (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")
+    size, unit = next((s, u) for s, u in units if weights >= 0.9995 * s or s == 1)  # 999,999 are 1 M
     return f"{weights / size:.3g} {unit}".strip()
 
 
