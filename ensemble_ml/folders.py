@@ -40,7 +40,7 @@ def check_writable(output: str | Path, key: str = "output") -> None:
         UserError: the folder, or the one in which it would be created, is no folder or may not be written.
     """
     nearest = Path(output).absolute()  # the folder itself, or the nearest parent that exists
-    while not nearest.exists() and nearest != nearest.parent:
+    while not os.path.exists(nearest) and nearest != nearest.parent:  # Path.exists raises in a closed folder
         nearest = nearest.parent
     if not nearest.is_dir():
         raise UserError(f"{key}={output}: {nearest} is a file; give a folder")
@@ -107,7 +107,7 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
         draft: the complete file.
         path: its final name.
         replace: whether an existing file may be replaced. If not, the draft keeps its own name as well, and the caller
-            removes it. Where no hard link can be made, the draft is renamed, and an existing file is replaced.
+            removes it. Where no hard link can be made, the draft is renamed instead.
 
     Raises:
         UserError: the file exists, and `replace` is false.
@@ -116,14 +116,14 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
     if not replace:
         # A hard link fails if the name exists, while a rename would replace the file silently. A file system
         # without hard links gets the rename nevertheless.
-        with suppress(OSError):
-            try:
-                os.link(draft, path)
-            except FileExistsError as error:
+        try:
+            os.link(draft, path)
+            return
+        except OSError as error:
+            if os.path.lexists(path):
                 raise UserError(
                     f"output {path}: another process has made it meanwhile, so it stays; choose another output"
                 ) from error
-            return
     os.replace(draft, path)
 
 
@@ -154,7 +154,7 @@ def hash_of_code(*parts: str) -> str:
     Compute it at import, because files may be edited while a process runs.
 
     Args:
-        parts: folders inside the package.
+        parts: folders relative to that of the package.
     """
     found = hashlib.sha256()
     root = Path(__file__).parent

@@ -82,7 +82,7 @@ class Model:
             True
         """
         paths, opened = resolve(ensemble)
-        numbers = members if members is None else np.asarray(members, np.int64).tolist()
+        numbers = members if members is None else np.asarray(members).tolist()
         ours = {"checkpoint": str(self.path), "input": paths, "members_in": numbers}
         config = settings_of(PredictConfig, {**opened, **settings}, ours, _REFUSED)
         # Workers of Dask open the input for themselves.

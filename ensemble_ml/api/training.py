@@ -115,6 +115,8 @@ def train_config(
     composed = compose_config("train", words)
     set_values("train", composed, values)
     # If an experiment states init times, its own split holds, as on the command line.
+    if validation is None and composed.data.validation:
+        validation = list(composed.data.validation)
     if not composed.data.train and (train is None or validation is None):
         train, validation = split_dates(open_store(store), train, validation)
     dates = {"data.train": train, "data.validation": validation}

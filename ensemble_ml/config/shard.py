@@ -31,6 +31,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         at_least(self, 2, "ranks", group="shard.")
         at_least(self, 1, "hidden", "labelled", "steps", "seeds", "shape", "channels", "batch_size", "validate_every", group="shard.")
+        require("shard.hidden", self.hidden, bool(self.hidden), "give one number or more")
         require("shard.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
         require("shard.channels", self.channels, len(self.channels) == 2, "give the first number and the largest")
         require("shard.steps", self.steps, len(self.steps) == 2, "give the steps on members, and those on the truth")

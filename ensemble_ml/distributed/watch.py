@@ -257,7 +257,9 @@ def _print_and_exit(failure: dict[str, Any], status: int, wait: float) -> None:
     what = "was interrupted" if failure["interrupted"] else "failed" if status == STATUS_ABORTED else "stopped"
     why = f": {failure['cause']}" if failure["cause"] else ""
     text = f"ensemble-ml: rank {failure['rank']}{where} {what} at step {failure['step']}{why}; this rank leaves"
-    sys.stdout.flush()
-    os.write(2, f"{text}\n".encode())  # a single write, so that lines of several ranks do not mix
-    time.sleep(wait)
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        os.write(2, f"{text}\n".encode())  # a single write, so that lines of several ranks do not mix
+    finally:  # also where nothing can be written: the disk of the log is full, or its reader is gone
+        time.sleep(wait)
+        os._exit(status)

@@ -183,6 +183,8 @@ def _asked(config: PredictConfig) -> str:
 
 def _shown(value: Any) -> Any:
     """Return a setting as a file's history shows it. A long list becomes its first and last value, and their number."""
+    if isinstance(value, list):
+        value = [shown_input(one) if is_dataset(one) else one for one in value]
     if isinstance(value, list) and len(value) > _NAMED:
         return f"[{value[0]}, ..., {value[-1]}] ({len(value)} in all)"
     return value.value if isinstance(value, Enum) else shown_input(value) if is_dataset(value) else value

@@ -169,7 +169,7 @@ def _checked(device: str | None) -> str | None:
     if device is not None:
         try:
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             why = str(error).splitlines()[0]
             raise UserError(f"device={device}: cannot be used ({why}); give cpu, or leave it out") from error
     return device

@@ -136,7 +136,7 @@ def _shard(spec: ModelSpec, session: Session) -> Shard:
         )
     if topology.trainer > 1:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
-    if given.shard > 1:
+    if given.shard != 1:
         raise UserError(f"parallel.shard={given.shard}: a forecast needs all weights on each rank; leave it out")
     if topology.spatial > 1 and spec.config.name != "unet3d":
         raise UserError(

@@ -119,7 +119,7 @@ def _as_pairs(points: Any) -> np.ndarray:
     """Return the points as an array (P, 2), or raise a UserError if they are not a list of pairs of numbers."""
     pairs = list(points) if isinstance(points, list | tuple) else []
     good = bool(pairs) and all(
-        isinstance(p, list | tuple) and len(p) == 2 and all(type(x) in (int, float) and np.isfinite(x) for x in p)
+        isinstance(p, list | tuple) and len(p) == 2 and all(type(x) in (int, float) and abs(x) < 1e9 for x in p)
         for p in pairs
     )
     if not good:

@@ -43,10 +43,14 @@ class Arena:
     def __init__(self, size: int, folder: str | Path | None = None):
         self.size = -(-size // PAGE) * PAGE
         self.fd = memory_file() if folder is None else _on_disk(Path(folder))
-        os.ftruncate(self.fd, self.size)
-        # The file is mapped for reading only; `put` writes with `pwrite`. A write into mapped memory would kill the
-        # process where the disk is full.
-        self._map = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ) if self.size else None
+        try:
+            os.ftruncate(self.fd, self.size)
+            # The file is mapped for reading only; `put` writes with `pwrite`. A write into mapped memory would kill the
+            # process where the disk is full.
+            self._map = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ) if self.size else None
+        except BaseException:
+            os.close(self.fd)
+            raise
         self._all = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
         self._free: list[tuple[int, int]] = [(0, self.size)] if self.size else []
 
@@ -158,10 +162,12 @@ def read_extents(fd: int, extents: Extents) -> np.ndarray:
     out = np.empty(sum(size for _, size in extents), np.uint8)
     done = 0
     for offset, size in extents:
-        part = out[done : done + size].data
-        if os.preadv(fd, [part], offset) != size:
-            raise OSError(errno.EIO, "memory of another rank is shorter than expected")
-        done += size
+        end = done + size
+        while done < end:  # one call reads at most 2 GiB
+            count = os.preadv(fd, [out[done:end].data], offset + size - (end - done))
+            if not count:
+                raise OSError(errno.EIO, "memory of another rank is shorter than expected")
+            done += count
     return out
 
 

@@ -140,7 +140,8 @@ class ClairvoyantLoader:
 
     Raises:
         UserError: Settings do not fit, or differ between ranks. A loop also raises it after all batches were handed out
-            or the loader was closed, if another loop over it is under way, or if ranks are at different steps.
+            or the loader was closed, also within the loop, if another loop over it is under way, or if ranks are at
+            different steps.
     """
 
     def __init__(
@@ -495,6 +496,8 @@ class Engine:
                     return True
                 if self._ended and number not in self._missing:
                     return False
+                if self._stopped:  # its threads are gone
+                    raise UserError("ClairvoyantLoader: it was closed within its loop; leave the loop by break instead")
                 if not self._change.wait(_STALL) and (slow := self.tiers.slowest()):
                     log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 

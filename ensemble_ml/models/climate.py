@@ -81,11 +81,12 @@ class Climate:
             UserError: an array has the wrong shape or is not finite, or a scale is negative.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads.
-        if values["level_spread"] is None:
-            values["level_spread"] = _level_spread(spec, values["spread"])
         for name, shape in climate_shapes(spec).items():
-            if values[name] is None:
+            # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads,
+            # which has been checked by then.
+            if values[name] is None and name == "level_spread":
+                values[name] = _level_spread(spec, values["spread"])
+            elif values[name] is None:
                 values[name] = np.full(shape, _unknown(name))
             values[name] = _checked_array(name, np.asarray(values[name], np.float32), shape)
         _lift_zeros(values)

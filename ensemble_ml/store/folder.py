@@ -124,11 +124,11 @@ def named_already(work: Path, path: Path) -> bool:
 def exchange(one: Path, other: Path) -> None:
     """Swap the names of two folders.
 
-    If the system cannot swap them in one step, `other` does not exist for a moment. It is called `replaced` then, and
-    lies beside `one`.
+    If the system cannot swap them in one step, `other` does not exist for a moment. It is a draft beside `one`
+    then, with a random name.
 
     Raises:
-        OSError: The system cannot rename them. Without a swap in one step, also if `replaced` exists and is not empty.
+        OSError: The system cannot rename them.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
@@ -136,7 +136,7 @@ def exchange(one: Path, other: Path) -> None:
     if renameat2 is not None and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(other))
-    aside = one.with_name("replaced")
+    aside = one.with_name(f".{other.name}.partial-{secrets.token_hex(8)}")
     os.rename(other, aside)
     try:
         os.rename(one, other)

@@ -190,8 +190,10 @@ def assemble(
         partition_model(state.model, session.mesh, overlap)
         if config.parallel.shard > 1:
             _share_weights(config, state, session)
+    # With a number in the place of `data=auto`, a run that is resumed with `lat=auto` knows its mesh.
+    recorded = replace(config, parallel=replace(config.parallel, data=topology.data))
     facts = {
-        "config": agreement.plain_config(config),
+        "config": agreement.plain_config(recorded),
         "spec": reader.spec.to_json(),
         "training_dates": [iso(t) for t in reader.source.layout.init_time[train]],
         "validation_dates": [iso(t) for t in reader.source.layout.init_time[validation]],

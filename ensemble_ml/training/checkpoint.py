@@ -21,8 +21,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -38,6 +39,8 @@ from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.widths import widths_for
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FORMAT = 6  # raised whenever a reader of the previous format would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
@@ -90,6 +93,20 @@ def rank_file(rank: int) -> str:
     return f"{RANK}{rank:05d}.safetensors"
 
 
+def _readable(read: Callable[P, T]) -> Callable[P, T]:
+    """Raise a UserError where storage refuses to give the checkpoint that is the first argument of a function."""
+
+    @wraps(read)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except OSError as error:
+            raise UserError(f"checkpoint {args[0]}: cannot be read ({error.strerror or error}); try again") from error
+
+    return call
+
+
+@_readable
 def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
     """Read and verify a checkpoint folder, or a link to one.
 
@@ -104,13 +121,11 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
     folder = path.resolve()  # a training that is still running may change the link at any moment
     try:
         return _load(path, folder, training)
-    except (UserError, OSError) as error:
+    except (UserError, OSError):
         # The link was changed while the checkpoint was read, and its old folder may be gone: read the new one.
         if path.resolve() != folder:
             return _load(path, path.resolve(), training)
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"checkpoint {path}: cannot be read ({error.strerror or error}); try again") from error
+        raise
 
 
 def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
@@ -121,6 +136,7 @@ def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
     return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
 
 
+@_readable
 def find_checkpoint(path: str | Path) -> Path:
     """Return the folder of a checkpoint, which may also be given by its run or by the run's folder of checkpoints.
 
@@ -164,6 +180,7 @@ def load_spec(path: str | Path) -> ModelSpec:
     return ModelSpec.from_json(load_meta(path)["spec"])
 
 
+@_readable
 def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
     """Return the contents of a checkpoint's JSON, without reading its weights.
 
@@ -474,7 +491,9 @@ def _whole(path: Path) -> bool:
     """Return True if all files of a checkpoint are as they were written."""
     try:
         files = load_meta(path)["files"]
-    except UserError:
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):  # it may be whole
+            raise
         return False
     return all((path / name).is_file() and hash_file(path / name) == found for name, found in files.items())
 

@@ -139,7 +139,7 @@ class Dates:
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
         # For masked variables, the mean at a point is taken over the members that have a value there. A field without
         # any value in some member is absent, not masked, so it must be NaN.
-        if self.spec.masked and len(whole) < len(chosen):
+        if self.spec.masked and not np.isin(chosen, whole).all():
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))

@@ -65,7 +65,7 @@ def compact(config: CompactConfig) -> Path:
     """Compact a model, and train the smaller one. `docs/compact.md` explains it.
 
     A run that is resumed keeps the settings with which it began. Of `config`, only `data.store`, `output`, `run`,
-    `threads` and `limit` are then used.
+    `threads` and `limit` are then used. A run that was killed before its first checkpoint begins again.
 
     Args:
         config: the settings of `ensemble-ml compact`.
@@ -85,6 +85,10 @@ def compact(config: CompactConfig) -> Path:
         require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; resume it with train")
         own: dict[str, Any] = {"output": config.output, "run": config.run, "threads": config.threads}
         settings = replace(train_config(meta["config"], config.data.store), resume=True, **own)
+        for key in ("steps", "distill"):
+            new, old = getattr(config, key), getattr(settings, key)
+            if new not in (getattr(CompactConfig, key), old):
+                log.warning("resume: %s=%s is not used; the run began with %s=%s and keeps it", key, new, key, old)
         folder, facts = train(settings), meta["compacted"]
     else:
         settings, begin = _begin(config)
@@ -176,8 +180,9 @@ def fine_tuning(config: CompactConfig, former: TrainConfig, checkpoint: Checkpoi
     }
     optim = replace(optim, lr=optim.lr / 2, warmup=optim.warmup // 4, **alone)
     return replace(
-        former, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads, resume=False,
-        init_from=None, max_minutes=0.0, until=0.0, validate_every=max(1, min(former.validate_every, -(-steps // 2))),
+        former, run=config.run, output=config.output, steps=steps, optim=optim, threads=config.threads,
+        resume=config.resume, init_from=None, max_minutes=0.0, until=0.0,
+        validate_every=max(1, min(former.validate_every, -(-steps // 2))),
         teacher=str(checkpoint.path) if config.distill else None, distill=config.distill,
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ _PACKAGE = __name__.partition(".")[0]
 _SUFFIX, _DIGEST = ".fit", 32  # a sha256 has 32 bytes
 _KEPT = 8  # number of files that are kept; those whose last use is longest ago are removed
 _DAY = 86400  # seconds
-_CODE = hash_of_code("training", "models", "loading", "store")
+_CODE = hash_of_code("training", "models", "loading", "store", "distributions", "optim", "distributed")
 _OF_THE_NETWORK = (
     "hidden", "max_hidden", "widths", "inner", "depth", "blocks", "vertical", "local_terms", "min_members", "precision",
     "recompute", "bank", "bank_templates",
@@ -144,8 +144,6 @@ def _key(
 
 def _read(path: Path) -> Fit | None:
     """Return the fit of a file, and log what it logged; None if there is no file, or if it cannot be read."""
-    if not path.exists():
-        return None
     try:
         whole = path.read_bytes()
         digest, data = whole[:_DIGEST], whole[_DIGEST:]
@@ -155,6 +153,8 @@ def _read(path: Path) -> Fit | None:
         climate = Climate(**{k.name: arrays[k.name] for k in fields(Climate) if k.name in arrays})
         found = Fit(climate, arrays["spread_error"], arrays["input_range"], arrays["seconds"].item())
         told = [(int(level), str(text)) for level, text in json.loads(arrays["told"].tobytes())]
+    except FileNotFoundError:
+        return None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         log.warning("climate: %s cannot be read (%s), so it is fitted anew", path, error)
         return None

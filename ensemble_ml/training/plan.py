@@ -428,7 +428,8 @@ def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[Tra
 
 def number_text(weights: int) -> str:
     """Return a number of weights in short, such as `1.3 M`."""
-    size, unit = next((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1, "")) if weights >= s or s == 1)
+    units = (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")
+    size, unit = next((s, u) for s, u in units if weights >= 0.9995 * s or s == 1)  # 999,999 are 1 M
     return f"{weights / size:.3g} {unit}".strip()
 
 
@@ -549,8 +550,7 @@ def shared_out(
 ) -> TrainConfig:
     """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
-    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless the settings name another or
-    the configuration in its checkpoint has `auto` for a degree.
+    A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless its settings name another.
 
     Args:
         config: settings of the run.

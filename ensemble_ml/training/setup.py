@@ -313,7 +313,8 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
     run = (Path(config.output) / config.run).resolve()
     lock = run.with_name(f".{run.name}.lock")
     # A requeued job may start a little before the previous one has ended.
-    until = time.monotonic() + (_PATIENCE if _goes_on(config) else 0.0)
+    limit = time.monotonic() + _PATIENCE
+    until = limit if _goes_on(config) else 0.0
     told = False
     while True:
         with ExitStack() as attempt:
@@ -321,8 +322,10 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
             attempt.callback(_remove_empty, _made(lock.parent))
             try:
                 held = attempt.enter_context(claimed_once(lock))
-            except FileNotFoundError:  # a run that just ended has removed the folder again
-                continue
+            except FileNotFoundError as error:
+                if time.monotonic() < limit:  # a run that just ended has removed the folder again
+                    continue
+                return f"run={config.run}: its lock file {lock} cannot be made ({error.strerror}); remove it"
             except (NoLocks, PermissionError) as error:
                 if isinstance(error, PermissionError) and not run.exists():
                     raise  # the run folder could not be made either

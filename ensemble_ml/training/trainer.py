@@ -198,8 +198,7 @@ class Trainer:
                 else:
                     if self.session.first:
                         (self.run_folder / "config.yaml").write_text(agreement.as_yaml(self.setup.base))
-                    self._save(tracker, best=self._validated(tracker))
-                    self._end_where_solved(tracker)
+                    self._keep(tracker, due=True)
                     self.keeper.finish()
                     self.kept = True
                     # No trainer takes a step before all can be resumed.
@@ -491,6 +490,7 @@ class Trainer:
         if not scores and self._several:
             raise UserError("data.validation: holds nothing to score, by which trainers compete; give other init times")
         if not scores:
+            self.mllog.validated(state.step, scores)
             return False
         # A score that is not finite must not become the best: no later score would be below it.
         finite = all(map(math.isfinite, scores.values()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from ensemble_ml.distributed.quorum import QuorumVote
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import write_whole
 from ensemble_ml.training.agreement import deciding_settings
+
+log = logging.getLogger(__name__)
 
 VOTES = "votes.jsonl"
 
@@ -37,6 +40,10 @@ class VoteLog:
     def __init__(self, folder: Path, first: dict[str, Any], step: int):
         path = folder / VOTES
         old = path.read_text().splitlines()[1 : 1 + step] if step and path.exists() else []
+        if len(old) < step:
+            log.warning(
+                "resume: %s holds %d of the %d votes so far, so the run cannot be repeated", path, len(old), step
+            )
         write_whole(path, "".join(f"{line}\n" for line in [json.dumps(first), *old]))
         self._stream = open(path, "a")  # noqa: SIM115 - closed by `close`
 
@@ -97,6 +104,8 @@ def read_votes(path: Path, expected: dict[str, Any], meets: Callable[[int], bool
             raise UserError(f"{key}: its run had {name}={of_run[name]}, this one has {expected[name]}; give the same")
     if of_run != expected:
         raise UserError(f"{key}: is of a run with other settings or data; give those of that run, seed included")
+    if [*found] != [*range(len(votes))]:
+        raise UserError(f"{key}: its votes do not count from 1, or some are missing; the file is damaged")
     size = expected["ranks"]
     for vote, ranks in found.items():
         least = size if meets(vote + 1) else expected["quorum"]

@@ -36,7 +36,7 @@ from ensemble_ml.verification.vectors import Known, Vectors
 log = logging.getLogger(__name__)
 
 _FOLDER = ".scored-"
-_CODE = hash_of_code("verification")
+_CODE = hash_of_code("verification", "store", "../data_prep")
 _KINDS = {kind.__name__: kind for kind in (Bins, Correction, Known, Reliability, Snapshot, Vectors)}
 _PICTURES = "gains", "means", "error_bins", "spread_bins", "snapshots", "index"
 
@@ -152,8 +152,8 @@ def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
 def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
     """Return a hash of what the sums depend on: code, settings, data and dates.
 
-    Of the code, the modules of this package and those at the top level of `ensemble_ml` are hashed. All other code
-    counts only by the version.
+    Of the code, this package, the store, `data_prep` and the modules at the top level of `ensemble_ml` are hashed. All
+    other code counts only by the version.
     """
     source, times = setting.source, setting.source.layout.init_time
     # Where the report goes changes no sum.

@@ -125,6 +125,11 @@ def test_options_of_the_command_and_its_refusals(here, model):
         ({"quantile": [0.5]}, "quantile: no such setting here"),
         ({"precision": "half"}, "precision=half: auto, "),
         ({"device": "warp"}, "device=warp: cannot be used"),
+        ({"device": 1.5}, r"device=1\.5: cannot be used"),
+        ({"members": 2.7}, r"members_in=2\.7: give a number of members"),
+        ({"members": [1.9]}, r"members_in=\[1\.9\]: give a number of members"),
+        ({"members": True}, "members_in=True: give a number of members"),
+        ({"members": "all"}, "members_in=all: give a number of members"),
     ):
         with pytest.raises(UserError, match=said):
             model.predict(ensemble, **settings)
@@ -132,6 +137,13 @@ def test_options_of_the_command_and_its_refusals(here, model):
         eml.load("runs/none")
     with pytest.raises(UserError, match="no such file or folder"):
         eml.open("nothing/")
+
+
+def test_the_history_names_open_datasets_in_a_list_shortly(here, model):
+    ensemble = eml.open("archive/ensemble")
+    parts = [ensemble.isel(init_time=[number]) for number in range(2)]
+    history = model.predict(parts, members=2).attrs["history"]
+    assert "input=['an open Dataset', 'an open Dataset'] members_in=2" in history
 
 
 def test_an_unchanged_dataset_remembers_where_it_comes_from(here):

@@ -1,6 +1,7 @@
 """`eml.train` has the settings of the command, and reports wrong ones in a line before torch is loaded."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import ensemble_ml as eml
+from ensemble_ml import compose as composing
+from ensemble_ml.api import training
 from ensemble_ml.api.training import train_config
 from ensemble_ml.cli import build_config, compose_config
 from ensemble_ml.errors import UserError
@@ -52,6 +55,18 @@ def test_experiments_are_those_of_the_command(experiment):
     given = settings_in_python({"experiment": experiment, "steps": 3, "optim": "lion"}, ["2005"], None)
     assert given == settings_of_command(*words, "steps=3", "optim=lion", "data.train=['2005']")
     assert given.optim.name.value == "lion" and given.data.train == ["2005"]
+
+
+def test_validation_of_an_experiment_without_training_dates_holds(monkeypatch, tmp_path):
+    folder = shutil.copytree(conf_folder(), tmp_path / "conf")
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\ndata:\n  validation: ['2002']\n")
+    monkeypatch.setattr(composing, "conf_folder", lambda: folder)
+    monkeypatch.setattr(training, "open_store", lambda path: path)
+    monkeypatch.setattr(training, "split_dates", lambda store, train, validation: (["2003"], validation))
+    mine = settings_in_python({"experiment": "mine"}, None, None).data
+    assert (mine.train, mine.validation) == (["2003"], ["2002"])
+    mine = settings_in_python({"experiment": "mine"}, ["2001"], None).data
+    assert (mine.train, mine.validation) == (["2001"], ["2002"])
 
 
 def test_a_program_of_hydra_keeps_its_state(tmp_path):

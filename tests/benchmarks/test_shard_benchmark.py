@@ -101,6 +101,8 @@ def test_settings():
         ShardConfig(steps=[80])
     with pytest.raises(UserError, match=r"shard\.ranks=1: must be 2 or more"):
         ShardConfig(ranks=[1])
+    with pytest.raises(UserError, match=r"shard\.hidden=\[\]: give one number or more"):
+        ShardConfig(hidden=[])
 
 
 def test_a_masked_autoencoder_learns_what_was_hidden(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """An exported checkpoint predicts the same, and its card says what it was trained on, scored, and cannot do."""
 
+import ctypes
 import json
+import os
 
 import numpy as np
 import pytest
@@ -172,6 +174,17 @@ def test_a_card_without_scores_says_so(trained, tmp_path):
     with pytest.raises(UserError, match="exists; set overwrite=true"):
         export(ExportConfig(str(trained[0]), str(tmp_path / "model")))
     export(ExportConfig(str(trained[0]), str(tmp_path / "model"), overwrite=True))
+
+
+def test_an_export_is_replaced_where_names_cannot_be_swapped(trained, tmp_path, monkeypatch):
+    """As on NFS, beside a folder of any name."""
+    config = ExportConfig(str(trained[0]), str(tmp_path / "model"), overwrite=True)
+    export(config)
+    (tmp_path / "replaced").mkdir()
+    (tmp_path / "replaced" / "notes").touch()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    export(config)
+    assert sorted(os.listdir(tmp_path)) == ["model", "replaced"] and os.listdir(tmp_path / "replaced") == ["notes"]
 
 
 def test_what_is_no_export_is_left_alone(trained, tmp_path, monkeypatch):

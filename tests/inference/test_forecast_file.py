@@ -1,6 +1,8 @@
 """The files follow CF-1.11, as an independent checker reads it, and appear whole or not at all."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from forecasting import make_checkpoint, make_grid, make_source, make_spec
 from data_prep.inspect import describe_archive
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import give_name
 from ensemble_ml.grid import Grid
 from ensemble_ml.inference import Header, Kind, Output, file_name, predict, select, write_forecast
 from ensemble_ml.verification.forecasts import open_forecasts
@@ -267,6 +270,23 @@ def test_what_another_process_has_made_meanwhile_is_left(tmp_path):
     path.unlink()
     write_forecast(path, header(places), [Output("t", Kind.MEAN, values)], replace=False)
     assert xr.load_dataset(path, decode_timedelta=False).t_mean.shape[-2:] == places.shape
+
+
+def test_what_another_process_has_made_is_left_where_links_fail(tmp_path, monkeypatch):
+    draft, path = tmp_path / ".draft", tmp_path / "f.nc"
+    draft.write_text("ours")
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path.write_text("of another")
+    with pytest.raises(UserError, match="another process has made it meanwhile, so it stays"):
+        give_name(draft, path, replace=False)
+    assert path.read_text() == "of another"
+    path.unlink()
+    give_name(draft, path, replace=False)
+    assert path.read_text() == "ours"
 
 
 def test_a_full_disk_is_a_users_error(tmp_path, monkeypatch):

@@ -348,4 +348,6 @@ def test_seasons_that_earlier_runs_knew_are_no_news(config, source, tmp_path, ca
 def test_no_partition_is_planned_for_a_forecast(config, source, degrees):
     with pytest.raises(UserError, match=r"^parallel.lat=.* parallel.lon=.*: no partition is planned for a forecast"):
         predict(config(parallel=ParallelConfig(**degrees)), source)
+    with pytest.raises(UserError, match=r"^parallel.shard=auto: a forecast needs all weights on each rank"):
+        predict(config(parallel=ParallelConfig(shard="auto")), source)
     assert predict(config(parallel=ParallelConfig(lat="auto", lon="auto")), source)

@@ -82,7 +82,9 @@ def test_a_point_outside_the_grid_is_refused(points):
         select(REGIONAL, None, points)
 
 
-@pytest.mark.parametrize("points", [[], [1, 2], "50,10", [[50]], [[50, None]], [["a", "b"]], [[float("nan"), 0]]])
+@pytest.mark.parametrize(
+    "points", [[], [1, 2], "50,10", [[50]], [[50, None]], [["a", "b"]], [[float("nan"), 0]], [[47, 10**20]]]
+)
 def test_points_must_be_pairs(points):
     with pytest.raises(UserError, match=r"give a list of \[latitude, longitude\]"):
         select(GLOBE, None, points)

@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +67,34 @@ def test_a_loader_that_has_ended_says_so():
         pass
     with pytest.raises(UserError, match="it was closed"):
         next(iter(closed))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_loop_over_a_loader_that_is_closed_ends_with_an_error(elsewhere):
+    class Slow(list):
+        def __getitem__(self, i):
+            time.sleep(0.05)
+            return super().__getitem__(i)
+
+    loader, seen = ClairvoyantLoader(Slow(DATA), BATCH, 3, 3, ram=0, threads=1), []
+
+    def loop():
+        try:
+            for _ in loader:
+                seen.append(None)
+                if not elsewhere:
+                    loader.close()
+        except UserError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=loop, daemon=True)  # a loop that waits forever does not hold up the tests
+    thread.start()
+    if elsewhere:
+        time.sleep(0.02)
+        loader.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "it was closed" in seen[-1]
 
 
 def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path, monkeypatch):

@@ -244,6 +244,10 @@ def test_climate_fills_what_was_not_fitted():
     climate.std[0] = 0
     full = climate.checked(spec)
     assert full.level_spread.shape == (2, spec.fields) and (full.level_spread > 0).all() and (full.std > 0).all()
+    for wrong in (np.concatenate([climate.spread] * 2), climate.spread[0, 0, 0]):
+        climate.spread = wrong
+        with pytest.raises(UserError, match=r"climate spread: shape \(.*\); the model needs"):
+            climate.checked(spec)
 
 
 def test_what_was_learned_under_one_law_stays_so_whatever_the_registry_says_later(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -148,3 +149,21 @@ def test_the_rank_that_serves_the_others_freezes(timeout):
     assert ends[1][0] == 70 and ends[1][1] < 14
     assert "rank 0 failed at step 0: no longer answers; this rank leaves" in ends[1][2]
     assert ends[0][0] == 70 and "no heartbeat for 2 s" in ends[0][2]
+
+
+def test_a_rank_that_can_print_nothing_leaves_all_the_same():
+    """Its log is on a full disk."""
+    text = """
+import json, time
+import torch.distributed as dist
+from ensemble_ml.distributed.watch import Watch
+
+store = dist.HashStore()
+failure = {"rank": 0, "host": "", "step": 1, "cause": "", "requeue": False, "interrupted": False}
+store.set("failed", json.dumps(failure))
+Watch(store, 1, 2, 30.0, lambda: 1)
+time.sleep(20)
+"""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", text], stderr=full, timeout=60)
+    assert ended.returncode == watch.STATUS_ABORTED

@@ -14,7 +14,7 @@ from ensemble_ml.config import ExchangeName, OptimConfig, OptimName, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, trainer
 from ensemble_ml.training.tracking import read_log
-from ensemble_ml.training.votes import read_votes
+from ensemble_ml.training.votes import VoteLog, read_votes
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,12 @@ LINE = {"run": "a", "ranks": 3, "quorum": 2, "bound": 4}
         (json.dumps(LINE | {"ranks": 4}), "its run had ranks=4, this one has 3"),
         (json.dumps(LINE | {"bound": 5}), "its run had bound=5"),
         (json.dumps(LINE) + '\n{"vote": 1, "ranks": [0]}', "vote 1 cannot be of ranks"),
-        (json.dumps(LINE) + '\n{"vote": 4, "ranks": [0, 1]}', "vote 4 cannot be of ranks"),
+        (json.dumps(LINE) + '\n{"vote": 4, "ranks": [0, 1]}', "its votes do not count from 1"),
         (json.dumps(LINE) + '\n{"vote": 1, "ranks": [0, 3]}', "vote 1 cannot be of ranks"),
+        (
+            json.dumps(LINE) + '\n{"vote": 1, "ranks": [0, 1]}\n{"vote": 3, "ranks": [0, 1]}',
+            "or some are missing",
+        ),
     ],
 )
 def test_records_that_are_of_another_run_or_damaged(tmp_path, text, message):
@@ -176,6 +180,14 @@ def test_records_that_are_of_another_run_or_damaged(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_votes(path, LINE, lambda step: step % 4 == 0)
+
+
+def test_a_record_that_lacks_votes_of_a_run_that_goes_on_is_told_of(tmp_path, caplog):
+    for step, votes in ((0, 0), (2, 2), (3, 2)):
+        VoteLog(tmp_path, LINE, step).close()
+        assert (f"holds {votes} of the {step} votes so far" in caplog.text) is (votes < step)
+        with (tmp_path / "votes.jsonl").open("a") as file:
+            file.write('{"vote": 1, "ranks": [0, 1]}\n{"vote": 2, "ranks": [0, 1]}\n' if not step else "")
 
 
 def test_a_record_that_is_not_there(tmp_path):

@@ -142,4 +142,5 @@ def test_what_contradicts_is_refused():
     assert plan.ways(config_of(2), make_spec(recompute=True), 4) == [(True, 2)]
     every = plan.ways(config_of(2), make_spec(), 4, every=True)
     assert every == [(again, n) for again in (False, True) for n in (1, 2, 4)]
-    assert plan.number_text(1_300_000) == "1.3 M"
+    numbers = {1_300_000: "1.3 M", 999_999: "1 M", 25_000: "25 k", 999: "999", 0: "0"}
+    assert {n: plan.number_text(n) for n in numbers} == numbers

@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, verified when they are read, and free of code."""
 
+import errno
 import json
 import os
 import shutil
@@ -20,7 +21,9 @@ from ensemble_ml.training.checkpoint import (
     clean,
     find_checkpoint,
     load_checkpoint,
+    load_meta,
     load_model,
+    load_spec,
     load_weights,
     mend_links,
     point,
@@ -144,6 +147,19 @@ def test_a_file_that_is_not_needed_may_be_absent(folder):
     load_model(folder / "last")
     with pytest.raises(UserError, match=r"optimizer.safetensors is absent"):
         load_checkpoint(folder / "last", training=True)
+
+
+def test_what_storage_refuses_is_said_in_one_line(folder, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for method in ("exists", "is_file", "read_bytes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, refuse)
+            for read in (find_checkpoint, load_checkpoint, load_meta, load_spec):
+                if method == "is_file" or read is not find_checkpoint:
+                    with pytest.raises(UserError, match=r"checkpoint .*: cannot be read \(Permission denied\)"):
+                        read(folder / "step_00000007")
 
 
 def test_another_format_is_refused(folder):

@@ -264,6 +264,17 @@ def test_an_absent_member_is_not_one_of_masked_points(tmp_path):
     assert torch.equal(torch.isnan(fewer.mean[:, 1]), torch.isnan(whole.mean[:, 1]))  # msl has all members
 
 
+def test_an_incomplete_member_in_place_of_the_withheld_one_is_not_hidden_by_masks(tmp_path):
+    made = make_store(
+        tmp_path / "s.zarr", dates=2, members=8, leads=(24, 48), variables=("t",), levels=(500,), surface=("msl",),
+        masked=("msl",), absent=[(Part.FORECAST, 1, member, "t") for member in range(5, 8)],
+    )  # fmt: skip
+    reader = Reader(made, reader_of(made, masked=("msl",)).spec, withhold=0)
+    sample = Dates(reader, 5).sample(1)  # four complete members are left, so a fifth is incomplete
+    assert torch.isnan(sample.mean[:, 0]).all() and torch.isnan(sample.spread[:, 0]).all()
+    assert torch.isfinite(Dates(reader, 4).sample(1).mean[:, 0]).all()
+
+
 def test_too_few_whole_members_are_refused(tmp_path):
     lacking = [(Part.FORECAST, date, member, "t") for date in range(6) for member in range(4, 8)]
     made = make_store(

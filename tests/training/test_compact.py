@@ -67,6 +67,18 @@ def test_steps_that_were_stopped_go_on_bit_for_bit(teacher, config_of, counting,
     assert_equal_runs(compact(settings(teacher, config_of, run="stopped", resume=True)), straight)
 
 
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(teacher, config_of, counting, caplog):
+    straight = compact(settings(teacher, config_of))
+    (teacher.parent / "killed").mkdir()
+    (teacher.parent / "killed" / "log.jsonl").touch()
+    killed = compact(settings(teacher, config_of, run="killed", resume=True))
+    assert_equal_runs(killed, straight)
+    assert "not used" not in caplog.text
+    compact(settings(teacher, config_of, run="killed", resume=True, steps=6))
+    assert "resume: steps=6 is not used; the run began with steps=4 and keeps it" in caplog.text
+    assert weights(killed).meta["step"] == 4
+
+
 def test_no_step_leaves_the_model_as_it_was_cut(teacher, config_of, counting, caplog):
     caplog.set_level(logging.INFO)
     run = compact(settings(teacher, config_of, steps=0, distill=0.0))

@@ -2,12 +2,15 @@
 
 import logging
 import os
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from ensemble_ml.folders import hash_of_code
 from ensemble_ml.training import fit_cache, load_checkpoint, train
 from ensemble_ml.training.checkpoint import digest
 
@@ -118,6 +121,32 @@ def test_other_code_fits_anew(config_of, counted, monkeypatch):
     monkeypatch.setattr(fit_cache, "_CODE", "other")
     train(config_of(run="b", steps=1))
     assert len(counted) == 2
+
+
+def test_all_code_that_fits_run_is_part_of_the_key():
+    text = """
+import sys
+import ensemble_ml.training.climate_fit
+
+packages = (name for name, module in sys.modules.items() if hasattr(module, "__path__"))
+print(*{name.split(".")[1] for name in packages if name.startswith("ensemble_ml.")})
+"""
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    packages = {*run.stdout.split()} - {"config"}  # settings are in the key themselves
+    assert hash_of_code(*packages) == fit_cache._CODE
+
+
+def test_a_file_that_may_not_be_read_is_told_of(config_of, counted, caplog, monkeypatch):
+    def refuse(path, *given):
+        raise PermissionError(13, "Permission denied") if path.suffix == ".fit" else FileNotFoundError
+
+    train(config_of(run="a", steps=1))
+    (kept,) = files(config_of())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        patch.setattr(Path, "read_bytes", refuse)
+        assert fit_cache._read(kept) is None
+    assert "cannot be read ([Errno 13] Permission denied), so it is fitted anew" in caplog.text
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ from training.running import stop_at
 from ensemble_ml.config import DataConfig, TrackingConfig, TrainConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import train
+from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.mllog import FILE, Mllog, encoded, staged
 from ensemble_ml.training.tracking import read_log
+from ensemble_ml.training.validation import Validation
 
 RULES = Path(__file__).parents[2] / "scripts" / "mlperf" / "ensemble_ml.yaml"
 WHO = {"tracking__mllog": True, "tracking__org": "a centre", "tracking__platform": "two cores"}
@@ -125,7 +127,15 @@ def test_a_run_that_is_stopped_is_aborted_and_one_that_is_resumed_leaves_its_log
 
 def test_a_start_that_is_good_enough_takes_no_step(config_of):
     run = train(config_of(until=5.0))
+    train(config_of(until=5.0, resume=True))
     assert not [line for line in map(json.loads, (run / "log.jsonl").read_text().splitlines()) if "loss" in line]
+
+
+def test_a_validation_without_any_target_has_an_end(config_of, monkeypatch):
+    real = Judge.scores
+    monkeypatch.setattr(Judge, "scores", lambda *given: real(*given) and Validation({}))
+    keys = [line["key"] for line in lines_of(train(config_of(**WHO)))]
+    assert keys.count("eval_start") == keys.count("eval_stop") == 3
 
 
 def test_bad_settings():

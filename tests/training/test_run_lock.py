@@ -41,6 +41,12 @@ def test_a_second_process_is_refused_before_its_fits(config_of, lock, impatient,
     assert not list(lock.parent.iterdir())
 
 
+def test_a_lock_file_that_leads_nowhere_is_refused(config_of, lock, impatient):
+    lock.symlink_to(lock.parent / "absent" / "lock")
+    with pytest.raises(UserError, match=r"run=a: its lock file .*\.a\.lock cannot be made \(No such file"):
+        train(config_of())
+
+
 def test_a_run_is_claimed_while_it_goes_on_and_leaves_no_lock(config_of, lock, monkeypatch):
     seen, step = [], trainer.Trainer._step
 

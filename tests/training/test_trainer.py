@@ -51,6 +51,7 @@ def test_what_a_checkpoint_tells(config_of, store):
     assert meta["training_dates"][0] == "2001-01-01T00:00" and len(meta["training_dates"]) == 16
     assert len(meta["validation_dates"]) == 4 and meta["data_fingerprint"] == store.fingerprint()
     assert meta["precision"] == {"precision": "float32", "channels_last": True}
+    assert meta["config"]["parallel"]["data"] == 1  # what auto became, for the planner of a run that goes on
     assert meta["threads"] == 1 and meta["seeds"] == {"seed": 0} and meta["versions"]["torch"] == torch.__version__
     low, high = meta["input_range"]["t"]["500"]
     assert 180 < low < high < 330 and len(meta["input_range"]["t2m"]) == 2

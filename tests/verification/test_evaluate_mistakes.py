@@ -1,5 +1,6 @@
 """What cannot be scored is refused in one line, before anything is written."""
 
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
 from stores import make_store
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
 from ensemble_ml.verification import evaluate
 
 
@@ -120,6 +122,22 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast,
     with pytest.raises(UserError, match="may not be written; choose another folder"):
         evaluate(settings(forecast, store, tmp_path / "a" / "b"), None)
     assert not (tmp_path / "a").exists()
+
+
+def test_an_output_below_a_folder_that_may_not_be_entered_is_refused(tmp_path, monkeypatch):
+    """As stat refuses it to a user who may not enter the folder."""
+    stat = os.stat
+
+    def refuse(path, *given, **more):
+        if str(path).startswith(f"{tmp_path}/closed/"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, *given, **more)
+
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr("os.stat", refuse)
+    monkeypatch.setattr("os.access", lambda path, _: str(path) != f"{tmp_path}/closed")
+    with pytest.raises(UserError, match="closed may not be written; choose another folder"):
+        check_writable(tmp_path / "closed" / "a")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
 from stores import make_store
 
+from ensemble_ml.folders import hash_of_code
 from ensemble_ml.inference import Kind
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.store import Part
@@ -114,6 +115,10 @@ def test_what_another_evaluation_left_is_not_taken(made, tmp_path, monkeypatch, 
                 left[0].write_bytes(left[0].read_bytes()[:-100])
     assert len(calls) == 1 and "are taken" not in caplog.text
     assert (left == []) == (change != "file") and ("it is scored anew" in caplog.text) == (change == "file")
+
+
+def test_the_code_that_reads_is_part_of_the_key():
+    assert hash_of_code("verification", "store", "../data_prep") == kept._CODE != hash_of_code("verification", "store")
 
 
 def test_what_is_kept_is_what_was_given(tmp_path):
