@@ -126,8 +126,8 @@ class AggregationState:
                     sums = np.stack([np.where(w == 0, 0.0, kept * w).sum(1) for w in flat_w.T])
                 self.total[key][date, : len(weight), columns] += sums
                 for at, factor, _ in further:
-                    parts = kept * factor if finite else np.where(factor == 0, 0.0, kept * factor)
-                    self.total[key][date, at, columns] += parts.sum(1)
+                    weighted = kept * factor if finite else np.where(factor == 0, 0.0, kept * factor)
+                    self.total[key][date, at, columns] += weighted.sum(1)
 
     def _counting(self, keys: Sequence[Key]) -> list[Key]:
         """Prepare `keys` for recording, and return one key for each array of weights that they use.
