@@ -3,11 +3,11 @@
 #   . scripts/environment.sh EXTRAS      e.g. simulate,tracking
 #
 # ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp for its extras, so
-# that a second call costs nothing until this checkout's place, pyproject.toml, constraints.txt, native.c or how that is
-# compiled change.
+# that a second call costs nothing until this checkout's place, pyproject.toml, constraints.txt, native.c or the script that
+# compiles it (hatch_build.py) change.
 
 unset CDPATH  # with which cd prints where it went
-export PIP_USER=0  # a site's pip.conf may ask for what no virtual environment takes
+export PIP_USER=0  # a site's pip.conf may set user=true, which virtual environments refuse
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ENSEMBLE_ML_VENV:-$root/.venv}
 extras=${1:?extras to install}
@@ -26,8 +26,8 @@ find_python() {
   return 1
 }
 
-# pip, silent but for errors; a line every half minute says that it goes on. The process that says so ends with this shell,
-# and what it waits with holds no pipe open.
+# pip, silent but for errors; a line every half minute says that it still runs. The process that prints it ends with this shell,
+# and its sleep holds no pipe open.
 install() {
   local ticker code=0
   ticker=$(
@@ -45,9 +45,9 @@ install() {
 sources=("$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" "$root/scripts/hatch_build.py")
 digest=$({ echo "$root"; cat "${sources[@]}"; } | cksum | cut -d' ' -f1)
 stamp=$venv/.ensemble-ml-$digest-$extras
-if [ ! -e "$stamp" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then  # the Python that it was made of may be gone
+if [ ! -e "$stamp" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then  # its Python may have been removed
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
-  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # it may have been interrupted before it had pip
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # an earlier installation may have been interrupted before pip
     clear=--clear
     if [ -n "${ENSEMBLE_ML_VENV:-}" ]; then
       if [ -e "$venv/bin/python" ]; then
@@ -62,7 +62,7 @@ if [ ! -e "$stamp" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then  # the Pyth
     python=$(find_python) && "$python" -m venv $clear "$venv" || return 1
   fi
   constraints=$root/constraints.txt others=
-  # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.
+  # In an environment that ENSEMBLE_ML_VENV names, a torch of 2.11 or later stays, such as one built for a site's GPUs.
   if [ -n "${ENSEMBLE_ML_VENV:-}" ] && "$venv/bin/python" -c 'import sys, torch; sys.exit([*map(int, torch.__version__.split(".")[:2])] < [2, 11])' 2>/dev/null; then
     others=$(mktemp) && grep -v '^torch==' "$constraints" >"$others" && constraints=$others
   else  # torch first and alone: a package that depends on it would otherwise choose its build

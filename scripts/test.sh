@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks and tests, in an environment of their own.
 #
-# --slow adds the tests that take four seconds or more while faster ones cover much the same, and measures the coverage of
-# the others: before Python 3.12 that makes a test 1.5 times as long. Files come in the order of tests/durations.json, the
+# --slow adds the tests that take four seconds or more and repeat much of what faster ones cover, and measures the coverage of
+# all other tests: before Python 3.12 these then take 1.5 times as long. Files come in the order of tests/durations.json, the
 # longest first, and types are checked beside the tests.
 set -euo pipefail
 unset CDPATH
@@ -19,7 +19,7 @@ mypy=$!
 trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
 failed=0 ran=""
 # Three workers on two cores, one thread each: tests wait for a fifth of their time, on ranks and programs that are slow
-# or gone. What they measure is right and wrong, not speed.
+# or gone. They test results, not speed, so sharing cores does no harm.
 run() {
   OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-3}" "$@" && ran=yes && return
   code=$?
