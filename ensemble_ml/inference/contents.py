@@ -12,13 +12,13 @@ from enum import Enum
 
 import numpy as np
 
-from ensemble_ml.fields import GAMMA_SHIFT, Family
+from ensemble_ml.fields import FIELDS, GAMMA_SHIFT, Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.select import Places
 from ensemble_ml.wording import SHORT_TEXT, dates_of, dates_text
 
-# Heights in metres above ground. The standard names do not state them.
-HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
+# Heights in metres above ground. The standard names do not state them; long names begin with them.
+HEIGHTS = {one.name: int(one.long_name.split()[0]) for one in FIELDS if one.long_name.split()[1:2] == ["metre"]}
 
 TIME_AXES = ("forecast_reference_time", "forecast_period")  # the init time (length one in a file) and the leads
 

@@ -18,6 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import give_name
 from ensemble_ml.grid import Grid
 from ensemble_ml.inference import Header, Kind, Output, file_name, predict, select, write_forecast
+from ensemble_ml.inference.coordinates import height_of
 from ensemble_ml.verification.forecasts import open_forecasts
 
 # The checker runs in a process of its own: its C libraries and xarray's crash together when the interpreter ends.
@@ -190,6 +191,12 @@ def test_names_units_and_families(written):
         assert data.tp_prob_above.attrs["units"] == "1" and data.tp_prob_above.dims[0] == "threshold_tp"
         assert data.t2m_mean.attrs["standard_name"] == "air_temperature" and float(data.t2m_mean.height_2m) == 2
         assert data.fg10_mean.height_10m == 10
+
+
+def test_all_variables_of_a_height_state_it():
+    heights = {name: float(height_of(name).values) for name in ("t2m", "d2m", "r2m", "fg10", "u100m", "ws100m")}
+    assert list(heights.values()) == [2, 2, 2, 10, 100, 100]
+    assert height_of("tp") is None and height_of("t") is None
 
 
 def test_xarray_decodes_without_options_and_writes_again(written, tmp_path):
