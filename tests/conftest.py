@@ -29,6 +29,8 @@ from quick_fits import fields_read_once, fits_folder, golden_fits, own_fits, sho
 from stores import stores_made_once  # noqa: F401
 from tracing import pytest_runtest_protocol  # noqa: F401
 
+from ensemble_ml.machine import return_freed_memory
+
 gc.disable()  # while all test files are imported: the collector would take a fifth of the time
 
 settings.register_profile(
@@ -71,6 +73,17 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_memory_returned():
+    """Ranks are forks, and the kernel copies the table of this process's pages for each: of 4 GB that takes long.
+
+    A training keeps the memory that it has freed.
+    """
+    yield
+    gc.collect()
+    return_freed_memory()
 
 
 @pytest.fixture(autouse=True)

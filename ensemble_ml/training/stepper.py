@@ -178,7 +178,8 @@ class Stepper:
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
         """Log that a step is left out, or raise an error. The decision is the same on every rank.
 
-        One of several trainers may leave out any number of steps, because the next tournament replaces its weights.
+        One of several trainers may leave out any number of steps: if that makes its score worse, it loses the next
+        tournament.
 
         Raises:
             NotFinite: `optim.nonfinite` is stop, or too many steps in a row were left out.
