@@ -54,9 +54,10 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
     shares = [cores[k::count] or cores for k in range(count)]
     locks = [context.Lock() for _ in STATIC]  # one for each model
     with TemporaryDirectory(dir=Path(config.output) / ".parts", ignore_cleanup_errors=True) as folder:
+        orders = [(k % 2, 1 - k % 2) if missing else () for k in range(count)]
         arguments = [
-            (config, share, tasks, events, os.getpid(), _Compilation(folder, locks, (k % 2, 1 - k % 2)))
-            for k, share in enumerate(shares)
+            (config, share, tasks, events, os.getpid(), _Compilation(folder, locks, order))
+            for share, order in zip(shares, orders, strict=True)
         ]
         workers = [context.Process(target=_work, args=args, daemon=True) for args in arguments]
         for worker in workers:
@@ -76,13 +77,13 @@ class _Compilation:
     Attributes:
         folder: folder in which a worker finds what others have compiled.
         locks: one for each model, held while the model is compiled.
-        order: which model the worker compiles first. Half of the workers begin with the second one, so that both are
-            compiled at the same time.
+        order: the models that the worker compiles, the first one first. Half of the workers begin with the second one,
+            so that both are compiled at the same time. Without a year to run, none is compiled.
     """
 
     folder: str
     locks: Sequence[AbstractContextManager]
-    order: tuple[int, int] = (0, 1)
+    order: tuple[int, ...] = ()
 
 
 class _Progress:
