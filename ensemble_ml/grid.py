@@ -158,12 +158,9 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
         UserError: an axis has no points, longitude runs westwards, or the axes make no regular grid.
     """
     latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
-    for name, axis in (("latitude", latitude), ("longitude", longitude)):
-        if not len(axis):
-            raise UserError(f"{name}: has no points")
     rows = np.argsort(-latitude, kind="stable")
     pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
-    if pieces[0]:  # where the two pieces meet, one meridian may appear twice
+    if pieces[:1].any():  # where the two pieces meet, one meridian may appear twice
         pieces = pieces[~(_eastwards(np.diff(longitude[pieces], prepend=np.nan)) < TOLERANCE)]
     longitude = longitude[pieces]
     unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
@@ -201,9 +198,11 @@ def _eastwards(steps: np.ndarray) -> np.ndarray:
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:
-    """Raise a UserError if an axis is empty, has NaN, or is not evenly spaced."""
-    if ascending.ndim != 1 or len(ascending) == 0:
-        raise UserError(f"{name}: expected one axis with at least one point, got shape {ascending.shape}")
+    """Raise a UserError if an axis is not a vector, is empty, has NaN, or is not evenly spaced."""
+    if ascending.ndim != 1:
+        raise UserError(f"{name}: expected one axis, got shape {ascending.shape}")
+    if not len(ascending):
+        raise UserError(f"{name}: has no points; an axis needs at least one")
     if not np.isfinite(ascending).all():
         raise UserError(f"{name}: {int((~np.isfinite(ascending)).sum())} of {ascending.size} values are absent (NaN)")
     steps = np.diff(ascending)

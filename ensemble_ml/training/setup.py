@@ -324,6 +324,7 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
                 held = attempt.enter_context(claimed_once(lock))
             except FileNotFoundError as error:
                 if time.monotonic() < limit:  # a run that just ended has removed the folder again
+                    time.sleep(0.2)
                     continue
                 return f"run={config.run}: its lock file {lock} cannot be made ({error.strerror}); remove it"
             except (NoLocks, PermissionError) as error:
