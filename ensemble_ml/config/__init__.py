@@ -34,32 +34,46 @@ from ensemble_ml.config.benchmarks import (
     BankBenchmark,
     BenchmarkConfig,
     BenchmarkSize,
+    CompactBenchmark,
     CompressionConfig,
+    ContestConfig,
     MlperfConfig,
+    PlanConfig,
+    PlannerBenchmark,
+    PlanSettings,
     RaceConfig,
+    ShardConfig,
     SkillConfig,
     SpatialConfig,
     StragglersConfig,
 )
-from ensemble_ml.config.compact import CompactBenchmark, CompactConfig, CompactData
 from ensemble_ml.config.forecasts import EvaluateConfig, ExportConfig, PredictConfig
-from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
-from ensemble_ml.config.optim import (
+from ensemble_ml.config.training import (
+    Assign,
+    Backend,
     ClipBy,
+    CompactConfig,
+    CompactData,
+    DataConfig,
     ExchangeName,
+    Launcher,
+    LoaderName,
+    LoadingConfig,
     MomentumKept,
     MomentumSync,
     Nonfinite,
+    Objective,
     OptimConfig,
     OptimName,
+    ParallelConfig,
+    TournamentConfig,
+    TournamentData,
+    TournamentKeep,
+    TrackingConfig,
+    TrainConfig,
     VoteScale,
 )
-from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
-from ensemble_ml.config.plan import PlanConfig, PlannerBenchmark, PlanSettings
-from ensemble_ml.config.shard import ShardConfig
-from ensemble_ml.config.tournament import ContestConfig, TournamentConfig, TournamentData, TournamentKeep
-from ensemble_ml.config.training import DataConfig, Objective, TrackingConfig, TrainConfig
 
 # The schema of each task, by the word of the command line. `conf/` has a file of the same name with the defaults.
 SCHEMAS: dict[str, type] = {

@@ -1,4 +1,4 @@
-"""Settings of the task that measures the program, and of its benchmarks."""
+"""Settings of the tasks that measure: `benchmark`, which times the program and its parts, and the planner `plan`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,136 @@ from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
-from ensemble_ml.config.compact import CompactBenchmark
 from ensemble_ml.config.model import NETWORKS
-from ensemble_ml.config.plan import PlannerBenchmark
-from ensemble_ml.config.shard import ShardConfig
-from ensemble_ml.config.tournament import ContestConfig
+from ensemble_ml.config.training import TrainConfig
+
+_RIVALS = "flat", "same", "separable"
+
+
+@dataclass
+class ContestConfig:
+    """Tournaments against their competitors (`benchmark=tournament`)."""
+
+    trainers: int = opt(4, "trainers; in the cost section each on a host of its own")
+    rate: str | None = opt("none", "cost, storage: rate of the links as tc writes it; none is unshaped, null uses the loopback")
+    store: str | None = opt(None, "tensor store with init times in 2001 and 2002; null leaves out all sections but simulation")
+    seeds: int = opt(3, "seeds of the quality, rates and nan sections")
+    steps: int = opt(150, "quality: steps of each training, a multiple of every")
+    every: int = opt(25, "quality: steps between tournaments, and between averages of local SGD")
+    apart: int = opt(100, "cost: steps between tournaments, of which there are three")
+    samples: int = opt(480, "storage: samples that each competitor reads in all")
+    mb_s: float = opt(20.0, "storage: bandwidth of the emulated slow storage, shared by all trainers")
+    step: float = opt(0.1, "storage: seconds that a step sleeps")
+    largest: int = opt(64, "simulation: trainers")
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "trainers", "largest", group="tournament.")
+        at_least(self, 1, "seeds", "steps", "every", "apart", "samples", group="tournament.")
+        require("tournament.steps", self.steps, self.steps % self.every == 0 and self.steps > 2 * self.every, f"must be a multiple of tournament.every={self.every}, and at least three times as many")
+
+
+@dataclass
+class CompactBenchmark:
+    """Compaction against its competitors (`benchmark=compact`)."""
+
+    store: str | None = opt(None, "quality, predict: tensor store with init times in 2001 and 2002; null leaves these sections out")
+    seeds: int = opt(3, "quality: trainings of each competitor")
+    steps: int = opt(160, "quality: steps of each training; compaction adds a quarter of them")
+    rivals: list[str] = opt(lambda: list(_RIVALS), f"quality: {' | '.join(_RIVALS)}: which competitors are trained from scratch")
+    speedup: float = opt(1.6, "quality: speedup by compaction, of a network without the fits before it")
+    checkpoint: str | None = opt(None, "predict: a run, fits included, whose prediction is timed before and after; null leaves the section out")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "seeds", "steps", group="compact.")
+        for name in self.rivals:
+            require("compact.rivals", name, name in _RIVALS, f"{', '.join(_RIVALS)} are allowed")
+        require("compact.speedup", self.speedup, self.speedup > 1, "must be above 1")
+
+
+@dataclass
+class PlanSettings:
+    """The ranks, memory and links to plan for, and which of their speeds are given or measured."""
+
+    ranks: int = opt(0, "number of ranks to plan for; 0 takes those that were started, or for a single one as many as this machine has GPUs, or else cores")
+    ranks_per_node: int = opt(0, "ranks on each node; 0 takes the launcher's number, or puts all ranks on one node if a single one was started")
+    memory_gb: float = opt(0.0, "memory of a rank, 1e9 bytes; 0 takes its share of this machine's")
+    alpha: float | None = opt(None, "latency of a message, seconds; null measures it between the ranks that were started, or between processes of this machine")
+    beta: float | None = opt(None, "seconds that a byte takes: 8e-9 is 1 Gbit/s; null measures it")
+    gflops: float = opt(0.0, "arithmetic of a rank, 1e9 operations a second; 0 measures a step at each shard's shape")
+    bandwidth: float = opt(0.0, "memory bandwidth of a rank, 1e9 bytes a second, taken with gflops; 0 counts arithmetic alone")
+    seconds: float = opt(60.0, "time limit of all measurements; shapes that are not measured by then are estimated from those that are")
+    cache: str | None = opt(None, "folder of measured times; null takes the user's cache ($XDG_CACHE_HOME or ~/.cache)")
+    why: bool = opt(False, "also print the partitions that do not fit, and why")
+    simulate: bool = opt(False, "also predict strong and weak scaling, and plot it")
+    devices: int = opt(2048, "most devices of the simulated scaling")
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "ranks", "ranks_per_node", "memory_gb", "gflops", "bandwidth", "seconds", "alpha", "beta", group="plan.")
+        known = not self.bandwidth or self.gflops > 0
+        require("plan.bandwidth", self.bandwidth, known, "give plan.gflops too, or neither; a step is measured then")
+        both = (self.alpha is None) == (self.beta is None)
+        require("plan.alpha", self.alpha, both, "give plan.alpha and plan.beta, or neither")
+        at_least(self, 1, "devices", group="plan.")
+
+
+@dataclass
+class PlanConfig(TrainConfig):
+    """Predict how a training run would share out its work and its reading, before it starts."""
+
+    run: str = opt("plan", "name of the plan: results go to OUTPUT/RUN")
+    plan: PlanSettings = part(PlanSettings, "ranks, memory, links")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "steps")
+
+
+@dataclass
+class PlannerBenchmark:
+    """The planner's predictions against measured steps, over emulated links."""
+
+    ranks: int = opt(4, "number of hosts, with one rank on each")
+    rates: list[str] = opt(lambda: ["none", "1gbit", "100mbit"], "rates of the links, as tc writes them, or none for links without a limit; [] uses the loopback")
+    hidden: list[int] | None = opt(None, "channels of the models to time; null takes those of the benchmark's size")
+    batches: list[int] | None = opt(None, "batch sizes to time; null takes those of the benchmark's size")
+    seconds: float = opt(40.0, "time for measuring the local part of a step, for each model and batch size")
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "ranks", group="planner.")
+        at_least(self, 1, "hidden", "batches", group="planner.")
+        require("planner.seconds", self.seconds, self.seconds > 0, "must be above 0")
+
+
+@dataclass
+class ShardConfig:
+    """Sharded weights against whole ones, and pretraining on members against training from scratch."""
+
+    ranks: list[int] = opt(lambda: [2, 4], "numbers of ranks whose steps are timed")
+    shape: list[int] = opt(lambda: [4, 33, 64], "levels, rows and columns of the network whose steps are timed")
+    hidden: list[int] = opt(lambda: [32, 64, 128], "channels of the networks whose memory is measured; the last one's steps are timed")
+    store: str | None = opt(None, "tensor store with a truth, for the section pretraining; null leaves that out")
+    train: list[str] = opt(lambda: ["2001"], "init times to pretrain on, and to take labelled ones from")
+    validation: list[str] = opt(lambda: ["2002"], "init times that choose the best checkpoint")
+    test: list[str] = opt(lambda: ["2003"], "init times to score")
+    levels: list[int] | None = opt(None, "pressure levels of these trainings, hPa; null takes all")
+    leads: list[int] | None = opt(None, "lead times that they predict, hours; null takes all")
+    channels: list[int] = opt(lambda: [16, 64], "channels of the network of these trainings, first and most")
+    batch_size: int = opt(4, "init times a step of these trainings")
+    validate_every: int = opt(20, "steps between their validations")
+    labelled: list[int] = opt(lambda: [8, 16, 60], "numbers of init times whose truth is used")
+    steps: list[int] = opt(lambda: [80, 80], "steps on members, and on the truth after them; an autoencoder, and training from scratch, get the same processor time")
+    seeds: int = opt(3, "trainings of each kind")
+    fits: bool = opt(False, "let the trainings make the statistical corrections before the first step, too")
+
+    def __post_init__(self) -> None:
+        at_least(self, 2, "ranks", group="shard.")
+        at_least(self, 1, "hidden", "labelled", "steps", "seeds", "shape", "channels", "batch_size", "validate_every", group="shard.")
+        require("shard.hidden", self.hidden, bool(self.hidden), "give one number or more")
+        require("shard.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
+        require("shard.channels", self.channels, len(self.channels) == 2, "give the first number and the largest")
+        require("shard.steps", self.steps, len(self.steps) == 2, "give the steps on members, and those on the truth")
+        for key in ("train", "validation", "test"):
+            check_periods(f"shard.{key}", getattr(self, key))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from ensemble_ml.config.archives import INTERVALS, NAMES, TRUTH_INTERVALS, UNITS, Control, check_overrides
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.model import Precision
-from ensemble_ml.config.parallel import ParallelConfig
+from ensemble_ml.config.training import ParallelConfig
 
 
 def _numbers(values: Any) -> bool:

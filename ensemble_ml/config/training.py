@@ -1,18 +1,324 @@
-"""Settings of a training run: its data, its length, its checkpoints and its logs."""
+"""Settings of a training run: data, loading, ranks, optimizer and exchange, tournaments, checkpoints and logs.
+
+`compact`, which cuts a trained model down so that it predicts faster, has most of these settings and its own.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
-from ensemble_ml.config.loading import LoadingConfig
 from ensemble_ml.config.model import ModelConfig
-from ensemble_ml.config.optim import ExchangeName, OptimConfig
-from ensemble_ml.config.parallel import ParallelConfig
-from ensemble_ml.config.tournament import TournamentConfig
+from ensemble_ml.errors import UserError
+
+VARIED = ("optim.lr", "optim.final_lr", "optim.warmup", "spread_weight")
+
+
+class TournamentData(Enum):
+    """The init times from which a trainer takes its samples."""
+
+    shared = "shared"
+    parted = "parted"
+
+
+class TournamentKeep(Enum):
+    """The rule by which worse trainers take the weights of better ones."""
+
+    pairs = "pairs"
+    truncation = "truncation"
+
+
+@dataclass
+class TournamentConfig:
+    """Competition between the models that one job trains (`parallel.trainer`)."""
+
+    every: int = opt(0, "steps between tournaments, a multiple of validate_every; needed where parallel.trainer is 2 or more")
+    data: TournamentData = opt(TournamentData.shared, "shared | parted: every trainer takes samples from all training init times, or from a part of its own; fits see all of them in any case")
+    keep: TournamentKeep = opt(TournamentKeep.pairs, "pairs | truncation: in random pairs the worse takes the weights of the better, or the worst quarter takes those of the best quarter")
+    vary: Any = opt(None, "settings that differ between trainers, each with a value a trainer, as {optim.lr: [1e-4, 1e-3]}; a winner's value goes with its weights")
+    soup: bool = opt(True, "at the end, the mean of the trainers' weights is validated too, and kept if it is the best")
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "every", group="tournament.")
+        require("tournament.vary", self.vary, self.vary is None or isinstance(self.vary, dict), "give a list of values by setting, {optim.lr: [1e-4, 1e-3]}")
+        self.vary = {str(key): values for key, values in (self.vary or {}).items()} or None
+        for key, values in (self.vary or {}).items():
+            name = f"tournament.vary.{key}"
+            allowed = f"changes the shape of the model, its fits or the steps of all; {', '.join(VARIED)} may differ between trainers"
+            require(name, values, key in VARIED, allowed)
+            numbers = isinstance(values, list) and all(_is_number(value) for value in values)
+            require(name, values, numbers, "give a list of numbers, one a trainer")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE)
+
+
+class Assign(Enum):
+    """The rule that assigns the samples of the global batch to ranks."""
+
+    fixed = "fixed"
+    locality = "locality"
+
+
+class LoaderName(Enum):
+    """The loader: it reads by a plan of the run, or each batch as it comes."""
+
+    clairvoyant = "clairvoyant"
+    torch = "torch"
+
+
+def parse_bytes(key: str, value: Any) -> int | None:
+    """Return a size such as 4GB, 512MiB or a plain number in bytes. None stays None.
+
+    Args:
+        key: name of the setting, for the message.
+        value: the size.
+
+    Raises:
+        UserError: the value is no size.
+    """
+    if value is None:
+        return None
+    found = _SIZE.fullmatch(str(value).strip())
+    if not found:
+        raise UserError(f"{key}={value}: give bytes, or a number with KB, MB, GB, TB (powers of ten) or KiB ... TiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+@dataclass
+class LoadingConfig:
+    """The loading of batches."""
+
+    name: LoaderName = opt(LoaderName.clairvoyant, "clairvoyant: read by plan, each byte from slow storage as rarely as possible | torch: torch's DataLoader")
+    ram: Any = opt(None, "clairvoyant: memory for loading on each rank, packed cache and look-ahead together, as 4GB or 512MiB; null takes half of what is free, shared by the ranks of a host")
+    disk: Any = opt(0, "clairvoyant: space for packed fields on local disk, for each rank")
+    folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
+    ahead: int = opt(3, "batches read ahead; torch: divided among the workers, at least one for each, and none without workers")
+    threads: int = opt(2, "clairvoyant: threads that read and decode")
+    assign: Assign = opt(Assign.fixed, "fixed: each rank gets its slice of the global batch | locality: a rank gets the samples that it holds, as far as slices stay equally long")
+    workers: int = opt(0, "torch: worker processes; 0 reads in the training thread")
+    timeline: str | None = opt(None, "clairvoyant: write a picture of reads, waits and compute to this file (.png, .svg, .pdf); 'run' puts it into the run folder")
+    bandwidth: float | None = opt(None, "for `plan`: bandwidth of slow storage, MB/s over all ranks; null measures it while reading the store")
+    host: str | None = opt(None, "clairvoyant: name under which other nodes reach this one; null takes the host name")
+    node: str | None = opt(None, "clairvoyant: name that ranks share only where they share memory; null takes host name and device of /dev/shm")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "ahead", "threads", group="loading.")
+        at_least(self, 0, "workers", group="loading.")
+        require("loading.bandwidth", self.bandwidth, self.bandwidth is None or self.bandwidth > 0, "must be above 0")
+        parse_bytes("loading.ram", self.ram)
+        disk = self.disk_bytes
+        require("loading.disk", self.disk, not disk or self.folder is not None, "needs loading.folder=FOLDER on local disk")
+        picture = self.timeline in (None, "run") or str(self.timeline).endswith((".png", ".svg", ".pdf"))
+        require("loading.timeline", self.timeline, picture, "is written as .png, .svg or .pdf, or 'run'")
+        good = self.name is LoaderName.clairvoyant or self.assign is Assign.fixed
+        require("loading.assign", self.assign.value, good, "loading=torch holds nothing, so only fixed is allowed")
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """Return `ram` in bytes, or None if the program is to choose it."""
+        return parse_bytes("loading.ram", self.ram)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return `disk` in bytes, zero if it is not set."""
+        return parse_bytes("loading.disk", self.disk) or 0
+
+
+class Backend(Enum):
+    """The library that moves tensors between ranks."""
+
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Launcher(Enum):
+    """The launcher from whose environment variables a process reads its rank."""
+
+    auto = "auto"
+    none = "none"
+    torchrun = "torchrun"
+    slurm = "slurm"
+    openmpi = "openmpi"
+    mpich = "mpich"
+
+
+@dataclass
+class ParallelConfig:
+    """The division of a job among its ranks, whose number is the product trainer * data * lat * lon."""
+
+    trainer: int = opt(1, "number of models that the job trains and that compete with each other (tournament.every)")
+    data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat, lon and trainer leave")
+    lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
+    lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
+    shard: Any = opt(1, "ranks that share the weights, gradients and momenta of the U-Net in training (FSDP2); it must divide data * lat * lon; auto takes the fewest with which the planner expects a step to fit into memory")
+    overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training, and is false for predict")
+    backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
+    launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: the launcher whose variables are read; auto finds it; none ignores all of them and runs one rank")
+    timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange; at the start of the job it waits at least 120")
+    silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "trainer", group="parallel.")
+        for key in ("data", "lat", "lon", "shard"):
+            value = getattr(self, key)
+            good = value == "auto" or (type(value) is int and value >= 1)
+            require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
+        require("parallel.shard", self.shard, self.shard != "auto" or not self.planned, "the planner needs a number here to choose lat and lon; give one, or give numbers for lat and lon")
+        require("parallel.overlap", self.overlap, isinstance(self.overlap, bool) or self.overlap == "auto", "true, false or auto is allowed")
+        require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
+        at_least(self, 2, "silence", group="parallel.")
+
+    @property
+    def planned(self) -> bool:
+        """Return whether the planner has to choose the partition of the grid before the run can start."""
+        return "auto" in (self.lat, self.lon)
+
+
+class OptimName(Enum):
+    """The optimizer."""
+
+    lion = "lion"
+    adamw = "adamw"
+
+
+class ExchangeName(Enum):
+    """The way in which ranks combine gradients or updates in a step, and the form in which they send them."""
+
+    none = "none"
+    allreduce = "allreduce"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+    vote = "vote"
+    lion_cub = "lion_cub"
+    distributed_lion = "distributed_lion"
+
+
+class VoteScale(Enum):
+    """The unit of voted codes: from the mean magnitude, from the largest one, or none (the sign alone)."""
+
+    l1 = "l1"
+    linf = "linf"
+    sign = "sign"
+
+
+class MomentumSync(Enum):
+    """The schedule by which ranks average their momenta."""
+
+    never = "never"
+    every = "every"
+    growing = "growing"
+    selective = "selective"
+
+
+class Nonfinite(Enum):
+    """The reaction to gradients that are not finite."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class ClipBy(Enum):
+    """The part of the gradient whose norm `clip` bounds."""
+
+    total = "total"
+    bucket = "bucket"
+
+
+class MomentumKept(Enum):
+    """The form in which a checkpoint holds momenta that differ between ranks."""
+
+    ranks = "ranks"
+    mean = "mean"
+
+
+# Settings that take effect only if ranks vote. Older runs accepted them in any case (see `training.agreement`).
+OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept"))
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: OptimName = opt(OptimName.lion, "lion | adamw")
+    lr: float = opt(3e-4, "peak learning rate")
+    beta1: float = opt(0.9, "weight of the momentum in the update")
+    beta2: float = opt(0.99, "decay of the momentum (Lion) or of the second moment (AdamW)")
+    weight_decay: float = opt(0.1, "decoupled decay")
+    warmup: int = opt(50, "steps of linear warm-up")
+    final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
+    clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
+    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bound the norm of the whole gradient, or of each bucket by its share of clip, so that votes need not wait for the end of backward (only for exchanges that vote)")
+    nonfinite: Nonfinite = opt(Nonfinite.stop, "stop | skip: end the run at gradients that are not finite, or leave out the step on all ranks")
+    exchange: ExchangeName = opt(ExchangeName.allreduce, "none | allreduce | fp16 | bf16 | powersgd | vote | lion_cub | distributed_lion: what ranks exchange; one rank exchanges nothing")
+    bits: int = opt(1, "bits an element that a rank sends: vote 1, 2, 4 or 8; lion_cub 1 or 8")
+    scale: VoteScale = opt(VoteScale.l1, "l1 | linf | sign: what the codes of a vote are multiples of")
+    bucket_mb: float = opt(16.0, "parameters of a bucket in float32, 1e6 bytes; a bucket is exchanged while backward goes on (powersgd, lion_cub and distributed_lion exchange all in one after it)")
+    rank: int = opt(4, "rank of powersgd's factors")
+    hierarchical: bool = opt(False, "average in full precision inside a node and vote between nodes")
+    momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")
+    momentum_every: int = opt(100, "steps between averagings; the first interval where they grow")
+    momentum_mb: float = opt(1.0, "1e6 bytes that a rank may send in a selective averaging; a layer that needs more is never averaged")
+    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first, except checkpoints that a stop or the clock asks for")
+    quorum: str = opt("all", "all | auto | number: ballots that end a vote; a late rank abstains in it and follows (auto: three quarters of the ranks)")
+    bound: int = opt(10, "votes after which all ranks wait for each other, where quorum is not all")
+    replay: str | None = opt(None, "votes.jsonl of a run with quorum, whose votes are repeated", paths=True)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether every step waits for all ranks."""
+        return self.quorum == "all"
+
+    @property
+    def votes(self) -> bool:
+        """Return whether ranks vote on the signs of the update."""
+        return self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
+
+    def __post_init__(self) -> None:
+        self.quorum = str(self.quorum)  # YAML reads `quorum: 3` as a number
+        require("optim.lr", self.lr, self.lr > 0, "must be above 0")
+        for key in ("beta1", "beta2"):
+            require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")
+        at_least(self, 0, "warmup", "weight_decay", "clip", group="optim.")
+        require("optim.final_lr", self.final_lr, 0 <= self.final_lr <= 1, "must be in [0, 1]")
+        require("optim.bits", self.bits, self.bits in (1, 2, 4, 8), "1, 2, 4 or 8 bits are allowed")
+        cub = self.exchange is not ExchangeName.lion_cub or self.bits in (1, 8)
+        require("optim.bits", self.bits, cub, "lion_cub takes 1 or 8 bits; exchange=vote takes 1, 2, 4 or 8")
+        require("optim.exchange", self.exchange.value, not self.votes or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
+        by = self.clip_by is ClipBy.total or self.votes
+        require("optim.clip_by", self.clip_by.value, by, f"exchange={self.exchange.value} averages gradients, so clip holds their total; use clip_by=total, or exchange=vote")
+        ballots = self.votes and self.exchange is not ExchangeName.distributed_lion
+        # A setting that the chosen exchange ignores has to keep its default. Otherwise a user would think that it has
+        # an effect.
+        for key, usual, taken in (
+            ("bits", 1, ballots), ("scale", VoteScale.l1, ballots), ("hierarchical", False, self.votes),
+            ("momentum_sync", MomentumSync.never, self.votes), ("momentum_kept", MomentumKept.ranks, self.votes),
+            ("quorum", "all", self.exchange is ExchangeName.vote),
+        ):  # fmt: skip
+            value = getattr(self, key)
+            require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} ignores it; leave it out, or use exchange=vote")
+        require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
+        at_least(self, 1, "rank", "momentum_every", group="optim.")
+        require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")
+        number = self.quorum in ("all", "auto") or (self.quorum.isdecimal() and int(self.quorum) > 0)
+        require("optim.quorum", self.quorum, number, "all, auto, or a number of ranks above 0")
+        at_least(self, 1, "bound", group="optim.")
+        require("optim.bound", self.bound, self.bound == 10 or not self.waits, "quorum=all waits in every vote; leave it out, or give optim.quorum=auto")
+        require("optim.replay", self.replay, self.replay is None or not self.waits, "quorum=all has nothing to repeat; give the quorum of that run")
+        alone = self.waits or (not self.hierarchical and self.momentum_sync is MomentumSync.never)
+        require("optim.quorum", self.quorum, alone, "votes that do not wait take neither hierarchical nor momentum_sync, for which all ranks would wait; leave these out, or use quorum=all")
 
 
 class Objective(Enum):
@@ -138,3 +444,30 @@ class TrainConfig:
             for value in values:  # each value must be valid for the setting that it varies
                 require(f"tournament.vary.{key}", value, key != "spread_weight" or value >= 0, "must be 0 or more")
                 replace(self.optim, **({key.removeprefix("optim."): value} if key.startswith("optim.") else {}))
+
+
+@dataclass
+class CompactData:
+    """The data on which a model is compacted."""
+
+    store: str = opt(MISSING, "tensor store on which the checkpoint was trained")
+
+
+@dataclass
+class CompactConfig:
+    """Cut channels and hidden units out of a trained model, so that it predicts faster, and train what is left."""
+
+    checkpoint: str = opt(MISSING, "a run (its best checkpoint is taken), or the folder of a checkpoint, e.g. runs/NAME/checkpoints/last")
+    run: str = opt(MISSING, "name of the new run: results go to OUTPUT/RUN")
+    output: str = opt("runs", "folder of all runs")
+    speedup: float = opt(2.0, "how many times as fast a forward pass has to become, measured on this machine")
+    limit: float = opt(1.0, "percent by which the CRPS of the validation dates may rise; more is a warning")
+    steps: int | None = opt(None, "optimizer steps after the cut; null takes a quarter of the checkpoint's, 0 takes none")
+    distill: float = opt(1.0, "weight of the distance to the forecasts of the checkpoint in these steps; 0 leaves it out")
+    threads: int = opt(0, "CPU threads; 0 takes all cores")
+    resume: bool = opt(False, "go on with the steps of a run that was stopped")
+    data: CompactData = part(CompactData, "store")
+
+    def __post_init__(self) -> None:
+        require("speedup", self.speedup, self.speedup > 1, "must be above 1")
+        at_least(self, 0, "limit", "steps", "distill", "threads")

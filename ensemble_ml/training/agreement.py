@@ -11,7 +11,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from ensemble_ml.config import MomentumKept, TournamentConfig, TrainConfig
-from ensemble_ml.config.optim import OF_VOTES, ExchangeName
+from ensemble_ml.config.training import OF_VOTES, ExchangeName
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec

@@ -15,7 +15,7 @@ from stores import make_store
 from training.running import assert_equal_runs, spoil, stop_at, weights
 
 from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName, TrackingConfig
-from ensemble_ml.config.loading import Assign
+from ensemble_ml.config.training import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, setup, train
