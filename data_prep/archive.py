@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from data_prep.catalogue import Catalogue, units_setting
-from data_prep.combine import Combine
-from data_prep.derived import NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST
 from data_prep.gathered import Allocate, Gathered, Target, zeros
-from data_prep.geometry import GridChange
+from data_prep.geometry import READ_WITH, GridChange, ReducedGrid
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import (
     NO_INTERVAL,
+    NONE,
+    Combine,
     at_lead_zero_alone,
     beside,
     cut,
@@ -34,11 +34,12 @@ from data_prep.intervals import (
     lead_bounds,
     not_at_lead_zero,
     uncut,
+    with_derived,
 )
 from data_prep.notices import notice_log
 from data_prep.records import CONTROL, IS_ACCUMULATED, IS_SURFACE, MEMBER, identities
-from data_prep.reduced import READ_WITH, ReducedGrid
 from data_prep.selecting import (
+    Wanted,
     chosen,
     control_as_member,
     layout_of,
@@ -47,7 +48,6 @@ from data_prep.selecting import (
     translation,
     without_members,
 )
-from data_prep.wanted import Wanted
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, resolve
@@ -364,7 +364,7 @@ def open_archive(
         change: the grid on which fields are wanted; None keeps their own.
         index: keeps the tables of GRIB files, and which fields are all NaN. These are searched for only if its `look`
             is true. None keeps nothing, and does not search.
-        derive: variables to derive if their components are present (see `data_prep.derived.DERIVED`).
+        derive: variables to derive if their components are present (see `data_prep.intervals.DERIVED`).
         cuts: by variable, the hours after the init time at which its sums must end; sums that end at other hours are
             ignored. For other variables, each sum covers the hours since the archive's lead before, even if `leads`
             does not keep that lead.

@@ -28,9 +28,9 @@ from ensemble_ml.config import Gaps, Packing, PrepareConfig, as_list, shown_inpu
 from ensemble_ml.store import Part, Selection, is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import AHEAD, DateWriter
+from ensemble_ml.store.manifest import Sources
 from ensemble_ml.store.plan import BuildPlan, plan_of
 from ensemble_ml.store.schema import Kind
-from ensemble_ml.store.sources import Sources
 from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)

@@ -17,14 +17,13 @@ from typing import Any, Protocol, TypeVar
 import google_crc32c
 import numpy as np
 
-from data_prep.combine import COMBINED, Combine, difference
 from data_prep.ensemble_of import decide_single_runs, of_members, of_one_kind
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Allocate, Gathered, Masks, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.identity import NO_OVERRIDES, Overrides
-from data_prep.intervals import starts
+from data_prep.intervals import COMBINED, Combine, difference, starts
 from data_prep.limits import implausible
 from data_prep.notices import notice_log
 from data_prep.records import (
@@ -42,16 +41,16 @@ from data_prep.records import (
     describe,
     field_of,
 )
-from data_prep.wanted import ALL, Wanted
+from data_prep.selecting import ALL, Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
+from ensemble_ml.store.manifest import MEMORY, PLACE
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.remote import is_remote
 from ensemble_ml.store.source import Layout
-from ensemble_ml.store.sources import MEMORY, PLACE
 
 log = notice_log(__name__)
 

@@ -28,7 +28,7 @@ from data_prep.records import RECORD, Origin
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.folders import user_cache, write_whole
-from ensemble_ml.store.locks import NoLocks, claimed_once
+from ensemble_ml.store.folder import NoLocks, claimed_once
 from ensemble_ml.store.remote import is_remote
 
 log = logging.getLogger(__name__)

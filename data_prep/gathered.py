@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import google_crc32c
 import numpy as np
 
-from data_prep.combine import Combine
+from data_prep.intervals import Combine
 from data_prep.records import RawField
+from ensemble_ml.store.manifest import PLACE
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, parts_of, quantise
 from ensemble_ml.store.source import Layout
-from ensemble_ml.store.sources import PLACE
 
 Allocate = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
 Masks = dict[tuple[bool, tuple[int, ...]], np.ndarray]  # (surface?, place) -> (Y, X) bool

@@ -15,11 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from data_prep.file_index import FileIndex, Table
-from data_prep.grib_io import OpenFile, Scratch, Stamp, descriptors
-from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
-from data_prep.grib_remote import RemoteGrib, remote_grib
+from data_prep.grib_io import OpenFile, RemoteGrib, Scratch, Stamp, descriptors, remote_grib
+from data_prep.grib_keys import Kind, Place, Scan, ask, bitmap, eccodes_module, opened, packed_size, place_of, unpack
 from data_prep.grib_sections import Content, Header, frames, headers, single_field, without_values
-from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import IS_STATIC, IS_SURFACE, NO_MESSAGE, RECORD, Origin, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS

@@ -1,7 +1,7 @@
 """The report of `ensemble-ml inspect` on an archive: what `prepare` would take, what it would leave out, and why.
 
 Everything follows from the tables of the files. Values are read only of variables that state no units, to check that
-they agree with the registry's (see `data_prep.assumed_units`).
+they agree with the registry's (see `data_prep.limits`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
+from data_prep.geometry import ReducedGrid
 from data_prep.records import CONTROL, IS_ACCUMULATED
-from data_prep.reduced import ReducedGrid
-from data_prep.zarr_groups import is_zarr
+from data_prep.zarr_chunks import is_zarr
 from ensemble_ml.config import as_list, is_dataset, shown_input
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.store.source import Part

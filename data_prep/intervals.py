@@ -1,26 +1,36 @@
-"""Find the interval of each sum, mean or maximum over a range of steps, and the fields from which its values are made.
+"""Find the interval of each sum, mean or maximum over a range of steps, and combine the fields that make it up.
 
 Sums that run from the start of the forecast become sums from one of the archive's lead times to the next: those up to
 24 and 48 h become the sums over 0-24 and 24-48 h. The same is done for sums that begin anew every few hours: from 0-3,
 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. Sums from the start are left out at lead 0.
+
+Wind speed is computed from its components, member by member. Such a variable is added to the table of records only; its
+values are computed when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial, reduce
 from itertools import pairwise
 
 import numpy as np
 
-from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, MEMBER, field_of
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, KEYS, MEMBER, RawField, field_of
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GUST
+from ensemble_ml.fields import FIELDS, GUST, field
 
 NO_INTERVAL = (
     "sums at lead 0 alone that state no interval; counted from the start of the forecast they would be zero; "
     "give their intervals (time bounds in NetCDF, or intervals={tp: HOURS}; a step range in GRIB)"
 )
+_FALL = 0.05  # fraction of its maximum by which a sum may fall from one lead to the next
+_FALLING = 0.01  # fraction of the points that may fall by more
+_ROUNDING = 0.004  # one packing step of 8 bits, as a fraction of the maximum
+DERIVED = tuple(one.name for one in FIELDS if one.components)
+NONE = -1  # in place of the row of a second component, where the record is not derived
 
 
 @dataclass(frozen=True)
@@ -258,3 +268,99 @@ class Tiles:
             row, start = onward[start]
             rows.append(row)
         return tuple(rows)
+
+
+class Combine(Enum):
+    """The ways in which fields of the archive make a wanted field."""
+
+    ONE = "one"
+    DIFFERENCE = "difference"  # first minus second: an interval of a sum from the start (see `difference`)
+    SUM = "sum"
+    MAXIMUM = "maximum"
+    SPEED = "speed"  # magnitude of a vector, from its two components
+
+
+def difference(later: RawField, earlier: RawField) -> np.ndarray:
+    """Return the increase between two leads of a sum that runs from the init time, (Y, X) float64.
+
+    Packing rounds both sums. A decrease, and an increase of at most half a packing step of each, count as zero;
+    otherwise a dry interval would have values slightly below and above zero. Points without a value stay NaN.
+
+    Args:
+        later: the sum up to the later lead.
+        earlier: the sum up to the earlier lead.
+
+    Raises:
+        UserError: the sum falls noticeably at more than 1 % of the points, so it does not run from the init time.
+    """
+    first, second = (raw.decode().astype(np.float64) for raw in (later, earlier))
+    now, before = np.maximum(first, 0), np.maximum(second, 0)
+    falls = now < before - _FALL * _most(before) - _ROUNDING * _most(now)  # false at points without a value
+    share = falls.sum() / max(1, np.isfinite(now + before).sum())
+    if share > _FALLING:
+        raise UserError(
+            f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the init"
+            " time; state the interval of each sum (time bounds in NetCDF, or intervals={tp: HOURS};"
+            " a step range in GRIB)"
+        )
+    more = first - second
+    return np.where(more <= later.rounding + earlier.rounding, 0.0, more)
+
+
+def _most(values: np.ndarray) -> float:
+    """Return the largest finite value, at least 0."""
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # each takes an iterator of fields (Y, X)
+    Combine.SUM: partial(reduce, np.add),
+    Combine.MAXIMUM: partial(reduce, np.maximum),
+    Combine.SPEED: lambda parts: np.hypot(*parts),
+}
+
+
+def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Add a record for every field of the variables `names` whose two components are present.
+
+    A variable of which the archive has any field itself stays as it is: it is more exact than one computed from packed
+    components. Its missing fields are not computed either.
+
+    Args:
+        records: (N,) RECORD or IDENTITY, sorted by `data_prep.records.KEYS`.
+        names: variables that are wanted; those without components are ignored.
+
+    Returns:
+        Three arrays (N + K,), in which the K derived fields come last: the records; the row of `records` to which each
+        belongs (for a derived field, that of its first component); and the row of its second component, or NONE.
+
+    Raises:
+        UserError: the registry has no variable of one of the names.
+    """
+    tables, rows = [records], [np.arange(len(records))]
+    partners = [np.full(len(records), NONE)]
+    for name in dict.fromkeys(names):
+        if not field(name).components or (records["field"] == FIELD_INDEX[name]).any():
+            continue
+        first, second = (
+            np.flatnonzero(records["field"] == FIELD_INDEX[component]) for component in field(name).components
+        )
+        first, second = _matched(records, first, second)
+        made = records[first].copy()
+        made["field"] = FIELD_INDEX[name]
+        made["masked"] |= records["masked"][second]
+        tables.append(made)
+        rows.append(first)
+        partners.append(second)
+    return np.concatenate(tables), np.concatenate(rows), np.concatenate(partners)
+
+
+def _matched(records: np.ndarray, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of both components that agree in all keys but the variable."""
+    keys = KEYS[1:]
+    one, other = records[keys][first], records[keys][second]
+    # In a complete archive both components come in the same order, because the table is sorted by its keys. Then the
+    # costly search for common keys is not needed.
+    if len(one) == len(other) and all((one[key] == other[key]).all() for key in keys):
+        return first, second
+    _, here, there = np.intersect1d(one, other, assume_unique=True, return_indices=True)
+    return first[here], second[there]

@@ -14,15 +14,14 @@ import numpy as np
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
-from data_prep.derived import DERIVED
 from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
 from data_prep.geometry import Geometry, GridChange
 from data_prep.identity import NO_OVERRIDES, Overrides
+from data_prep.intervals import DERIVED
 from data_prep.records import FIELD_INDEX
-from data_prep.selecting import places
+from data_prep.selecting import Wanted, places
 from data_prep.truth import ArchiveTruth, check_grid, period
-from data_prep.wanted import Wanted
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control, as_list, is_dataset
 from ensemble_ml.errors import UserError

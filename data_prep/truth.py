@@ -16,9 +16,8 @@ from functools import cached_property, reduce
 import numpy as np
 
 from data_prep.catalogue import Catalogue
-from data_prep.combine import Combine
 from data_prep.gathered import Allocate, Gathered, Target, zeros
-from data_prep.intervals import Tiles
+from data_prep.intervals import Combine, Tiles
 from data_prep.notices import notice_log
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, translation

@@ -20,7 +20,6 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from data_prep.assumed_units import agree, has_convention
 from data_prep.axes import (
     BETWEEN,
     READ,
@@ -33,7 +32,6 @@ from data_prep.axes import (
     with_start,
 )
 from data_prep.cell_bounds import hours_of_gust, hours_of_sum, is_mean_rate, method, over_intervals, widths
-from data_prep.cf_missing import is_zarr_store, open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.identity import (
@@ -50,7 +48,7 @@ from data_prep.identity import (
     units_of,
     variables_with_members,
 )
-from data_prep.limits import on_bounds, plausible
+from data_prep.limits import agree, has_convention, on_bounds, plausible
 from data_prep.no_field import check_mapping
 from data_prep.records import (
     CONTROL,
@@ -61,17 +59,16 @@ from data_prep.records import (
     RawField,
     field_of,
 )
+from data_prep.selecting import ALL, Wanted
 from data_prep.spelling import spell
-from data_prep.wanted import ALL, Wanted
 from data_prep.xarray_variable import LEADING, Variable, leading_axes
-from data_prep.zarr_chunks import Written
-from data_prep.zarr_groups import with_shared_coordinates
+from data_prep.zarr_chunks import Written, is_zarr_store, open_netcdf, open_zarr, valid_limits, with_shared_coordinates
 from ensemble_ml.config import FROM_START
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.store.manifest import MEMORY
 from ensemble_ml.store.remote import fetch, is_remote, reason
-from ensemble_ml.store.sources import MEMORY
 
 _netcdf_lock = threading.RLock()  # one lock for all files, because the HDF5 library is not safe for threads
 

@@ -24,8 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
 from ensemble_ml import __version__
-from ensemble_ml.arguments import in_quotes
-from ensemble_ml.compose import build_config, compose_config, groups_of, one_line, readable, register_schemas
+from ensemble_ml.compose import build_config, compose_config, groups_of, in_quotes, one_line, readable, register_schemas
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.folders import conf_folder
 from ensemble_ml.machine import let_waiting_threads_sleep

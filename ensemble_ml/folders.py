@@ -1,19 +1,25 @@
-"""Output folders, files that appear in one step, and the user's cache.
+"""Output folders, files that appear in one step, strict JSON, and the user's cache.
 
 Folders are checked before a command begins its work, so that a wrong name does not cost a night of computing. Files are
-written as drafts and renamed when they are complete.
+written as drafts and renamed when they are complete. Strict JSON has no NaN and no infinity (RFC 8259), so null stands
+for them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import secrets
 import shutil
 import time
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ensemble_ml.errors import UserError
 
@@ -161,3 +167,22 @@ def hash_of_code(*parts: str) -> str:
     for path in sorted([*root.glob("*.py"), *(path for part in parts for path in (root / part).rglob("*.py"))]):
         found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
+
+
+def strict(value: Any) -> Any:
+    """Return a value in JSON's own types.
+
+    NumPy scalars become Python's, members of an Enum become their values, and numbers that are not finite become None.
+
+    Args:
+        value: a value, or nested dicts, lists and tuples of values.
+    """
+    if isinstance(value, dict):
+        return {str(name): strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

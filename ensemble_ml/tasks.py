@@ -72,12 +72,12 @@ def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]
     """Describe a trained model or an archive. Also return the function that formats the description as a page."""
     # Only a folder can be a checkpoint. For anything else the import of torch, which takes seconds, is saved.
     if len(paths) == 1 and Path(paths[0]).is_dir():
-        from ensemble_ml.inference.inspect import checkpoint_text, describe_checkpoint, holds_checkpoint
+        from ensemble_ml.inference.export import checkpoint_text, describe_checkpoint, holds_checkpoint
 
         if holds_checkpoint(paths[0]):
             return describe_checkpoint(paths[0]), checkpoint_text
     from data_prep.inspect import describe_archive
-    from ensemble_ml.store.inspect_text import archive_text
+    from ensemble_ml.store.inspect import archive_text
 
     return describe_archive(paths), archive_text
 

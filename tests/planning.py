@@ -8,10 +8,8 @@ import torch
 
 from ensemble_ml.config import LoaderName, LoadingConfig, ModelConfig
 from ensemble_ml.loading import Batches, Reader
-from ensemble_ml.loading.batches import fixed_draws
-from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.batches import Device, Schedule, fixed_draws
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader
-from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.models import ModelSpec
 
 CPU = Device(torch.device("cpu"))

@@ -1,15 +1,17 @@
 """The house keeps its order: imports point one way, and two rooms know nothing of Hydra or of ranks."""
 
 import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-GROUND = {"errors", "fields", "units", "grid", "domains", "folders", "machine", "config", "pulse", "signals",
-          "strict_json", "wording", "closed_forms"}  # fmt: skip
+GROUND = {"errors", "fields", "units", "grid", "folders", "machine", "config", "pulse", "signals", "wording",
+          "closed_forms"}  # fmt: skip
 FLOORS = [GROUND | {"distributions"}, {"store"}, {"loading", "models", "distributed", "optim"},
-          {"training", "inference", "verification"}, {"arguments", "compose"}, {"api", "plot"}, {"tasks"},
+          {"training", "inference", "verification"}, {"compose"}, {"api", "plot"}, {"tasks"},
           {"cli", "__main__"}]  # fmt: skip
 # A room may also use its own floor: training's checkpoints are read by inference.
 FILES = sorted((ROOT / "ensemble_ml").rglob("*.py"))
@@ -29,6 +31,31 @@ def imported(path: Path) -> list[str]:
             assert not node.level, f"{path}: relative import"
             names += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
     return names
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The imports that run when a module is imported: not those in functions, nor those for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif not isinstance(child, ast.FunctionDef) and "TYPE_CHECKING" not in ast.dump(getattr(child, "test", child)):
+            yield from run_at_import(child)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in [*FILES, *sorted((ROOT / "data_prep").rglob("*.py"))]
+    }
+    graph = {}
+    for name, path in paths.items():
+        names = set()
+        for node in run_at_import(ast.parse(path.read_text())):
+            module = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names |= {*module, *(".".join([*module, alias.name]) for alias in node.names)}
+        graph[name] = {other for other in names & paths.keys() if not f"{name}.".startswith(f"{other}.")}
+    assert len(graph) > 200 and sum(map(len, graph.values())) > 1000
+    TopologicalSorter(graph).prepare()  # CycleError names the modules of a circle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

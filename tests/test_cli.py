@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import ensemble_ml
 from ensemble_ml import cli
-from ensemble_ml.arguments import in_quotes
+from ensemble_ml.compose import in_quotes
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import Stopped

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from stores import make_store
 
-from data_prep.simulate.schedule import model_years
+from data_prep.simulate.archive import model_years
 from ensemble_ml import cli
 from ensemble_ml.config import SCHEMAS, BenchmarkConfig, SimulateConfig, TrainConfig
 from ensemble_ml.models import Climate, ModelSpec, build_model

@@ -25,9 +25,8 @@ import torch
 from scipy.stats import t as student
 
 from ensemble_ml.config import BenchmarkSize
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import strict, write_whole
 from ensemble_ml.machine import processors
-from ensemble_ml.strict_json import strict
 
 log = logging.getLogger(__name__)
 

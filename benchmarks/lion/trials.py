@@ -37,8 +37,7 @@ from ensemble_ml.distributed.choice import exchange_between
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.world import World
 from ensemble_ml.loading import Reader
-from ensemble_ml.loading.batches import Batch, collate
-from ensemble_ml.loading.schedule import Schedule
+from ensemble_ml.loading.batches import Batch, Schedule, collate
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup

@@ -118,7 +118,7 @@ def _messages(shape: Shape, *, members: bool) -> Iterator[bytes]:
 
 
 def _member(shape: Shape, bases: dict[float, np.ndarray], number: int) -> bytes:
-    from data_prep.simulate.grib import Encoder, Stamp
+    from data_prep.simulate.archive import Encoder, Stamp
 
     latitude, longitude = np.linspace(90, -90, shape.rows), np.arange(shape.columns) * 360 / shape.columns
     encoder, made = Encoder(latitude, longitude), []

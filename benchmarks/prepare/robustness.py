@@ -22,7 +22,7 @@ from benchmarks.common.results import Claim, Figure
 from benchmarks.prepare.data import Shape, archive
 from benchmarks.prepare.workspace import Section, Workspace
 from ensemble_ml.config import BenchmarkSize
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry
 
 Stamp = tuple[int, int]  # inode and modification time of a file
 _KILLS = 20

@@ -24,7 +24,7 @@ from ensemble_ml.config import TrainConfig
 from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Batches
 from ensemble_ml.models import Climate, EnsembleModel
-from ensemble_ml.models.blocks.unet3d import Convolution
+from ensemble_ml.models.unet3d import Convolution
 from ensemble_ml.store import TensorStore
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training import load_checkpoint

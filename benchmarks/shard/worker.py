@@ -26,7 +26,7 @@ from ensemble_ml.distributed.communicator import TorchCommunicator
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.sharding import local, shard_weights, shards_of, split_groups, whole
 from ensemble_ml.models import EnsembleInput, EnsembleModel, ModelSpec, Speed
-from ensemble_ml.models.blocks.unet3d import ResidualBlock
+from ensemble_ml.models.unet3d import ResidualBlock
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 

@@ -16,7 +16,7 @@ from benchmarks.common.results import Claim, Figure
 from benchmarks.skill.entrants import OURS, START
 from benchmarks.skill.scoring import BINS, CHANCE
 from benchmarks.skill.table import Board
-from data_prep.simulate.realism import Realism
+from data_prep.simulate.archive import Realism
 from ensemble_ml.verification.bootstrap import Interval
 
 _OUTSIDE, _SHOWN = 0.02, 3  # distance of a PIT bin from a tenth; fields that a note names

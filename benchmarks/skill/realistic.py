@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.skill.scoring import Data
-from data_prep.simulate.assemble import GATE
-from data_prep.simulate.realism import Realism, measure
+from data_prep.simulate.archive import GATE, Realism, measure
 from ensemble_ml.store.source import Part
 from ensemble_ml.verification.samples import Group
 from ensemble_ml.verification.statistics import ensemble_moments

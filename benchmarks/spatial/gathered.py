@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.partition import PartPadder, partition_model
-from ensemble_ml.distributed.shard import Shard
+from ensemble_ml.distributed.topology import Shard
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.padding import Padder
 

@@ -14,7 +14,7 @@ from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.distributed import Session
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.models import EnsembleInput, EnsembleModel
-from ensemble_ml.models.blocks.unet3d import Convolution
+from ensemble_ml.models.unet3d import Convolution
 
 
 def peak(model: EnsembleModel, batch: EnsembleInput) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.step.benchmark import benchmark_spec, random_batch
 from ensemble_ml.config import Precision
-from ensemble_ml.distributed.shard import Shard
+from ensemble_ml.distributed.topology import Shard
 from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, Speed

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from benchmarks.common.turns import take_turns
 from ensemble_ml.config import Vertical
 from ensemble_ml.distributed import Session
-from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
 from ensemble_ml.models.speed import settle
+from ensemble_ml.models.unet3d import Convolution
 
 _CALLS = {"cpu": 3, "cuda": 20}
 

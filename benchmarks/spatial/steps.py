@@ -21,7 +21,7 @@ from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import PartConvolution, partition_model
-from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.distributed.topology import make_shard
 from ensemble_ml.models import EnsembleInput, EnsembleModel, ModelSpec
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Geometry

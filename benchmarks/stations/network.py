@@ -26,7 +26,7 @@ from benchmarks.stations.series import Series
 from ensemble_ml.distributions import crps
 from ensemble_ml.fields import Family
 from ensemble_ml.models.features import shrunk_spread
-from ensemble_ml.optim.eager import AdamW
+from ensemble_ml.optim.lion import AdamW
 
 _SHRINK = 2.0  # number of members that the climatological spread counts for
 _BATCH, _RATE, _DECAY, _AVERAGE = 256, 3e-3, 0.1, 0.99

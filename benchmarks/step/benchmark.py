@@ -37,11 +37,11 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading.batches import Batch
 from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed, choose, ensemble_input
-from ensemble_ml.models.blocks.unet3d import Activation, Convolution, PointLinear, UNet3d
 from ensemble_ml.models.ledger import Kind, Ledger, saved_bytes
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
 from ensemble_ml.models.speed import has_bfloat16, settle
+from ensemble_ml.models.unet3d import Activation, Convolution, PointLinear, UNet3d
 from ensemble_ml.optim.lion import Lion
 from ensemble_ml.training.recorded import Recorded, cuda_graph
 

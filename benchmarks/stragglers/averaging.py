@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ensemble_ml.distributed import Communicator
 from ensemble_ml.distributed.hub import Link
-from ensemble_ml.distributed.momentum import average
+from ensemble_ml.distributed.voting import average
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Exchange
 

@@ -21,8 +21,7 @@ from ensemble_ml.config import ParallelConfig, TrainConfig
 from ensemble_ml.distributed import Mesh, Session
 from ensemble_ml.distributed.world import World
 from ensemble_ml.loading import Batch, Reader, fixed_batches
-from ensemble_ml.loading.batches import collate
-from ensemble_ml.loading.schedule import Schedule
+from ensemble_ml.loading.batches import Schedule, collate
 from ensemble_ml.optim import build
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run

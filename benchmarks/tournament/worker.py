@@ -17,10 +17,9 @@ from benchmarks.lion.trials import quickstart_config
 from ensemble_ml.config import Launcher, LoadingConfig, ParallelConfig, TournamentConfig, TournamentData
 from ensemble_ml.distributed import Session
 from ensemble_ml.loading import Reader
-from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.batches import Device, Schedule
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, cache_room
-from ensemble_ml.loading.schedule import Schedule
-from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.unit_plan import Units
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import batches_of

@@ -4,6 +4,14 @@ Parts of the archive are written date by date. After each cycle its part and the
 place, so a kill costs the cycle that is under way. A kill in the spin-up, or on the way to the next window, costs the
 nature run since the last cycle. Each cycle has its own random generator (seed, year, number), so a resumed year writes
 the same bytes as one that was never stopped.
+
+Analysis errors and member perturbations are bred from the 48 h forecasts of the cycle before. The deviations of the
+trajectories from their mean have grown in the last two days, so they are errors that fit the flow of the day (Toth and
+Kalnay 1997, doi:10.1175/1520-0493(1997)125<3297:EFANAT>2.0.CO;2). A random rotation mixes them. It keeps their
+covariance, and makes bred vectors that have become alike differ again. Each mixture is scaled to a given norm. One
+mixture is the error of the analysis, and the others are the perturbations of the members around the analysis. So with
+an inflation of 1, truth and members are draws from one distribution: spread and error agree at the start. The error of
+the forecast model comes in addition.
 """
 
 from __future__ import annotations
@@ -17,14 +25,18 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.simulate.assemble import GATE
-from data_prep.simulate.breeding import Amplitude, deviations, initial_states
-from data_prep.simulate.grib import Encoder, Stamp, forecast_messages
-from data_prep.simulate.layout import truncate
+from data_prep.simulate.archive import GATE, STEPS, Cycle, Encoder, ModelYear, Stamp, forecast_messages, valid_times
 from data_prep.simulate.model import BATCH, Atmosphere, Recipe
-from data_prep.simulate.pressure import surface_fields, to_pressure
-from data_prep.simulate.schedule import STEPS, Cycle, ModelYear, valid_times
-from data_prep.simulate.synthesis import Synthesis, bilinear, regular_grid, sigma_fields
+from data_prep.simulate.synthesis import (
+    NORM_PLANE,
+    Synthesis,
+    bilinear,
+    regular_grid,
+    sigma_fields,
+    surface_fields,
+    to_pressure,
+    truncate,
+)
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.folders import draft_of, write_whole
 
@@ -265,3 +277,87 @@ def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
     with open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy types its options, not the arrays
     os.replace(draft, path)
+
+
+@dataclass(frozen=True)
+class Amplitude:
+    """The size of initial perturbations.
+
+    `norm` is the root mean square of the analysis error, in K at sigma 0.835. `inflation` is the size of the members'
+    perturbations divided by `norm`.
+    """
+
+    norm: float
+    inflation: float = 1.0
+
+
+def norm(x_nkml: np.ndarray) -> np.ndarray:
+    """Return the root mean square over the sphere of temperature at sigma 0.835, in K, for each state (N,).
+
+    The basis is orthonormal on the unit sphere, so the sum of squared coefficients over 4 pi is the mean square.
+    """
+    return np.sqrt((x_nkml[:, NORM_PLANE].astype(np.float64) ** 2).sum((-2, -1)) / (4 * np.pi))
+
+
+def deviations(x_nkml: np.ndarray) -> np.ndarray:
+    """Return the deviations of N trajectories from their mean, NKML."""
+    return x_nkml - x_nkml.mean(0)
+
+
+def rotation(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54, 592-604).
+
+    Args:
+        count: rows and columns of the matrix.
+        rng: source of randomness.
+    """
+    q, r = np.linalg.qr(rng.standard_normal((count, count)))
+    # The signs make the QR factorisation unique; without them the distribution would not be uniform.
+    return q * np.sign(np.diag(r))
+
+
+def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw perturbations from the span of N deviations, each scaled to a norm.
+
+    Args:
+        dev_nkml: deviations of the trajectories.
+        count: number of perturbations wanted.
+        target: norm of each perturbation, K.
+        rng: source of randomness.
+
+    Returns:
+        The perturbations, float64, NKML with N = `count`.
+
+    Raises:
+        ValueError: a mixture is zero, so it cannot be scaled.
+    """
+    n = len(dev_nkml)
+    weights = rotation(max(count, n), rng)[:count, :n]
+    mixed = np.tensordot(weights, dev_nkml.astype(np.float64), axes=1)
+    length = norm(mixed)
+    if not length.all():
+        raise ValueError("perturbations of length zero cannot be scaled")
+    return mixed * (target / length)[:, None, None, None]
+
+
+def initial_states(
+    truth_kml: np.ndarray, dev_nkml: np.ndarray, count: int, amplitude: Amplitude, rng: np.random.Generator
+) -> np.ndarray:
+    """Return states that start a forecast: truth - analysis error + perturbation.
+
+    Args:
+        truth_kml: state of the nature run, at the forecast model's truncation.
+        dev_nkml: deviations of the last cycle.
+        count: number of trajectories wanted.
+        amplitude: size of error and perturbations.
+        rng: source of randomness; the same one gives the same states.
+
+    Returns:
+        The states, float32, NKML.
+
+    Raises:
+        ValueError: the deviations are all zero.
+    """
+    drawn = mix(dev_nkml, count + 1, amplitude.norm, rng)
+    analysis = truth_kml - drawn[0]
+    return (analysis + amplitude.inflation * drawn[1:]).astype(np.float32)

@@ -1,34 +1,46 @@
 """Run `ensemble-ml simulate`: run all model years, assemble the archive and measure its realism.
 
 Finished parts stay in `.parts` until the archive is complete. archive.json is written last, to mark a finished archive.
+
+Years are independent, so each core runs some of them in a process of its own. On two cores this was a third faster than
+one process with two threads. Each model is compiled by one process, and the others load the result from a cache.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import queue
 import shutil
+import signal
+import sys
 import time
+import traceback
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from data_prep.simulate.assemble import STATIC, assemble, realism
-from data_prep.simulate.model_error import MODEL_ERROR
-from data_prep.simulate.realism import report
-from data_prep.simulate.schedule import STEPS, ModelYear, model_years
-from data_prep.simulate.workers import run_years
+from tqdm import tqdm
+
+from data_prep.simulate.archive import STATIC, STEPS, ModelYear, assemble, model_years, realism, report
+from data_prep.simulate.model import MODEL_ERROR
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import write_whole
-from ensemble_ml.strict_json import strict
+from ensemble_ml.folders import strict, write_whole
 
 FORMAT = 1
 STATEMENT = (
     "Simulated data: jcm (SPEEDY physics on the dinosaur spectral core) forecasting a nature run of its own. Laid out "
     "like ENS-10, never ENS-10: figures compare only with baselines on this same archive."
 )
+_SILENCE = 30.0  # seconds without output, after which a line is printed
+_GO_ON = "finished parts are kept; run the same command again to go on"
 
 
 def simulate(config: SimulateConfig) -> Path:
@@ -142,7 +154,7 @@ def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> d
     Args:
         config: the settings of the simulation.
         years: all model years.
-        figures: the result of `assemble.realism`.
+        figures: the result of `archive.realism`.
     """
     splits: dict[str, list[str]] = defaultdict(list)
     for year in years:
@@ -161,3 +173,168 @@ def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> d
         },
         "realism": {name: figure.as_dict() for name, figure in figures.items()},
     }
+
+
+def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
+    """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
+
+    There are no more processes than missing years, but at least one. The static files of both models are written as
+    well.
+
+    Args:
+        config: the settings of the simulation.
+        missing: the years to run; without any, only the static files are written.
+        years: all years, for the progress.
+
+    Raises:
+        UserError: a worker failed or was killed; the message gives its error or exit status.
+    """
+    context = multiprocessing.get_context("spawn")  # jax does not survive a fork
+    tasks, events = context.Queue(), context.Queue()
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    count = max(1, min(len(missing), config.workers or len(cores)))
+    # The longest come first, so that no core works alone on a long one at the end. Each worker ends at a None.
+    for year in [*sorted(missing, key=lambda year: len(year.cycles), reverse=True), *[None] * count]:
+        tasks.put(year)
+    shares = [cores[k::count] or cores for k in range(count)]
+    locks = [context.Lock() for _ in STATIC]  # one for each model
+    with TemporaryDirectory(dir=Path(config.output) / ".parts", ignore_cleanup_errors=True) as folder:
+        orders = [(k % 2, 1 - k % 2) if missing else () for k in range(count)]
+        arguments = [
+            (config, share, tasks, events, os.getpid(), _Compilation(folder, locks, order))
+            for share, order in zip(shares, orders, strict=True)
+        ]
+        workers = [context.Process(target=_work, args=args, daemon=True) for args in arguments]
+        for worker in workers:
+            worker.start()
+        try:
+            _follow(workers, events, years, Path(config.output))
+        finally:
+            for worker in workers:
+                worker.terminate()
+                worker.join()
+
+
+@dataclass(frozen=True)
+class _Compilation:
+    """How a worker shares the compilation of the two models with the others.
+
+    Attributes:
+        folder: folder in which a worker finds what others have compiled.
+        locks: one for each model, held while the model is compiled.
+        order: the models that the worker compiles, the first one first. Half of the workers begin with the second one,
+            so that both are compiled at the same time. Without a year to run, none is compiled.
+    """
+
+    folder: str
+    locks: Sequence[AbstractContextManager]
+    order: tuple[int, ...] = ()
+
+
+class _Progress:
+    """The display of the progress: a bar on a terminal, lines elsewhere.
+
+    A line is printed at each twentieth of the init times, at each step that completes no init time (of a nature run or
+    a warm-up), and after half a minute without a line.
+    """
+
+    def __init__(self, total: int, before: int):
+        self.total, self.count, self.began = total, before, time.perf_counter()
+        self.printed, self.latest = self.began, "the start"
+        self.bar = tqdm(total=total, initial=before, unit="date", desc="simulate", disable=not sys.stderr.isatty())
+
+    def update(self, text: str, finished: bool) -> None:
+        """Show that a step was taken.
+
+        Args:
+            text: the step.
+            finished: whether it completes an init time.
+        """
+        self.count += finished
+        self.latest = text
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text)
+            self.bar.update(int(finished))
+        elif not finished or self.count * 20 // self.total > (self.count - 1) * 20 // self.total:
+            self._print(text)
+        self.wait()
+
+    def wait(self) -> None:
+        """Print that the work goes on, if nothing was printed for a while."""
+        if self.bar.disable and time.perf_counter() - self.printed >= _SILENCE:
+            self._print(f"{self.latest} is done, the next is under way")
+
+    def _print(self, text: str) -> None:
+        """Print one line."""
+        self.printed = time.perf_counter()
+        print(f"simulate: {self.count}/{self.total} {text} ({self.printed - self.began:.0f} s)", flush=True)
+
+
+def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None:
+    """Show progress until all workers are done. Raise a UserError if one fails or is killed."""
+    done = sum(year.part(output, cycle).exists() for year in years for cycle in year.written)
+    progress = _Progress(sum(len(year.written) for year in years), done)
+    running = len(workers)
+    with progress.bar:
+        while running:
+            try:
+                kind, text, finished = events.get(timeout=1.0)
+            except queue.Empty:
+                progress.wait()
+                _check(workers)
+                continue
+            if kind == "failed":
+                raise UserError(f"simulate: {text}; {_GO_ON}")
+            if kind == "done":
+                running -= 1
+            else:
+                progress.update(text, finished)
+
+
+def _check(workers: list) -> None:
+    """Raise a UserError if a worker has ended with an error or was killed."""
+    for worker in workers:
+        if worker.exitcode not in (None, 0):
+            raise UserError(f"simulate: a worker ended with status {worker.exitcode} (out of memory?); {_GO_ON}")
+
+
+def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int, compilation: _Compilation) -> None:
+    """Run as a worker process: build the two models once, then run years until none is left."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # before jax chooses the size of its thread pool
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", compilation.folder)
+    # On a busy machine XLA takes minutes to compile a model, and then prints a request for a bug report. Only this
+    # variable turns the request off. Errors that end a run are still raised as exceptions.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+    def progress(text: str, finished: bool) -> None:
+        if os.getppid() != parent:  # the parent was killed; the last cycle has saved its state
+            os._exit(1)
+        events.put(("cycle", text, finished))
+
+    try:
+        _run_tasks(config, tasks, progress, compilation)
+        events.put(("done", "", False))
+    except Exception as error:  # handed to the parent, which raises it
+        traceback.print_exc()
+        events.put(("failed", f"{type(error).__name__}: {error}", False))
+
+
+def _run_tasks(config: SimulateConfig, tasks, progress, compilation: _Compilation) -> None:
+    """Build both models, compile them, write their static files, and run years from the queue."""
+    from data_prep.simulate.chain import Chain, Weather, trajectories, write_static
+    from data_prep.simulate.model import Recipe
+
+    nature = Weather(Recipe(config.truth_truncation, config.truth_minutes), config)
+    forecast = Weather(Recipe(config.forecast_truncation, config.forecast_minutes, wrong=True), config)
+    for name, weather in zip(STATIC, (nature, forecast), strict=True):
+        write_static(weather, Path(config.output) / ".parts" / name)
+    both = (nature, 1), (forecast, trajectories(config))
+    for number in compilation.order:
+        weather, count = both[number]
+        with compilation.locks[number]:
+            weather.model.compiled(count)
+    while (year := tasks.get()) is not None:
+        Chain(config, year, nature, forecast).run(progress)

@@ -64,7 +64,7 @@ def open_input(config: PredictConfig) -> Pair:
     Raises:
         UserError: the checkpoint or the input cannot be read.
     """
-    from ensemble_ml.inference.starts import sum_cuts
+    from ensemble_ml.inference.inputs import sum_cuts
     from ensemble_ml.training.checkpoint import load_meta, load_spec
 
     spec = load_spec(config.checkpoint)

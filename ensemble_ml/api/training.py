@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ensemble_ml.api.inputs import is_store_path
 from ensemble_ml.api.opening import resolve
 from ensemble_ml.api.preparing import split_dates
-from ensemble_ml.arguments import in_quotes
-from ensemble_ml.compose import build_config, compose_config, groups_of, set_values
+from ensemble_ml.compose import build_config, compose_config, groups_of, in_quotes, set_values
 from ensemble_ml.config import TrainConfig, as_list, shown_input
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import open_store

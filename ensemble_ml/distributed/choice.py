@@ -19,11 +19,10 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator,
 from ensemble_ml.distributed.exchange import ADDS_UP, BucketExchange, GradientAverage, Reduction
 from ensemble_ml.distributed.hub import join_hub
 from ensemble_ml.distributed.mesh import new_group, patience
-from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.powersgd import PowerSGD
 from ensemble_ml.distributed.quorum import Join, Quorum, QuorumVote, quorum_of
 from ensemble_ml.distributed.topology import Topology
-from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
+from ensemble_ml.distributed.voting import DistributedLion, LionCub, MomentumPlan, Vote, average
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import Exchange
 

@@ -17,10 +17,17 @@ without the transport's headers:
     P   number of ranks in the group
 
 Under gloo, CUDA tensors travel through host memory. Under NCCL, tensors in host memory travel through the GPU.
+
+On this interface stand the collection of values from several ranks (whole fields from shards, bytes, extremes) and the
+check that all ranks hold the same model, by hashes of its layout and weights.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -28,6 +35,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ensemble_ml.distributed.topology import Shard
+from ensemble_ml.errors import UserError
 
 # Before torch 2.13 these functions had other names, for which torch 2.13 warns.
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -228,3 +238,127 @@ class _Work:
 def bytes_of(x: Tensor) -> int:
     """Return the number of bytes of a tensor's elements."""
     return x.numel() * x.element_size()
+
+
+def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
+    """Collect a whole field from the shards of a spatial group.
+
+    Args:
+        part: (..., y, x) this rank's shard.
+        shard: rows and columns of all ranks.
+        spatial: the ranks that share the field.
+
+    Returns:
+        The whole field (..., Y, X) on the group's first rank, None on the others.
+    """
+    if spatial.size == 1:
+        return part
+    first = spatial.rank == 0
+    lead = part.shape[:-2]
+    shapes = [(b - a, d - c) for a, b in shard.rows for c, d in shard.columns]  # in rank order
+    sizes = [math.prod(lead) * rows * columns for rows, columns in shapes]
+    buffer = part.new_empty(sum(sizes) if first else 0)
+    # One all_to_all_single, in which all ranks send to the first one only.
+    sent = [part.numel()] + [0] * (spatial.size - 1)
+    received = sizes if first else [0] * spatial.size
+    spatial.all_to_all_single(buffer, part.reshape(-1), received, sent)
+    if not first:
+        return None
+    whole = part.new_empty(*lead, shard.rows[-1][1], shard.columns[-1][1])
+    places = [(rows, columns) for rows in shard.rows for columns in shard.columns]
+    for values, (rows, columns), shape in zip(buffer.split(sizes), places, shapes, strict=True):
+        whole[..., slice(*rows), slice(*columns)] = values.view(*lead, *shape)
+    return whole
+
+
+def sharing_cores(world: Communicator, device: torch.device) -> int:
+    """Return how many ranks have the same host and the same cores as this process, itself included.
+
+    These are all ranks of a host, or fewer if ranks are bound to cores. Ranks that share only some cores do not count.
+    """
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    mine = f"{socket.gethostname()} {own}".encode()
+    return gather_bytes(mine, world, device).count(mine)
+
+
+def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list[bytes]:
+    """Return the bytes that every rank of a group gives, in rank order, on all of them."""
+    sizes = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(sizes, torch.tensor([len(data)], device=device))
+    most = max(1, int(sizes.max()))
+    # An all_gather needs the same length on every rank, so shorter inputs are padded.
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    found = torch.empty(group.size * most, dtype=torch.uint8, device=device)
+    group.all_gather(found, padded.to(device))
+    whole = found.cpu().numpy().reshape(group.size, most)
+    return [row[:size].tobytes() for row, size in zip(whole, sizes.tolist(), strict=True)]
+
+
+def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest values over the ranks of a spatial group, element by element.
+
+    Args:
+        low: this rank's smallest values, NaN where it has none.
+        high: its largest values, of the same shape.
+        spatial: the ranks that share the fields.
+
+    Returns:
+        Two tensors of that shape, NaN where no rank has a value.
+    """
+    # One all-reduce by maximum does for both: the smallest value is the negative of the largest negative.
+    both = torch.stack([-low, high])
+    both = torch.where(both.isnan(), -torch.inf, both)
+    spatial.all_reduce(both, op="max")
+    both = torch.where(both.isneginf().all(0), torch.nan, both)  # one alone is a true value that is infinite
+    return -both[0], both[1]
+
+
+def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
+    """Compare layout (shapes, types, memory formats) and weights with those of the first of the ranks that are joined.
+
+    Args:
+        params: the parameters of this rank.
+        groups: communicators that together join these ranks. That of consecutive ranks comes first, then that of the
+            ranks at the same place of each such group.
+
+    Raises:
+        UserError: raised on every rank. The message names the ranks that differ by their numbers, from 0, among the
+            ranks that are joined.
+    """
+    if all(group.size == 1 for group in groups):
+        return
+    everyone = torch.tensor([layout_hash(params), weights_hash(params)], device=params[0].device)
+    for group in groups:
+        own, everyone = everyone, everyone.new_empty(group.size * len(everyone))
+        group.all_gather(everyone, own)
+    layouts, weights = everyone.view(-1, 2).T.tolist()
+    if others := [r for r, found in enumerate(layouts) if found != layouts[0]]:
+        raise UserError(
+            f"ranks {', '.join(map(str, others))}: their model differs from rank 0's in its layout (shapes, types or"
+            " order of axes in memory); give every rank the same model, data and precision settings"
+        )
+    if others := [r for r, found in enumerate(weights) if found != weights[0]]:
+        raise UserError(
+            f"ranks {', '.join(map(str, others))}: their weights differ from rank 0's; start every rank from the same"
+            " seed or checkpoint"
+        )
+
+
+def layout_hash(params: Sequence[Tensor]) -> int:
+    """Return 63 bits that identify how the parameters lie in memory."""
+    return _number(hashlib.sha256(repr([(p.shape, p.stride(), p.dtype) for p in params]).encode()))
+
+
+@torch.no_grad()
+def weights_hash(params: Sequence[Tensor]) -> int:
+    """Return 63 bits that identify the values of the parameters."""
+    found = hashlib.sha256()
+    for p in params:
+        found.update(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return _number(found)
+
+
+def _number(found: hashlib._Hash) -> int:
+    """Return the first 63 bits of a hash, which fit into an int64."""
+    return int.from_bytes(found.digest()[:8], "little") >> 1

@@ -3,12 +3,12 @@
 `partition_model` changes the classes of layers that look beyond a point, or that keep values for each row or grid
 point. Parameters, buffers and their names stay whole on every rank, so a checkpoint does not depend on the partition.
 Each rank computes exactly its shard of what one process would. Convolutions get their neighbours' rows through a halo
-exchange (`halo`), pooling and upsampling never cross a border (`shard`), and terms of single grid points are sliced. On
+exchange (`halo`), pooling and upsampling never cross a border (`Shard`), and terms of single grid points are sliced. On
 one rank the model is left unchanged.
 
 The gradient of a parameter on one rank is that rank's part of a sum: the sum over the ranks of `mesh.model` is the
 gradient of the whole. A term of a single grid point has a gradient only on the rank that holds the point. An exchange
-may leave it there (`shard.own_part`). Then the term itself is stale on other ranks until `State.complete` gathers it.
+may leave it there (`own_part`). Then the term itself is stale on other ranks until `State.complete` gathers it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from ensemble_ml.config import Vertical
 from ensemble_ml.distributed.halo import Across, Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
-from ensemble_ml.distributed.shard import Shard, make_shard, mark_own
-from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.distributed.topology import Shard, Topology, make_shard, mark_own
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import EnsembleModel, ModelSpec
-from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder, geometries
 from ensemble_ml.models.points import PointNetwork
+from ensemble_ml.models.unet3d import Convolution
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 # Layers that act on each point alone (or are containers), so that a shard of their result needs no neighbours.

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ensemble_ml.distributed.communicator import Communicator, TorchCommunicator
-from ensemble_ml.distributed.fingerprint import check_same_model
+from ensemble_ml.distributed.communicator import Communicator, TorchCommunicator, check_same_model
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.models import EnsembleModel
-from ensemble_ml.models.blocks.unet3d import ResidualBlock
+from ensemble_ml.models.unet3d import ResidualBlock
 
 
 def shard_weights(

@@ -20,14 +20,20 @@ import xarray as xr
 
 from ensemble_ml.distributed.launch import solo
 from ensemble_ml.errors import UserError
-from ensemble_ml.inference.contents import Header, Kind, Output, attributes, dimensions
-from ensemble_ml.inference.coordinates import coordinates, global_attributes, height_of
-from ensemble_ml.inference.inputs import Sample, Samples, replace_static
-from ensemble_ml.inference.job import Job, header_of_all
+from ensemble_ml.inference.contents import (
+    Header,
+    Kind,
+    Output,
+    attributes,
+    coordinates,
+    dimensions,
+    global_attributes,
+    height_of,
+)
+from ensemble_ml.inference.inputs import Sample, Samples, Start, replace_static
+from ensemble_ml.inference.job import Job, header_of_all, member_numbers
 from ensemble_ml.inference.outputs import kinds_of, outputs
 from ensemble_ml.inference.predict import batch_size, forward, put_on_device, torch_threads
-from ensemble_ml.inference.starts import Start
-from ensemble_ml.inference.targets import member_numbers
 from ensemble_ml.machine import return_freed_memory
 from ensemble_ml.models import AnyModel, Prediction
 from ensemble_ml.store.source import Fields

@@ -16,8 +16,17 @@ from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import draft_of, give_name
-from ensemble_ml.inference.contents import TIME_AXES, Header, Output, attributes, dimensions
-from ensemble_ml.inference.coordinates import Coordinate, coordinates, global_attributes, height_of
+from ensemble_ml.inference.contents import (
+    TIME_AXES,
+    Coordinate,
+    Header,
+    Output,
+    attributes,
+    coordinates,
+    dimensions,
+    global_attributes,
+    height_of,
+)
 from ensemble_ml.training.checkpoint import sync
 
 # HDF5 serves only one thread at a time, and another thread may be reading an archive through xarray. So this module

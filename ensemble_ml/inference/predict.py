@@ -24,20 +24,17 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.distributed.fingerprint import check_same_model
-from ensemble_ml.distributed.gather import agreed_extremes, gather, sharing_cores
+from ensemble_ml.distributed.communicator import agreed_extremes, check_same_model, gather, sharing_cores
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
-from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.distributed.topology import Shard, make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
-from ensemble_ml.inference.job import Job, header, plan_job
+from ensemble_ml.inference.inputs import Sample, Samples, Start, collate, replace_static
+from ensemble_ml.inference.job import Job, header, made_already, plan_job, targets
 from ensemble_ml.inference.netcdf import write_forecast
 from ensemble_ml.inference.outputs import outputs
-from ensemble_ml.inference.starts import Start
-from ensemble_ml.inference.targets import made_already, targets
-from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import iso
+from ensemble_ml.loading.threads import read_ahead
 from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates

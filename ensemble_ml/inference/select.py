@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.domains import eastward, region_points, spacing
 from ensemble_ml.errors import UserError
-from ensemble_ml.grid import TOLERANCE, Grid
+from ensemble_ml.grid import TOLERANCE, Grid, eastward, region_points, spacing
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,7 @@ def cut_region(grid: Grid, region: Sequence[float]) -> Places:
         region: [north, west, south, east] in degrees.
 
     Raises:
-        UserError: as `domains.region_points`.
+        UserError: as `grid.region_points`.
     """
     rows, columns = region_points(grid, region)
     return Places(rows, columns, grid.latitude[rows], eastward(grid.longitude[columns]))

@@ -1,4 +1,8 @@
-"""Make the batches for training (random dates and members) and for validation (fixed dates and members).
+"""List all batches of a run, make those for training and for validation, and bring them to the device of the model.
+
+Training takes random dates and members, validation fixed ones. The schedule lists every batch in the order of use. It
+follows from the seed, the dates and the settings alone, so it is the same on every rank, and all reads can be planned
+from it. On a GPU batches are copied on a CUDA stream of their own, so that copies and compute overlap.
 
 Axes: B init time in a batch, M member, T lead, F field (variables and levels, then surface variables), Y latitude,
 X longitude.
@@ -7,6 +11,7 @@ X longitude.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -349,3 +354,170 @@ def filled(members: np.ndarray, most: int) -> np.ndarray:
     found = np.zeros((most, *members.shape[1:]), members.dtype)
     found[: len(members)] = members
     return found
+
+
+class Device:
+    """A device to which batches are brought, in the type of the weights.
+
+    A thread of the loader calls `bring` as soon as a batch is complete. The user's thread calls `take` when it needs
+    the batch. Call `wait` before the memory that the batch is copied from is used again. On a CPU, `bring` does
+    everything.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
+        self.device, self.dtype = device, dtype
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def bring(self, batch: Batch) -> tuple[Batch, Any]:
+        """Start to copy a batch to the device.
+
+        Returns:
+            The batch on the device, and a CUDA event that marks the end of the copy (None on a CPU).
+        """
+        if self._stream is None:
+            return batch.to(self.device, self.dtype), None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            # The memory is pinned, so the thread does not wait for the copy. The type is converted on the GPU.
+            moved = batch.to(self.device, self.dtype, non_blocking=True)
+            return moved, self._stream.record_event()
+
+    def take(self, batch: Batch, ready: Any) -> Batch:
+        """Return the batch for use on the current stream.
+
+        Later kernels of that stream wait for the copy; the calling thread does not.
+
+        Args:
+            batch: The batch that `bring` returned.
+            ready: The event that `bring` returned.
+        """
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
+            for tensor in (*vars(batch).values(), *vars(batch.inputs).values()):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)  # else torch could reuse its memory while the stream still needs it
+        return batch
+
+    def wait(self, ready: Any) -> None:
+        """Return once the copy that ends with the event `ready` of `bring` is complete."""
+        if ready is not None:
+            ready.synchronize()
+
+
+def wait_for_copies() -> None:
+    """Return once all GPUs on which this process has memory have completed its work.
+
+    `to("cuda", non_blocking=True)` from pinned memory returns before a byte is read, and users may copy on any stream
+    and to any GPU. GPUs without memory of this process are skipped, because the call would open a CUDA context there.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):
+                torch.cuda.synchronize(device)
+
+
+def pages(size: int) -> np.ndarray:
+    """Allocate `size` bytes (at least one) that begin at a page, as uint8.
+
+    Where there is a GPU the memory is pinned, so that copies to the GPU are asynchronous.
+    """
+    if torch.cuda.is_available():
+        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)
+
+
+Shares = tuple[tuple[Draw, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One slot of the schedule: what all ranks use at the same time.
+
+    It holds the shares of one global training batch, or one round of validation batches.
+
+    Attributes:
+        step: Number of optimizer steps done before it.
+        validation: Whether it belongs to a validation.
+        shares: Samples of each data coordinate, which is the number of a share of the batch. The ranks of one
+            coordinate read the same samples. A share may be empty.
+        stand_in: Sample that a data coordinate with an empty share of a training batch reads instead. It has weight
+            zero.
+    """
+
+    step: int
+    validation: bool
+    shares: Shares
+    stand_in: Draw | None = None
+
+    def read_by(self, coordinate: int) -> tuple[Draw, ...]:
+        """Return the samples that the ranks at a data coordinate read."""
+        own = self.shares[coordinate]
+        return own if own or self.stand_in is None else (self.stand_in,)
+
+    def idle(self, coordinate: int) -> bool:
+        """Return whether the ranks at a data coordinate read a stand-in of weight zero."""
+        return not self.shares[coordinate] and self.stand_in is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The turns of a run, in order.
+
+    Args:
+        batches: Global training batches; the schedule covers its first to its last step.
+        validation: Batches of one validation, in order. They are dealt out to the data coordinates one by one.
+        validate_every: Number of steps between validations. A validation always follows the last step.
+        validate_first: Whether the run begins with a validation.
+        parts: Number of data coordinates.
+        holders: (F,) data coordinate to which each training date should go if possible; None cuts each batch into
+            consecutive shares, in the order in which its dates were drawn.
+    """
+
+    batches: Batches
+    validation: Sequence[Sequence[Draw]] = ()
+    validate_every: int = 1
+    validate_first: bool = False
+    parts: int = 1
+    holders: np.ndarray | None = None
+
+    def __iter__(self) -> Iterator[Turn]:
+        first, last = self.batches.start_step, self.batches.steps
+        if self.validate_first:
+            yield from self._validation(first)
+        for step in range(first, last):
+            shares = tuple(map(tuple, self.batches.draws(step, self.parts, self.holders)))
+            # A rank with an empty share still takes part in every collective operation, so it reads a stand-in.
+            yield Turn(step, False, shares, None if all(shares) else self.batches.stand_in(step))
+            if step + 1 == last or (step + 1) % self.validate_every == 0:
+                yield from self._validation(step + 1)
+
+    def _validation(self, step: int) -> Iterator[Turn]:
+        """Yield the rounds of one validation. The last round may be shorter than the number of data coordinates."""
+        for first in range(0, len(self.validation), self.parts):
+            dealt = [tuple(group) for group in self.validation[first : first + self.parts]]
+            yield Turn(step, True, (*dealt, *[()] * (self.parts - len(dealt))))
+
+    @property
+    def dates(self) -> np.ndarray:
+        """Return the indices of all training dates and of the dates that validations read, ascending."""
+        validated = [draw.date for group in self.validation for draw in group]
+        return np.unique(np.concatenate([self.batches.dates, np.asarray(validated, int)]))
+
+    def homes(self) -> np.ndarray:
+        """Return the data coordinate that holds each of `dates`, an array of the same length.
+
+        For a training date it is the coordinate that uses the date in epoch 0 when every batch is cut in its own order.
+        For other dates it is the coordinate that reads the date first in a validation. Shares of a batch differ
+        by at most one sample. The first ones get the extra samples, so their coordinates may hold more dates.
+        """
+        found: dict[int, int] = {}
+        order = self.batches.order
+        for step in range(order.steps_per_epoch):
+            _, samples = order.step(step)
+            for part, share in enumerate(np.array_split(samples, self.parts)):
+                found |= {int(self.batches.dates[sample]): part for sample in share}
+        # Training dates have a home already; this adds the dates that only validations read.
+        for number, group in enumerate(self.validation):
+            for draw in group:
+                found.setdefault(draw.date, number % self.parts)
+        return np.array([found[int(date)] for date in self.dates])

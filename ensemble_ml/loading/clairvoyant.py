@@ -28,7 +28,7 @@ import torch
 
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.device import pages, wait_for_copies
+from ensemble_ml.loading.batches import pages, wait_for_copies
 from ensemble_ml.loading.items import (
     DatasetItems,
     Divisible,

@@ -1,6 +1,6 @@
 """Predict what a plan of loading will do before anything is loaded: bytes from each tier, time, and what limits it.
 
-The prediction follows a pipeline with three stages: each `schedule.Turn` is read from slow storage, decoded by threads,
+The prediction follows a pipeline with three stages: each `batches.Turn` is read from slow storage, decoded by threads,
 and computed by the model. Reading is never further ahead than the buffers allow. All ranks share one storage, whose
 speed is measured or given.
 """
@@ -14,10 +14,8 @@ from itertools import islice
 import numpy as np
 
 from ensemble_ml.config import LoadingConfig
-from ensemble_ml.loading.batches import Draw, read_sample
-from ensemble_ml.loading.schedule import Schedule
-from ensemble_ml.loading.unit_plan import UnitPlan
-from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.batches import Draw, Schedule, read_sample
+from ensemble_ml.loading.unit_plan import UnitPlan, Units
 
 _SAMPLE = 64e6  # bytes after which a measurement of storage stops
 

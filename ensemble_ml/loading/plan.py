@@ -15,18 +15,19 @@ This bound is reached by holding any K samples for the whole run, each on exactl
 Only the rank that holds a sample reads it from slow storage, and only once; other ranks that need it ask the holder.
 Where a sample can be read from any offset on, the space left at the end of each rank's memory holds the head of one
 more sample. The bound is then reached to the byte, provided that enough samples remain to fill every such space. Memory
-that is still free holds copies of other ranks' samples (`copies.py`), which saves transfers between ranks.
+that is still free holds copies of other ranks' samples (`choose`), which saves transfers between ranks. A rank copies
+samples in the order of their first use, and asks its peers for each copy only once.
 
 NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank separately, so several ranks may
 hold the same one.
 
-Axes: F samples, P ranks.
+Axes: A uses, F samples, N copies, P ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -36,10 +37,10 @@ import numpy as np
 
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.copies import NOBODY, Copies, choose
 from ensemble_ml.loading.order import Order
 
 STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that no rank holds
+NOBODY = -1
 
 
 @dataclass(frozen=True)
@@ -471,3 +472,81 @@ class _Caches:
         held = self.placement
         held.owner[samples], held.tier[samples] = rank, which
         held.offset[samples], held.kept[samples] = offset, kept
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The copies that all ranks keep.
+
+    Attributes:
+        keys: (N,) rank * F + sample of each copy, ascending.
+        offset: (N,) byte at which each copy begins in the memory of its rank.
+        count: Number of samples, F.
+    """
+
+    keys: np.ndarray
+    offset: np.ndarray
+    count: int
+
+    def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the samples that `rank` copies, (n,) ascending, and their offsets, (n,)."""
+        here = slice(*np.searchsorted(self.keys, [rank * self.count, (rank + 1) * self.count]))
+        return self.keys[here] - rank * self.count, self.offset[here]
+
+    def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find the uses whose own rank keeps a copy of the sample.
+
+        Args:
+            user: (A,) rank of each use.
+            sample: (A,) sample of each use.
+
+        Returns:
+            (A,) bool, whether the user keeps a copy, and (A,) the place of the copy in `keys` (0 where there is none).
+        """
+        wanted = user.astype(np.int64) * self.count + sample
+        place = np.searchsorted(self.keys, wanted)
+        place[place == len(self.keys)] = 0
+        found = self.keys[place] == wanted if len(self.keys) else np.zeros(len(wanted), bool)
+        return found, np.where(found, place, 0)
+
+
+def choose(
+    users: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    epochs: int,
+    owner: np.ndarray,
+    sizes: np.ndarray,
+    used: np.ndarray,
+    room: int,
+) -> Copies:
+    """Fill the memory that is left on each rank with samples of other ranks, in the order of their first use.
+
+    Args:
+        users: Function from an epoch to its samples (F,) in the order of use, and the rank that uses each (F,).
+        epochs: Number of epochs.
+        owner: (F,) rank that holds each sample, or `NOBODY`, for samples that are not copied.
+        sizes: (F,) bytes of each sample.
+        used: (P,) bytes of each rank's memory that its own samples take.
+        room: Bytes of memory of each rank.
+    """
+    count, sizes = len(owner), np.asarray(sizes, np.int64)
+    end, keys, offsets = used.astype(np.int64).copy(), np.empty(0, np.int64), np.empty(0, np.int64)
+    for epoch in range(epochs):
+        if not len(sizes) or (room - end).max() < sizes.min():
+            break
+        samples, user = users(epoch)
+        other = (owner[samples] != NOBODY) & (owner[samples] != user)
+        samples, user = samples[other], user[other]
+        key = user.astype(np.int64) * count + samples
+        new = ~np.isin(key, keys)
+        # Sort by rank and keep the order of use within a rank. A cumulative sum then gives the offset of each copy
+        # without a loop over samples.
+        order = np.argsort(user[new], kind="stable")
+        samples, user, key = samples[new][order], user[new][order], key[new][order]
+        total = np.cumsum(sizes[samples])
+        first = np.searchsorted(user, user)  # index of the first use of the same rank
+        start = end[user] + total - sizes[samples] - (total - sizes[samples])[first]
+        fits = start + sizes[samples] <= room  # a prefix of each rank's uses, because offsets ascend
+        keys, offsets = np.append(keys, key[fits]), np.append(offsets, start[fits])
+        np.maximum.at(end, user[fits], (start + sizes[samples])[fits])
+    order = np.argsort(keys)
+    return Copies(keys[order], offsets[order], count)

@@ -1,8 +1,8 @@
 """Produce the batches of a training run in the order of its schedule.
 
-Threads fetch packed units (`units.py`) before they are used, decode them and join them to batches. The batches lie in a
-ring of page-aligned buffers, each of which is reused. On a machine with a GPU the buffers are pinned, and a separate
-CUDA stream copies them to the GPU. The size of the ring limits how far ahead the threads read.
+Threads fetch packed units (`unit_plan.py`) before they are used, decode them and join them to batches. The batches lie
+in a ring of page-aligned buffers, each of which is reused. On a machine with a GPU the buffers are pinned, and a
+separate CUDA stream copies them to the GPU. The size of the ring limits how far ahead the threads read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.batches import Arrays, Batch, Draw, join, read_sample
-from ensemble_ml.loading.device import Device, pages
-from ensemble_ml.loading.schedule import Schedule, Turn
+from ensemble_ml.loading.batches import Arrays, Batch, Device, Draw, Schedule, Turn, join, pages, read_sample
 from ensemble_ml.loading.threads import ended, start
 from ensemble_ml.loading.unit_cache import UnitCache
 

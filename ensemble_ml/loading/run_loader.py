@@ -19,18 +19,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ensemble_ml.config import Assign, LoadingConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.batches import Batch, Draw, collate
-from ensemble_ml.loading.counters import Counters
-from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.batches import Batch, Device, Draw, Schedule, collate
+from ensemble_ml.loading.counters import Counters, Timeline
 from ensemble_ml.loading.plan import Room
 from ensemble_ml.loading.planned import Engine
 from ensemble_ml.loading.reader import Reader
-from ensemble_ml.loading.schedule import Schedule
-from ensemble_ml.loading.timeline import Timeline
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import UnitPeers
-from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan
-from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan, Units
 from ensemble_ml.loading.wire import Gather
 from ensemble_ml.machine import free_memory
 

@@ -1,8 +1,8 @@
 """Hold the packed units of one rank as its plan says.
 
-A unit is one member, or the targets, of an init time (`units.py`). A use is one reading of a unit by the ranks at one
-coordinate of the mesh's data axis (`schedule.Turn`). A turn is one slot of the schedule: a global training batch, or a
-round of validation batches that are read at the same time (`schedule.py`).
+A unit is one member, or the targets, of an init time (`unit_plan.py`). A use is one reading of a unit by the ranks at
+one coordinate of the mesh's data axis (`batches.Turn`). A turn is one slot of the schedule: a global training batch, or
+a round of validation batches that are read at the same time (`batches.py`).
 
 A unit comes from the caches of this rank, from another rank, or from slow storage.
 
@@ -23,11 +23,9 @@ from typing import Protocol
 import numpy as np
 
 from ensemble_ml.loading.arena import Arena, Extents
-from ensemble_ml.loading.counters import Counters
+from ensemble_ml.loading.counters import Counters, Timeline
 from ensemble_ml.loading.plan import DISK, RAM
-from ensemble_ml.loading.timeline import Timeline
-from ensemble_ml.loading.unit_plan import UnitPlan
-from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.unit_plan import UnitPlan, Units
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Exchange packed units between ranks: through shared memory on one node, over TCP between nodes.
 
-A unit is one member, or the targets, of an init time (`units.py`). A use is one read of a unit in the plan of the run,
-and the plan names the rank that holds the unit for it. Other ranks ask this holder. The holder reads the unit from slow
-storage if it has not done so yet. To a rank on the same node it may name a place in its cache, from which that rank
-copies the unit. If the holder fails, is late or sends damaged bytes, the asking rank reads the unit from slow storage
-and counts it as a fallback.
+A unit is one member, or the targets, of an init time (`unit_plan.py`). A use is one read of a unit in the plan of the
+run, and the plan names the rank that holds the unit for it. Other ranks ask this holder. The holder reads the unit from
+slow storage if it has not done so yet. To a rank on the same node it may name a place in its cache, from which that
+rank copies the unit. If the holder fails, is late or sends damaged bytes, the asking rank reads the unit from slow
+storage and counts it as a fallback.
 """
 
 from __future__ import annotations

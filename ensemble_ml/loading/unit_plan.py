@@ -1,10 +1,15 @@
-"""Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
+"""Divide what a training run reads into packed units, and plan which rank reads, holds and drops each of them.
 
-A unit is one member, or the targets, of an init time (`units.py`). A run trains on random subsets of the members of
-each init time, and reads its validation dates again and again. Units are therefore used at irregular times. For units
-of equal size, Belady's rule with bypass (`replacement.py`) reads the fewest bytes from slow storage that a cache of the
-given size allows; packed members are nearly of equal size. If every unit is used exactly once an epoch, a cache that
-never changes reads as few and needs no rewriting.
+A unit is one member, or the targets, of an init time . It is read, kept, sent and counted as a whole. The unit of a
+member holds the chunks of all leads, variables and rows that this rank needs, as they lie on disk. The unit of the
+targets holds the chunks of the truth and of the full ensemble's spread, as far as targets come from them.
+
+A run trains on random subsets of the members of each init time, and reads its validation dates again and again. Units
+are therefore used at irregular times. All future uses are known in advance, so Belady's rule (1966,
+doi:10.1147/sj.52.0078) gives the fewest misses: evict the unit whose next use is farthest in the future. With bypass, a
+new unit enters the cache only if its next use comes before that of the units that it would evict. For units of equal
+size this reads the fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of
+equal size. If every unit is used exactly once an epoch, a cache that never changes reads as few and needs no rewriting.
 
 Every init time has a home: the only rank whose caches may hold its units, so no unit is held twice. The caches of each
 rank are planned separately.
@@ -17,20 +22,28 @@ Axes: A uses, U units, P ranks.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import mmap
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from ensemble_ml.loading.batches import Draw, Turn, target_parts
 from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Room
-from ensemble_ml.loading.replacement import Decisions, decide, next_uses
-from ensemble_ml.loading.schedule import Turn
-from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.schema import ArraySpec
+from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, runs
+from ensemble_ml.store.source import Part
 
 PAGE = mmap.PAGESIZE  # a cache allocates whole pages, so the plan counts in pages
 _MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer than half a minute
+NEVER = np.iinfo(np.int64).max
+_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +53,7 @@ class Trace:
     Attributes:
         turn: Position of the turn in the schedule.
         unit: Number of the unit.
-        user: Data coordinate (`schedule.Turn`) that uses it.
+        user: Data coordinate (`batches.Turn`) that uses it.
     """
 
     turn: np.ndarray
@@ -278,3 +291,262 @@ def _replay(
         brought[unit], tier[use], keep[use] = use, where, True
         if waiting:
             dropped[use], waiting = waiting, []
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """The decisions of a cache over a trace of A uses.
+
+    Attributes:
+        hit: (A,) bool, whether the cache holds the chunk of the use when it begins.
+        keep: (A,) bool, whether the cache holds the chunk of the use after it.
+        dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins; A stands for the end of the trace.
+    """
+
+    hit: np.ndarray
+    keep: np.ndarray
+    dropped: tuple[tuple[int, int], ...]
+
+
+def next_uses(chunks: np.ndarray) -> np.ndarray:
+    """Return, for each use, the position of the next use of the same chunk.
+
+    Args:
+        chunks: (A,) chunk of each use, in order of time.
+
+    Returns:
+        (A,) int64 positions in the trace; NEVER where a chunk is not used again.
+    """
+    # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
+    # successor.
+    order = np.argsort(chunks, kind="stable")
+    same = chunks[order][1:] == chunks[order][:-1]
+    following = np.full(len(chunks), NEVER)
+    following[order[:-1][same]] = order[1:][same]
+    return following
+
+
+def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
+    """Run Belady's rule with bypass over a trace.
+
+    Args:
+        chunks: (A,) chunk of each use, in order of time.
+        sizes: Size of each chunk in bytes.
+        capacity: Size of the cache in bytes.
+
+    Returns:
+        The decision at each use, and the evictions.
+    """
+    following = next_uses(chunks).tolist()
+    hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
+    resident: dict[int, int] = {}  # chunk -> its next use
+    farthest: list[tuple[int, int]] = []  # heap of (-next use, chunk); some entries are out of date
+    room, dropped = int(capacity), []
+    size_of = np.asarray(sizes).tolist()
+    for use, (chunk, soon) in enumerate(zip(chunks.tolist(), following, strict=True)):
+        # A chunk that is not in the cache enters it only if it is used again and is not larger than the whole cache.
+        if chunk in resident:
+            hit[use] = True
+        elif soon == NEVER or size_of[chunk] > capacity:
+            continue
+        else:
+            # Bypass: only chunks whose next use is later than that of the new one are evicted. If they do not free
+            # enough space, nothing is evicted and their heap entries are restored.
+            victims, gained = _victims(resident, farthest, size_of, size_of[chunk] - room, soon)
+            if gained < size_of[chunk] - room:
+                for victim in victims:
+                    heapq.heappush(farthest, (-resident[victim], victim))
+                continue
+            for victim in victims:
+                del resident[victim]
+                dropped.append((use, victim))
+            room += gained - size_of[chunk]
+        # After its last use a chunk leaves the cache at once, so the next use can have its space.
+        if soon == NEVER:
+            del resident[chunk]
+            room += size_of[chunk]
+            dropped.append((use + 1, chunk))
+            continue
+        keep[use] = True
+        resident[chunk] = soon
+        heapq.heappush(farthest, (-soon, chunk))
+    return Decisions(hit, keep, tuple(dropped))
+
+
+def _victims(
+    resident: dict[int, int], farthest: list[tuple[int, int]], sizes: list[int], needed: int, soon: int
+) -> tuple[list[int], int]:
+    """Pop the chunks to evict, those with the farthest next use first.
+
+    Only chunks whose next use is later than `soon` are popped, and only until `needed` bytes are gained. Heap entries
+    whose chunk has been evicted or used since they were pushed are discarded on the way.
+    """
+    victims: list[int] = []
+    gained = 0
+    while gained < needed and farthest:
+        later, chunk = farthest[0]
+        if resident.get(chunk) != -later:
+            heapq.heappop(farthest)
+            continue
+        if -later <= soon:
+            break
+        heapq.heappop(farthest)
+        victims.append(chunk)
+        gained += sizes[chunk]
+    return victims, gained
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous range of bytes in a shard."""
+
+    shard: int  # index into the shards of the date
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Date:
+    """The shards of one init time (path, size and index of each), and the runs of each of its units."""
+
+    shards: tuple[tuple[str, int, np.ndarray], ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+class Units:
+    """The units that `reader` needs of the init times `dates`, indices (D,) in ascending order.
+
+    Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
+    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) holds the number
+    of packed bytes of each unit.
+
+    The constructor reads the index of every shard and the packing factors of every field of these dates, and keeps both
+    in memory.
+
+    Raises:
+        UserError: The store lacks something that the model reads, was replaced, or has a damaged or unreadable file.
+    """
+
+    def __init__(self, reader: Reader, dates: np.ndarray):
+        assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
+        self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
+        self.each = reader.full_size + 1
+        self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self.store.keep_factors(self._parts, self.dates.tolist(), pool)
+            self._found = list(pool.map(self._date, self.dates.tolist()))
+        self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
+
+    def of(self, draw: Draw) -> np.ndarray:
+        """Return the numbers of the units of a sample: those of its members, then that of its targets."""
+        slot = int(np.searchsorted(self.dates, draw.date))
+        return slot * self.each + np.append(draw.read, self.each - 1)
+
+    def read(self, unit: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.
+
+        Raises:
+            UserError: A file is missing, cut short or unreadable, or the store was replaced.
+        """
+        date = self._found[unit // self.each]
+        start, shard, opened = 0, None, -1
+        try:
+            for run in date.runs[unit % self.each]:
+                # Runs are in the order of their shards, so each file is opened once.
+                if run.shard != opened:
+                    if shard is not None:
+                        shard.close()
+                    shard, opened = ShardFile(date.shards[run.shard][0]), run.shard
+                assert shard is not None
+                shard.read_into(run.offset, out[start : start + run.size])
+                start += run.size
+        finally:
+            if shard is not None:
+                shard.close()
+        self.store.check_same()
+
+    def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
+        """Return a reader of one sample whose units are in memory.
+
+        Args:
+            draw: The sample.
+            packed: Bytes of its units, in the order of `of`.
+        """
+        units = self.of(draw)
+        date = self._found[int(units[0]) // self.each]
+        pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
+        for unit, data in zip(units.tolist(), packed, strict=True):
+            start = 0
+            for run in date.runs[unit % self.each]:
+                pieces[run.shard].append((run.offset, data[start : start + run.size]))
+                start += run.size
+        shards = {known[0]: Pieces(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
+        return self.reader.over(self.store.through(shards.__getitem__))
+
+    def name(self, unit: int) -> str:
+        """Return the path of the shard that holds the longest run of a unit, for messages.
+
+        An empty unit has the path of the first shard of its date.
+        """
+        date = self._found[unit // self.each]
+        largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
+        return date.shards[largest.shard][0]
+
+    def _date(self, date: int) -> _Date:
+        """Find the byte ranges of all units of an init time."""
+        shards: list[tuple[str, int, np.ndarray]] = []
+        members: list[list[Run]] = [[] for _ in range(self.each)]
+        for part in self._parts:
+            for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
+                shard = ShardFile(path)
+                try:
+                    # The index of a shard has 16 bytes for each chunk, and a crc32c. It is kept, so that decoding needs
+                    # no request for it.
+                    tail = int(np.prod(spec.chunks)) * 16 + 4
+                    index = shard.read(shard.size - tail, tail)
+                    view = Pieces(path, shard.size, index, [])
+                finally:
+                    shard.close()
+                for member, wanted in _by_member(spec, numbers, part, self.each - 1):
+                    _, spans = chunk_spans(view, spec, wanted)
+                    for a, b in runs(spans, view.size):
+                        start = int(spans[a, 0])
+                        members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
+                shards.append((path, view.size, index))
+        return _Date(tuple(shards), tuple(map(tuple, members)))
+
+
+def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
+    """Group the chunks `numbers` of a shard by the unit to which they belong."""
+    if part is not Part.FORECAST:
+        return [(last, numbers)]
+    member = np.unravel_index(numbers, spec.chunks)[0]
+    return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
+
+
+class Pieces(Shard):
+    """A shard of which the index and some runs are in memory, given as (offset, bytes)."""
+
+    def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
+        self.path, self.size, self._index = path, size, index
+        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        self._offsets = [offset for offset, _ in self._pieces]
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Return `size` bytes of the file from `start` on, (size,) uint8; without a copy if one run holds them all."""
+        # `read_chunks` first reads the index, which is in memory.
+        if start == self.size - len(self._index):
+            return self._index
+        first = bisect_right(self._offsets, start) - 1
+        found: list[np.ndarray] = []
+        while size:
+            assert 0 <= first < len(self._pieces), "a read that was not planned"
+            offset, data = self._pieces[first]
+            part = data[start - offset : start - offset + size]
+            assert len(part) and start >= offset, "a read that was not planned"
+            found.append(part)
+            start, size, first = start + len(part), size - len(part), first + 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def close(self) -> None:
+        """Do nothing: no file was opened."""

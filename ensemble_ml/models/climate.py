@@ -38,7 +38,7 @@ class Climate:
     | anchor | as spread | climatological mean: mean of the ensemble mean |
     | bias | as spread | shrunk mean error (truth - ensemble mean) |
     | inflation | as spread | log(sigma / s0), shrunk |
-    | dry_share, dry_mean | as shrink | a and b of `models.dry`; None: one and zero |
+    | dry_share, dry_mean | as shrink | a and b of `models.heads`; None: one and zero |
     | error | as shrink | a typical CRPS, by which the loss is divided |
     | level_spread | (T_in, F) | typical spread of an input lead; None: taken from `spread` |
 

@@ -9,7 +9,7 @@ For each variable and input lead there are:
 - if `one_member` is on, one member's departure from the mean, divided by the typical spread;
 - for a masked variable (one that has points without a value), the fraction of the members that have a value.
 
-In addition there are planes common to all fields: place, static fields, 1/M, log M and season (`models.place`).
+In addition there are planes common to all fields: place, static fields, 1/M, log M and season (`models.inputs`).
 
 Where no member has a value, the mean that standardises inputs takes the place of the members' mean, so that its channel
 is zero. The spread is set to zero there.
@@ -28,9 +28,7 @@ from torch import Tensor, nn
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.climate import Climate
-from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
-from ensemble_ml.models.place import common_planes, position_planes
-from ensemble_ml.models.positions import integers, take
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, common_planes, integers, position_planes, take
 
 _SMALLEST = 1e-2  # in typical spreads; the logarithm levels off below this, so that it is finite for a spread of zero
 _SHRINK_UNFITTED = 2.0  # k in members for input leads that are not predicted: k is fitted for predicted leads only

@@ -44,9 +44,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.inputs import ModelSpec, hemisphere
 from ensemble_ml.models.padding import Padder, geometries
-from ensemble_ml.models.place import hemisphere
 
 NODES = tuple(range(-80, 81, 20))  # degrees north; poleward of the outermost nodes, their function stays 1
 TERMS = 2  # W0 and W1

@@ -17,7 +17,7 @@ A model that does not predict the truth has neither v nor w. The inputs x are:
     |d_m|            size of the anomalies of means
     |grad d_m|       size of their gradient, in typical spreads per row
     log s            logarithm of the spread s = d_s + s_clim, in typical spreads (d_s is shrunk, so s is as well)
-    common planes    place, static fields, 1/M, log M, season (`models.place`)
+    common planes    place, static fields, 1/M, log M, season (`models.inputs`)
 
 Spread is large where gradients are, because the position of a steep gradient is uncertain. No linear map of anomalies
 can express that. Nor does the spread alone show how large errors will be. For smooth fields, four numbers (d, two
@@ -44,9 +44,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.inputs import ModelSpec, hemisphere, plane_count, with_own_season
 from ensemble_ml.models.linear import KINDS, correction_shape, of_channels
-from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
 _STENCILS = 4  # numbers made of each d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # largest factor of a difference along a row: it grows without bound towards the poles
@@ -158,7 +157,7 @@ class PointNetwork(nn.Module):
         Args:
             padded_BCYX: anomalies d, padded by a row and a column on each side.
             climatology_FYX: s_clim in typical spreads.
-            common_BPYX: the planes of `place.common_planes`.
+            common_BPYX: the planes of `inputs.common_planes`.
         """
         count, _, rows, columns = common_BPYX.shape
         found = padded_BCYX.new_empty(count, len(self.second), rows, columns)
@@ -184,7 +183,7 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
     Args:
         padded_BCYX: anomalies d, padded by one on each side; (N, C, 3, 3) for points.
         climatology_FYX: s_clim in typical spreads; (N, F, 1, 1) for points.
-        common_BPYX: the planes of `place.common_planes`; (N, P, 1, 1) for points.
+        common_BPYX: the planes of `inputs.common_planes`; (N, P, 1, 1) for points.
         frame: the geometry of these rows, or points.
     """
     stretch, side, turn = (values.to(padded_BCYX.dtype) for values in frame)

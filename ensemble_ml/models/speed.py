@@ -6,6 +6,8 @@ float32 where the CPU has it. A 2D convolution with the levels as samples or cha
 
 The fastest choice depends on machine and shape. So each is timed on the real shapes, and a checkpoint records the
 choice. A resumed run uses it again, so its results are equal bit for bit.
+
+A forward pass in training mode changes the running statistics of batch norms, so timing restores them.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
-from ensemble_ml.models.running import Running
 
 log = logging.getLogger(__name__)
 
@@ -231,3 +233,22 @@ def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float
 def _name(speed: Speed) -> str:
     """Return a name of a speed for the log."""
     return f"{speed.precision.value} {'channels last' if speed.channels_last else 'channels first'}"
+
+
+class Running:
+    """A copy of a model's running statistics, used to restore them after passes that must not change the model.
+
+    Args:
+        model: any module, with or without batch norms.
+    """
+
+    def __init__(self, model: nn.Module):
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self._kept = [(norm, {name: values.clone() for name, values in norm.named_buffers()}) for norm in norms]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the statistics to the values they had when this object was made."""
+        for norm, values in self._kept:
+            for name, before in values.items():
+                getattr(norm, name).copy_(before)

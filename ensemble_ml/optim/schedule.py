@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.config import OptimConfig, OptimName
-from ensemble_ml.optim.eager import AdamW
 from ensemble_ml.optim.exchange import Exchange
-from ensemble_ml.optim.lion import Lion
+from ensemble_ml.optim.lion import AdamW, Lion
 
 Schedule = Callable[[int], float]
 

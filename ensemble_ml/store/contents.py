@@ -17,15 +17,14 @@ from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry
 from ensemble_ml.store.folder import building_folder
-from ensemble_ml.store.manifest import Entry, check_contents
+from ensemble_ml.store.manifest import Entry, SourceTable, check_contents, read_sources
 from ensemble_ml.store.metadata import is_store
 from ensemble_ml.store.plan import read_facts
 from ensemble_ml.store.read import TensorStore, open_store
 from ensemble_ml.store.schema import ArraySpec, Kind, array_specs, shard_chunks
 from ensemble_ml.store.source import Layout, Part
-from ensemble_ml.store.sources import SourceTable, read_sources
 from ensemble_ml.store.statistics import Moments, merge_all
 
 Presence = tuple[np.ndarray, np.ndarray]  # bool (M, T, V, Z) and (M, T, S)

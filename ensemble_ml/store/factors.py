@@ -18,8 +18,7 @@ from threading import Lock
 import numpy as np
 import zarr
 
-from ensemble_ml.store.date import empty_factors
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry, empty_factors
 from ensemble_ml.store.manifest import Entry, check_file
 from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import damaged

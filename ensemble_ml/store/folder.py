@@ -1,4 +1,4 @@
-"""Manage the folder in which a store is built.
+"""Manage the folder in which a store is built, and lock files.
 
 The folder stands beside the final path of the store. When everything is there, one rename moves the store to that path.
 
@@ -10,21 +10,28 @@ The folder stands beside the final path of the store. When everything is there, 
       entries/      one file for each finished init time
       store/        the store itself
       swap.json     written just before the rename
+
+Locks keep builders of one store, trainers of one run and writers of one index from disturbing each other. They use
+`flock`. The system releases them when a process ends, even by a crash.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.manifest import stamp
+from ensemble_ml.store.manifest import stamp_of_manifest
 from ensemble_ml.store.metadata import is_store
 
 _INSIDE = "claims", "entries", "store"
@@ -106,7 +113,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
     """
     check_target(path, overwrite)
     # If this process dies just after the rename, `swap.json` lets the next builder recognise the store by its manifest.
-    (work / "swap.json").write_text(json.dumps({"manifest": stamp(work / "store")}))
+    (work / "swap.json").write_text(json.dumps({"manifest": stamp_of_manifest(work / "store")}))
     if path.exists():
         exchange(work / "store", path)
     else:
@@ -116,7 +123,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
 def named_already(work: Path, path: Path) -> bool:
     """Return whether the store of this build stands at `path`, but its work folder has not been removed yet."""
     try:
-        return json.loads((work / "swap.json").read_text())["manifest"] == list(stamp(path))
+        return json.loads((work / "swap.json").read_text())["manifest"] == list(stamp_of_manifest(path))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -144,3 +151,138 @@ def exchange(one: Path, other: Path) -> None:
         os.rename(aside, other)
         raise
     os.rename(aside, one)
+
+
+class NoLocks(UserError):
+    """An error for a file system that has no locks."""
+
+
+def _lock(descriptor: int, path: Path, how: int) -> None:
+    """Lock an open file by `flock`; `how` is the operation.
+
+    Raises:
+        NoLocks: The file system has no locks.
+        BlockingIOError: `how` contains LOCK_NB, and the lock is held elsewhere.
+    """
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise NoLocks(
+                f"{path.parent}: its file system has no locks ({error.strerror}); builders need them: mount Lustre with"
+                " -o flock, or choose an output elsewhere"
+            ) from error
+        raise
+
+
+_open: set[int] = set()  # descriptors of the lock files that this process has open
+
+
+def _let_go() -> None:
+    """Close the descriptors that a forked process has inherited.
+
+    A worker of a data loader would otherwise keep the locks of its parent.
+    """
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@contextmanager
+def _held(path: Path, how: int) -> Iterator[int]:
+    """Open `path`, creating it if needed, lock it, and close it at the end, which releases the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _open.add(descriptor)
+    try:
+        _lock(descriptor, path, how)
+        yield descriptor
+    finally:
+        if descriptor in _open:
+            _open.remove(descriptor)
+            os.close(descriptor)
+
+
+def exclusive(path: Path) -> AbstractContextManager[int]:
+    """Acquire an exclusive lock on `path`, waiting for any other holder.
+
+    The context manager yields the descriptor of the lock file. The file is created if needed, and stays afterwards.
+
+    Raises:
+        NoLocks: The file system has no locks.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
+    """
+    return _held(path, fcntl.LOCK_EX)
+
+
+def shared(path: Path) -> AbstractContextManager[int]:
+    """Acquire a shared lock on `path`, waiting for any exclusive holder; the rest is as for `exclusive`."""
+    return _held(path, fcntl.LOCK_SH)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Try to acquire an exclusive lock on `path` without waiting.
+
+    Yields:
+        Whether this process holds the lock.
+
+    Raises:
+        NoLocks: The file system has no locks.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_held(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            held = True
+        except BlockingIOError:
+            held = False
+        yield held
+
+
+@contextmanager
+def claimed_once(path: Path) -> Iterator[bool]:
+    """Try to acquire an exclusive lock on `path` without waiting. If this succeeds, remove the file at the end.
+
+    The file contains the host name and the process number of the holder.
+
+    Yields:
+        Whether this process holds the lock.
+
+    Raises:
+        NoLocks: The file system has no locks. The file is removed.
+        OSError: The file cannot be opened, for example because its folder is missing or read-only.
+    """
+    with ExitStack() as stack:
+        held = False
+        while not held:
+            try:
+                descriptor = stack.enter_context(_held(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                break
+            except NoLocks:
+                path.unlink(missing_ok=True)
+                raise
+            # The former holder may have removed the file after we opened it and before we locked it. The lock would
+            # then be on a file without a name, so try again.
+            held = leads_to(path, descriptor)
+        if not held:
+            yield False
+            return
+        # A person can read in the file which process holds the lock.
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def leads_to(path: Path, descriptor: int) -> bool:
+    """Return whether an open file is still the one at `path`, neither removed nor replaced."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

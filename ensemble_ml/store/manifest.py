@@ -1,6 +1,11 @@
-"""Write and check the manifest of a store, which lists every file with its size and sha256.
+"""Write and check the manifest of a store, which lists its files, and the record of the files that it was built from.
 
-The manifest reveals damage, and whether two stores have the same contents.
+The manifest has the size and sha256 of every file. It reveals damage, and whether two stores have the same contents.
+
+Archive files are recorded with their size and modification time, and fields with checksums. A build that is continued
+after an interruption checks whether these files are unchanged. The finished store keeps the list of files, and for each
+init time the number of fields, bytes and a checksum, in `sources.json`. That file does not count for the fingerprint of
+the store, because the same fields may come from files at any place.
 """
 
 from __future__ import annotations
@@ -8,14 +13,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.remote import is_remote, remote_stamp
 from ensemble_ml.store.schema import FORMAT, MANIFEST, SOURCES_FILE
 from ensemble_ml.store.shard import damaged, digest_shard, unread
 
 CLIMATE = "climate_"  # prefix of the arrays of the model climate, which follow from the fields
+PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
+
+MEMORY = "an open Dataset ("  # begins the name that a Dataset in memory has in place of a path; its digest follows
+
+Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time in ns (see `stamp`)
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ def write_manifest(root: Path, files: dict[str, Entry]) -> None:
         os.fsync(file.fileno())
 
 
-def stamp(root: Path) -> tuple[int, int, int]:
+def stamp_of_manifest(root: Path) -> tuple[int, int, int]:
     """Return inode, size in bytes and modification time in ns of the manifest, to notice another store at this path.
 
     The inode alone is not enough, because the file system reuses it for later files.
@@ -155,3 +171,155 @@ def hash_file(path: Path) -> str:
     """Return the sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(eq=False)
+class Sources:
+    """The sources of one part of an init time.
+
+    Attributes:
+        files: the files, in the order in which `places` numbers them.
+        places: (N,) PLACE, the file, offset and length of each field.
+        checksum: crc32c over the checksums that were passed to `add`, in this order.
+    """
+
+    files: Stamps = field(default_factory=dict)
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, PLACE))
+    checksum: int = 0
+
+    def add(self, stamps: list[tuple[str, int, int]], places: np.ndarray, checksum: int) -> None:
+        """Add fields to the record.
+
+        Args:
+            stamps: path, size in bytes and modification time in ns of each file.
+            places: (n,) PLACE of the fields; its file numbers index `stamps`.
+            checksum: crc32c of these fields.
+        """
+        places = places.copy()
+        # Only files that hold one of the fields are recorded.
+        used, numbers = np.unique(places["file"], return_inverse=True)
+        known = list(self.files)
+        for path, size, time in (stamps[number] for number in used.tolist()):
+            if path not in self.files:
+                known.append(path)
+                self.files[path] = size, time
+        # The file numbers change from positions in `stamps` to positions in `files`.
+        places["file"] = np.array([known.index(stamps[number][0]) for number in used.tolist()], np.int32)[numbers]
+        self.places = np.concatenate([self.places, places])
+        self.checksum = google_crc32c.extend(self.checksum, checksum.to_bytes(4, "little"))
+
+    def fields(self) -> set[tuple[str, int, int]]:
+        """Return the places of all fields: path, offset and length of each."""
+        names = list(self.files)
+        return {(names[file], offset, length) for file, offset, length in self.places.tolist()}
+
+    def summary(self) -> dict[str, Any]:
+        """Return how much was read, as JSON stores it."""
+        return {
+            "fields": len(self.places),
+            "bytes": int(self.places["length"].sum()),
+            "crc32c": f"{self.checksum:08x}",
+        }
+
+
+def stamp(path: str) -> tuple[int, int] | None:
+    """Return the size and modification time of a file or URL, or of all files of a Zarr folder together.
+
+    Args:
+        path: a file, a folder, a URL, or the name of a Dataset in memory. The name of a Dataset holds a digest, so
+            equal names mean equal data.
+
+    Returns:
+        Size in bytes and the latest modification time in ns. A URL has a checksum in place of the time (see
+        `remote_stamp`), and a Dataset has zeros. None if the file cannot be seen.
+    """
+    if path.startswith(MEMORY):
+        return 0, 0
+    if is_remote(path):
+        return remote_stamp(path)
+    try:
+        inside = [os.path.join(root, name) for root, _, files in os.walk(path) for name in files]
+        found = [os.stat(one) for one in inside or [path]]
+    except OSError:
+        return None
+    return sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
+
+
+def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool) -> Iterator[str]:
+    """Yield the paths of files that have changed since they were read.
+
+    Args:
+        files: the files with their stamps at the time of reading.
+        now: the stamps that were looked up already, by path. New ones are added, so that a file from which many init
+            times come is looked up only once.
+        lost: whether a file that cannot be seen counts as changed. Such a file may still exist: the process that read
+            it may have seen it under another path.
+    """
+    for path, before in files.items():
+        if path not in now:
+            now[path] = stamp(path)
+        if now[path] != tuple(before) and (lost or now[path] is not None):
+            yield path
+
+
+@dataclass
+class SourceTable:
+    """The content of `sources.json`: the files with their stamps, and what was read for each part of each init time.
+
+    Attributes:
+        numbers: number of each file, by its path.
+        stamps: size in bytes and modification time in ns of each file, by its path.
+        dates: by init time and part, the result of `Sources.summary` and the numbers of the `files`.
+    """
+
+    numbers: dict[str, int] = field(default_factory=dict)
+    stamps: Stamps = field(default_factory=dict)
+    dates: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, start: str, parts: Mapping[str, Sources]) -> None:
+        """Add one init time.
+
+        Args:
+            start: the init time, as text.
+            parts: the sources of each part.
+        """
+        for part, one in parts.items():
+            self.stamps |= one.files
+            files = [self.numbers.setdefault(path, len(self.numbers)) for path in one.files]
+            self.dates.setdefault(start, {})[part] = {**one.summary(), "files": files}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the content as JSON stores it."""
+        keys = ("bytes", "mtime_ns")
+        files = [{"path": path, **dict(zip(keys, self.stamps[path], strict=True))} for path in self.numbers]
+        return {"files": files, "dates": self.dates}
+
+    def write(self, root: Path) -> None:
+        """Write `sources.json` to a store. No file is written if nothing was read from files.
+
+        Args:
+            root: the folder of the store.
+        """
+        if self.numbers:
+            (root / SOURCES_FILE).write_text(json.dumps(self.as_dict(), indent=0))
+
+
+def read_sources(root: Path) -> dict[str, Any] | None:
+    """Read `files` and `dates` from a store's `sources.json`.
+
+    Args:
+        root: the folder of the store.
+
+    Returns:
+        Both, or None if there is no such file, as in a store that was written by `StoreWriter`.
+
+    Raises:
+        UserError: the file is damaged or cannot be read.
+    """
+    try:
+        found = json.loads((root / SOURCES_FILE).read_text())
+        return {"files": list(found["files"]), "dates": dict(found["dates"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(root / SOURCES_FILE, str(error)) from error

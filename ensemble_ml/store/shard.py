@@ -1,4 +1,4 @@
-"""Read one shard file: the chunks of one init time, one after another, and their index at the end.
+"""Read, write and keep shard files: the chunks of one init time, one after another, and their index at the end.
 
 The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding specifications):
 
@@ -9,14 +9,20 @@ The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding spec
 
 zarr-python can read these files. Here they are read and written without it, which is faster: one `preadv` for a run of
 chunks and one decompression for each chunk are enough.
+
+Bytes that were read can be kept in memory, for passes that read the same dates again and again. Each pass reads other
+members of a date, so the cache holds fixed blocks of a file and not the ranges that were asked for. All passes read the
+dates in the same order, so the first blocks stay: an evicted block would be needed again before the later block that
+replaced it. If K of F bytes can be kept, P passes read F + (P - 1)(F - K) bytes, and no other policy reads less.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +37,12 @@ LEVEL = 5  # compression level of lz4; higher levels save 1 % and cost a third o
 ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
 CHECKSUM = 4  # bytes of a crc32c
 _LARGEST_READ = 2 << 20  # bytes of a read of several chunks; more is no faster and does not fit into the CPU cache
+_AT_ONCE = 512  # buffers of one `writev`; Linux allows 1024
+_RESERVED = 64 << 20  # bytes of disk reserved at a time
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+# Only Linux has this. os.posix_fallocate would write zeros if the file system cannot reserve space.
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+_BLOCK = 1 << 16  # bytes; while memory is left, a request is extended to whole blocks, by less than two blocks
 
 
 def checksum(data: bytes) -> bytes:
@@ -260,3 +272,196 @@ def digest_shard(path: Path, chunks: int) -> str:
     finally:
         shard.close()
     return digest.hexdigest()
+
+
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
+
+
+class ShardWriter:
+    """A shard that is written chunk by chunk under a draft name and renamed when it is closed.
+
+    Chunks lie in the file in the order in which they are appended. Any order is allowed.
+    All methods raise an OSError if the system cannot write.
+
+    Args:
+        path: Path of the shard.
+        spec: Array to which it belongs.
+    """
+
+    def __init__(self, path: Path, spec: ArraySpec):
+        self.path, self._draft = path, path.with_name(f".{path.name}")
+        self._index = np.full((int(np.prod(spec.chunks)), 2), ABSENT, "<u8")
+        self._offset, self._digest = 0, hashlib.sha256()
+        self._reserved, self._most = 0, self._index.size // 2 * int(np.prod(spec.chunk)) * spec.dtype.itemsize
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def append(self, chunks: Iterable[tuple[int, Encoded | None]]) -> None:
+        """Append encoded chunks in as few system calls as possible.
+
+        Hundreds of small calls would each wait for the interpreter lock.
+
+        Args:
+            chunks: Chunk number (see `shard.read_chunks`) and result of `encode` for each chunk; None leaves it out.
+        """
+        parts: list[bytes] = []
+        for number, data in chunks:
+            if data is not None:
+                size = len(data[0]) + len(data[1])
+                self._index[number] = self._offset, size
+                self._offset += size
+                self._digest.update(data[1])
+                parts += data
+        self._write(parts)
+
+    def _reserve(self) -> None:
+        """Reserve disk space for the next chunks.
+
+        Writing into reserved space takes a fraction of the time, because the blocks are allocated at once. The result
+        is not checked: if there is no space, writing fails.
+        """
+        while _fallocate is not None and self._reserved < min(self._offset, self._most):
+            step = min(_RESERVED, self._most - self._reserved)
+            _fallocate(self._file, _KEEP_SIZE, self._reserved, step)
+            self._reserved += step
+
+    def _write(self, parts: list[bytes]) -> None:
+        """Write all parts; the system may write only some of the bytes in one call."""
+        self._reserve()
+        left = [memoryview(part) for part in parts]
+        while left:
+            # Drop the buffers that were written, and cut the one that was written in part.
+            done = os.writev(self._file, left[:_AT_ONCE])
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left and done:
+                left[0] = left[0][done:]
+
+    def close(self) -> tuple[int, str]:
+        """Write the index, wait until all is on disk, and rename the draft.
+
+        Without the wait, a machine that loses power could keep the name and lose the bytes.
+
+        Returns:
+            Size of the shard in bytes, and its digest (see `shard.digest_shard`).
+        """
+        index = self._index.tobytes()
+        tail = index + checksum(index)
+        self._write([tail])
+        os.ftruncate(self._file, self._offset + len(tail))  # frees what was reserved beyond the end
+        os.fsync(self._file)
+        self._close()
+        self._draft.rename(self.path)
+        self._digest.update(tail)
+        return self._offset + len(tail), self._digest.hexdigest()
+
+    def _close(self) -> None:
+        """Close the file if it is open."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def abort(self) -> None:
+        """Remove the draft. After `close` it does nothing."""
+        self._close()
+        self._draft.unlink(missing_ok=True)
+
+
+def encode(chunk: np.ndarray) -> Encoded:
+    """Compress one chunk (Z, rows, X), and return it with its checksum. Other threads can run meanwhile."""
+    data = blosc.compress(chunk, b"lz4", LEVEL, blosc.BITSHUFFLE)
+    return data, checksum(data)
+
+
+class KeptShards:
+    """A function that opens shards whose bytes stay in memory (`TensorStore.through`). Only one thread may use it.
+
+    Args:
+        check: called after bytes were read from a file. It raises an error if the store has been replaced.
+        most: limit of the bytes that are kept.
+    """
+
+    def __init__(self, check: Callable[[], None], most: int):
+        self.check, self.left = check, most
+        self.sizes: dict[str, int] = {}
+        self.blocks: dict[tuple[str, int], np.ndarray] = {}
+
+    def __call__(self, path: str) -> _KeptShard:
+        """Open a shard.
+
+        Raises:
+            UserError: The file cannot be opened.
+        """
+        return _KeptShard(self, path)
+
+
+class _KeptShard:
+    """The bytes of one shard (implements `shard.Shard`). The file is opened only when bytes are not in memory."""
+
+    def __init__(self, of: KeptShards, path: str):
+        self._of, self.path = of, path
+        self._file: ShardFile | None = None
+        if path not in of.sizes:
+            of.sizes[path] = self._opened().size
+        self.size = of.sizes[path]
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Read `size` bytes from `start` on, (size,) uint8.
+
+        Raises:
+            UserError: The file ends before them or cannot be read, or the store has been replaced.
+        """
+        end = start + size
+        if end > self.size:
+            raise damaged(self.path, "it is cut short")
+        found = np.empty(size, np.uint8)
+        for first, data in self._pieces(start, end):
+            low, high = max(start, first), min(end, first + len(data))
+            found[low - start : high - start] = data[low - first : high - first]
+        return found
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield pieces of the file that cover `start` to `end`, each with the position of its first byte."""
+        blocks, number = self._of.blocks, start // _BLOCK
+        while number * _BLOCK < end:
+            after = number + 1
+            if (block := blocks.get((self.path, number))) is not None:
+                yield number * _BLOCK, block
+            else:
+                # The blocks after it that are not in memory are read by the same request.
+                while after * _BLOCK < end and (self.path, after) not in blocks:
+                    after += 1
+                yield self._from_file(range(number, after), start, end)
+            number = after
+
+    def _from_file(self, numbers: range, start: int, end: int) -> tuple[int, np.ndarray]:
+        """Read blocks and keep them; if they exceed the limit, read and return only `start` to `end`, and keep nothing.
+
+        Returns:
+            The position of the first byte, and the bytes.
+        """
+        first, last = numbers.start * _BLOCK, min(numbers.stop * _BLOCK, self.size)
+        keep = last - first <= self._of.left
+        if not keep:
+            first, last = max(first, start), min(last, end)
+        data = self._opened().read(first, last - first)
+        self._of.check()
+        if keep:
+            self._of.left -= len(data)
+            pieces = np.split(data, range(_BLOCK, len(data), _BLOCK))
+            self._of.blocks |= {(self.path, number): piece for number, piece in zip(numbers, pieces, strict=True)}
+        return first, data
+
+    def _opened(self) -> ShardFile:
+        """Return the file, opened once."""
+        self._file = self._file or ShardFile(self.path)
+        return self._file
+
+    def close(self) -> None:
+        """Close the file if it was opened."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

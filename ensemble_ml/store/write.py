@@ -19,8 +19,7 @@ import numpy as np
 
 from ensemble_ml.config import Packing
 from ensemble_ml.store.build import Build
-from ensemble_ml.store.date import DateWriter, refused
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry, DateWriter, refused
 from ensemble_ml.store.folder import check_target
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.plan import plan_of

@@ -1,12 +1,16 @@
 """Build a run from its settings or from its last checkpoint: climate, model, precision, optimizer and loss.
 
 Each rank holds all weights (unless `parallel.shard` divides them) and its part of the grid of the fields. All ranks
-make the fits to the training dates together, each from whole fields of its own dates (`training.team`).
+make the fits to the training dates together, each from whole fields of its own dates (`training.progress`).
+
+A lack of memory in a step becomes an error that names settings which need less.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,15 +22,15 @@ from ensemble_ml.distributed import Communicator, NullCommunicator, Session, sol
 from ensemble_ml.distributed.choice import consecutive_groups, process_group
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model, shard_of
-from ensemble_ml.distributed.shard import Shard
 from ensemble_ml.distributed.sharding import shard_weights, split_groups
+from ensemble_ml.distributed.topology import Shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
-from ensemble_ml.models.rivals.emos_model import EmosModel
+from ensemble_ml.models.rivals.emos import EmosModel
 from ensemble_ml.models.speed import candidates, device_name, has_bfloat16, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.optim.schedule import schedule_of
@@ -47,11 +51,13 @@ from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.recorded import cuda_graph, may_record
-from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import Average, State
 from ensemble_ml.wording import duration
 
 log = logging.getLogger(__name__)
+# Torch has no exception class for a lack of host memory, only the first of these texts. The second is from oneDNN if it
+# cannot allocate memory for a primitive. The third is from a GPU's libraries, which allocate memory of their own.
+_WORDS = ("can't allocate memory", "could not create a primitive", "STATUS_ALLOC_FAILED")
 
 
 @dataclass(eq=False)
@@ -538,3 +544,33 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
     area = area if shard is None else shard.cut(area)
     error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
     return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)
+
+
+@contextmanager
+def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
+    """Turn a lack of memory within the context into an error that names settings which need less.
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
+
+    Raises:
+        UserError: there is not enough memory, on the host or on the GPU.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # Other errors pass through unchanged: other code recognises some, such as NCCL's about a rank that is gone.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _WORDS):
+            raise
+        topology, where = session.topology, session.topology.place
+        shared = topology.lat * topology.lon
+        less = f"parallel.lat={2 * topology.lat} (a sample over {2 * shared} ranks)"
+        if config.batch_size > topology.data:
+            less = f"batch_size={topology.data} (now {config.batch_size}), or {less}"
+        cause = (str(error) or type(error).__name__).splitlines()[0][:120]  # NumPy and Python may give no text
+        raise UserError(
+            f"step {session.step}: rank {topology.rank} has not enough memory for its shard of a batch (data"
+            f" {where.data}, lat {where.lat}, lon {where.lon}: {cause}); try {less}; ensemble-ml plan shows the"
+            " memory that each needs"
+        ) from error

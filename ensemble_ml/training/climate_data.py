@@ -22,8 +22,7 @@ from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics
-from ensemble_ml.training.progress import Progress
-from ensemble_ml.training.team import Team
+from ensemble_ml.training.progress import Progress, Team
 
 _KEPT = 256 << 20  # bytes up to which the members of a date are kept in memory
 _STRETCH = 10  # training dates for each stretch of dates that is held out; there are five stretches at most
@@ -45,7 +44,7 @@ class Sample:
     day: float  # day of the year of the initialisation time
 
     def batch(self, members: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return mean, spread, M and day of the year with a batch axis of length one, as `models.start` takes them.
+        """Return mean, spread, M and day of the year with a batch axis of length one, as `models.model` takes them.
 
         Args:
             members: M.

@@ -17,7 +17,7 @@
     linear      ridge regression of y - m - bias and S - s1 on all fields around the point (`linear_fit`)
     c           factor of each field with the smallest CRPS of its own distribution
 
-Two more fits follow. a and b of `models.dry` say how much and how often the truth is above zero where the corrected
+Two more fits follow. a and b of `models.heads` say how much and how often the truth is above zero where the corrected
 mean is not. The point network (`point_targets`) predicts what is left of S, the error of the mean, and its size.
 
 c is chosen on dates to which neither linear correction nor point network is fitted: the validation dates, or a fifth of
@@ -25,7 +25,7 @@ the training dates if there are none. It thereby allows for heavy tails and for 
 scale of the loss. The inflation is fitted to residuals without their own date in the bias. Otherwise the bias would fit
 some of the noise, and sigma would be too small.
 
-Dates are read one at a time: at most `most_dates` of them, evenly spaced. Several ranks share them (`team`).
+Dates are read one at a time: at most `most_dates` of them, evenly spaced. Several ranks share them (`progress.Team`).
 
 Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 """
@@ -45,8 +45,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import free_memory
 from ensemble_ml.models import Climate, ModelSpec
+from ensemble_ml.models.model import Start
 from ensemble_ml.models.points import point_shapes
-from ensemble_ml.models.start import Start
 from ensemble_ml.store import TensorStore
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Fields
@@ -54,10 +54,9 @@ from ensemble_ml.store.statistics import Moments
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, field_names, kept_apart, most_dates, spaced
 from ensemble_ml.training.linear_fit import fit_linear, mean_state, refuse_unfittable, telling
 from ensemble_ml.training.point_targets import fit_points
-from ensemble_ml.training.progress import NETWORK, Progress
+from ensemble_ml.training.progress import NETWORK, Progress, Team
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread, fit_climatology, fit_spread, spread_errors
-from ensemble_ml.training.team import Team
 from ensemble_ml.training.truth_fit import Left, Truth
 
 log = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ def fit_climate(
     """Fit everything that `Climate` holds on the dates `train`.
 
     The validation dates choose k of s1, the penalties of the ridge regression, the fractions of the point network, the
-    width of sigma, and a and b of `models.dry`. Without validation dates, held-out training dates choose all of these
+    width of sigma, and a and b of `models.heads`. Without validation dates, held-out training dates choose all of these
     but k (`kept_apart`).
 
     Args:
@@ -258,7 +257,7 @@ def _truth_terms(
     """Fit the terms that need the truth.
 
     Returns:
-        Bias and inflation (T, F, Y, X), the CRPS that remains (T, F), and a and b of `models.dry` (T, F). If no truth
+        Bias and inflation (T, F, Y, X), the CRPS that remains (T, F), and a and b of `models.heads` (T, F). If no truth
         is learned, these are zeros, and ones for the CRPS and for a.
     """
     if truth is None:

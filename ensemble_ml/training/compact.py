@@ -39,10 +39,10 @@ from ensemble_ml.distributed.world import read_world
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, build_model, choose
-from ensemble_ml.models.blocks.unet3d import Convolution, ResidualBlock
 from ensemble_ml.models.compact import POINTS, cut, described, groups, in_words
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.speed import Speed, settle
+from ensemble_ml.models.unet3d import Convolution, ResidualBlock
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble

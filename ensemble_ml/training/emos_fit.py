@@ -26,10 +26,9 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.models.place import seasonal_terms
+from ensemble_ml.models.inputs import seasonal_terms
 from ensemble_ml.models.rivals import Emos, fit_emos
-from ensemble_ml.models.rivals.emos import merged
-from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, EmosModel, rows_for
+from ensemble_ml.models.rivals.emos import COEFFICIENTS, EmosModel, merged, rows_for
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, field_names, most_dates, spaced
 from ensemble_ml.training.progress import Progress

@@ -9,14 +9,12 @@ import numpy as np
 
 from ensemble_ml.config import LoaderName, LoadingConfig, TrainConfig
 from ensemble_ml.distributed import Session, Topology
-from ensemble_ml.distributed.gather import gather_bytes
+from ensemble_ml.distributed.communicator import gather_bytes
 from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.loading import Reader
-from ensemble_ml.loading.batches import Draw, fixed_draws
-from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.batches import Device, Draw, Schedule, fixed_draws
 from ensemble_ml.loading.explain import explain
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, TorchLoader, make_plan
-from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, batches_of, whole_dates
 
@@ -153,7 +151,7 @@ def describe(
 
 
 def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
-    """Return the file for the picture of a rank's loading; None if `loading.timeline` is not set."""
+    """Return the file for the picture of a rank's loading; None if `loading.counters` is not set."""
     wanted = config.loading.timeline
     if wanted is None:
         return None

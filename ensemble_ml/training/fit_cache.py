@@ -37,9 +37,8 @@ from ensemble_ml.models import Climate
 from ensemble_ml.models.points import point_shapes
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.training.climate_fit import Fit, fit_climate
-from ensemble_ml.training.progress import Progress
+from ensemble_ml.training.progress import Progress, Team
 from ensemble_ml.training.progress import log as progress_log
-from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 

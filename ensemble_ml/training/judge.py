@@ -10,9 +10,8 @@ from ensemble_ml.distributed.sharding import idle_pass
 from ensemble_ml.loading import Batch, batches_by_size, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.models import EnsembleModel
-from ensemble_ml.training.assemble import Run
+from ensemble_ml.training.assemble import Run, told_of_memory
 from ensemble_ml.training.feed import validation_size
-from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.validation import Scoring, Validation, validate
 from ensemble_ml.training.widths import widths_by_size
 

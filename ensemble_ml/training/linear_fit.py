@@ -42,12 +42,12 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, TERMS, correction_shape, nested_bands
-from ensemble_ml.models.start import Start
+from ensemble_ml.models.model import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_sums import SIZES, Rows, Sums, Targets, sums_of
+from ensemble_ml.training.progress import Team
 from ensemble_ml.training.smoothing import Scales
-from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 

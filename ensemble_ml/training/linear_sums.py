@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import stretch
+from ensemble_ml.models.model import Start
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.models.start import Start
 from ensemble_ml.training.climate_data import Dates, Sample
 
 SIZES = 3  # most ensemble sizes that are fitted at once

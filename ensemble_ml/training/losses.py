@@ -35,8 +35,7 @@ from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, ModelSpec, Prediction
-from ensemble_ml.models.inputs import by_family
-from ensemble_ml.models.positions import integers, take
+from ensemble_ml.models.inputs import by_family, integers, take
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from ensemble_ml.config import TrainConfig
 from ensemble_ml.distributed import Session
-from ensemble_ml.strict_json import strict
+from ensemble_ml.folders import strict
 
 log = logging.getLogger(__name__)
 

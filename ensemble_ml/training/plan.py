@@ -22,14 +22,21 @@ import torch
 
 from ensemble_ml.config import ExchangeName, LoaderName, PlanConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
+from ensemble_ml.distributed.communicator import sharing_cores
 from ensemble_ml.distributed.costs import Link, Links, Piece, reckoned, step_cost
-from ensemble_ml.distributed.echo import Message
-from ensemble_ml.distributed.echo_exchange import MODEL_AXES, check_exchange, exchange_traffic
-from ensemble_ml.distributed.echo_sharding import sums_of_copies
-from ensemble_ml.distributed.gather import sharing_cores
-from ensemble_ml.distributed.memory import in_use, rank_memory
+from ensemble_ml.distributed.echo import MODEL_AXES, Message, check_exchange, exchange_traffic, sums_of_copies
 from ensemble_ml.distributed.partition import shard_of
-from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
+from ensemble_ml.distributed.planner import (
+    Candidate,
+    candidates,
+    check_any,
+    in_use,
+    pick,
+    rank_memory,
+    reasons,
+    table,
+    to_json,
+)
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, write_whole
 from ensemble_ml.machine import cores

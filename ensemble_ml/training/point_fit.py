@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models.place import plane_count
+from ensemble_ml.models.inputs import plane_count
 from ensemble_ml.models.points import PointNetwork
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.optim.eager import AdamW
+from ensemble_ml.optim.lion import AdamW
 from ensemble_ml.training.climate_data import Dates, Sample
-from ensemble_ml.training.progress import NETWORK, Pace
-from ensemble_ml.training.team import Team
+from ensemble_ml.training.progress import NETWORK, Pace, Team
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ and the loss of the spread is multiplied by `_WEIGHT_OF_SPREAD`. Because v and w
 relative to the size of errors at its point, and v overfits less than with squared errors.
 
 A variable with bounds is scored by its own distribution, with the mean y - e + v sigma0 (y the truth), kept a little
-inside the bounds (near zero as in `models.dry`). Of rain, mostly its occurrence can be predicted, which a normal
+inside the bounds (near zero as in `models.heads`). Of rain, mostly its occurrence can be predicted, which a normal
 distribution does not represent.
 
 Then d'' of each field is multiplied by the fraction from 0 to 1 that gives the smallest squared error on the validation
@@ -31,19 +31,17 @@ from torch import Tensor
 
 from ensemble_ml import distributions
 from ensemble_ml.fields import Family
-from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
-from ensemble_ml.models.heads import FOLLOWED, bounded, widened
+from ensemble_ml.models.heads import AT_ZERO, FOLLOWED, bounded, wetter, widened
 from ensemble_ml.models.linear import KINDS
+from ensemble_ml.models.model import Start
 from ensemble_ml.models.points import inputs_of, outputs_of
-from ensemble_ml.models.start import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_fit import FEWEST_DATES, telling
 from ensemble_ml.training.linear_sums import Targets, neighbourhoods
 from ensemble_ml.training.point_fit import LOOKED_AT, Known, Pool, gather, learn
-from ensemble_ml.training.progress import NETWORK
-from ensemble_ml.training.team import Team
+from ensemble_ml.training.progress import NETWORK, Team
 
 log = logging.getLogger(__name__)
 

@@ -26,15 +26,12 @@ import torch
 
 from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
-from ensemble_ml.distributed.buckets import Arrivals
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.costs import Links, Piece
-from ensemble_ml.distributed.echo import Traffic, echo_mesh
-from ensemble_ml.distributed.echo_exchange import echoes
-from ensemble_ml.distributed.exchange import BucketExchange
+from ensemble_ml.distributed.costs import Known, Links, Piece, measured_links
+from ensemble_ml.distributed.echo import Traffic, echo_mesh, echoes
+from ensemble_ml.distributed.exchange import Arrivals, BucketExchange
 from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
-from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import hash_of_code, user_cache, write_whole

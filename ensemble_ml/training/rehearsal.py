@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ensemble_ml.config import ExchangeName, LoaderName, OptimName, Precision, TrainConfig
 from ensemble_ml.distributed import Mesh, Topology
-from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
-from ensemble_ml.distributed.echo_sharding import EchoShards
+from ensemble_ml.distributed.echo import EchoShards, Phase, Traffic, echo_mesh
 from ensemble_ml.distributed.partition import partition_model
-from ensemble_ml.distributed.shard import Shard, own_part
+from ensemble_ml.distributed.topology import Shard, own_part
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed
 from ensemble_ml.models.ledger import Ledger
@@ -111,7 +110,7 @@ class Tracing:
         loading: bytes of the loader.
         snapshot: bytes of host memory that the first rank needs for a checkpoint that is written while it trains.
         parameters: shapes of the parameters without sharded weights, in the optimizer's order.
-        parts: for each of these parameters, the part that this rank keeps up to date; None for all (`shard.own_part`).
+        parts: for each of these parameters, the part that this rank keeps up to date (`own_part`); None for all.
         late: for each of these parameters, whether the backward pass reaches it last.
         whole: bytes of all weights and buffers, which every rank builds before they are sharded.
         weights: number of weights of the model.

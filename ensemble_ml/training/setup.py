@@ -27,8 +27,8 @@ from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.signals import restarts
+from ensemble_ml.store.folder import NoLocks, claimed_once
 from ensemble_ml.store.las import check_window
-from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, hour_of_day, select_dates
 from ensemble_ml.training.agreement import refuse_other_settings
 from ensemble_ml.training.checkpoint import (
@@ -45,8 +45,8 @@ from ensemble_ml.training.checkpoint import (
     refuse_unread,
     step_name,
 )
+from ensemble_ml.training.exchanges import VOTES
 from ensemble_ml.training.mllog import FILE
-from ensemble_ml.training.votes import VOTES
 
 log = logging.getLogger(__name__)
 

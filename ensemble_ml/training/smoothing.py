@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.grid import Grid
-from ensemble_ml.training.team import Team
+from ensemble_ml.training.progress import Team
 
 _MOST_CORRELATED = 0.9  # largest r
 _PRIOR = 5.0  # weight of the mean over fields, in independent numbers

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.heads import FOLLOWED, widened
-from ensemble_ml.models.start import Start
+from ensemble_ml.models.model import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.smoothing import Scales

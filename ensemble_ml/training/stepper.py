@@ -15,11 +15,10 @@ from ensemble_ml.config import Nonfinite
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batch
 from ensemble_ml.loading.reader import iso
-from ensemble_ml.models.running import Running
+from ensemble_ml.models.speed import Running
 from ensemble_ml.optim import Outcome
-from ensemble_ml.training.assemble import Run
+from ensemble_ml.training.assemble import Run, told_of_memory
 from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
-from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import strict, write_whole
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.machine import taken_memory
-from ensemble_ml.strict_json import strict
 from ensemble_ml.training.mllog import FILE, MUTE, Mute, RunLog
 
 log = logging.getLogger(__name__)

@@ -25,34 +25,31 @@ import torch
 from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
-from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.gather import sharing_cores
+from ensemble_ml.distributed.communicator import Communicator, sharing_cores
 from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.quorum import QuorumVote
 from ensemble_ml.distributed.sharding import local, split_groups
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch
 from ensemble_ml.loading.run_loader import RunLoader
-from ensemble_ml.models.running import Running
+from ensemble_ml.models.speed import Running
 from ensemble_ml.optim import build
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup, tournament
-from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.assemble import Run, assemble, told_of_memory
 from ensemble_ml.training.checkpoint import Checkpoint
-from ensemble_ml.training.exchanges import run_exchange
+from ensemble_ml.training.exchanges import VoteLog, first_line, read_votes, run_exchange
 from ensemble_ml.training.feed import beside, open_loader
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.mllog import MUTE, Mute, RunLog, run_log
 from ensemble_ml.training.progress import SHARE_OF_FITS, Progress
-from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper, only_losses
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import NotFiniteForecast, Validation
-from ensemble_ml.training.votes import VoteLog, first_line, read_votes
 from ensemble_ml.training.widths import filled
 
 log = logging.getLogger(__name__)

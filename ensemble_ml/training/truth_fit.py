@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ensemble_ml import distributions
 from ensemble_ml.fields import Family
-from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero
-from ensemble_ml.models.heads import Heads, informed
+from ensemble_ml.models.heads import AT_ZERO, Heads, fitted, informed, law_near_zero
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import (
     FEWEST_TO_WIDEN,
@@ -50,7 +49,7 @@ _SMALLEST_RATIO = 0.1  # least variance ratio of a cell, relative to that of its
 _LARGEST_RATIO = 25.0  # largest squared residual over s0^2, relative to their mean
 _TINY = 1e-30
 _ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # no mass at zero; fraction of zeros to warn of
-_FEWEST_DRY = 500  # fewest dry points that a fit of a and b (`models.dry`) needs
+_FEWEST_DRY = 500  # fewest dry points that a fit of a and b (`models.heads`) needs
 _LEAST_RAIN = 1e-3  # sigmas: less rain than this is a rounding error of packing
 _LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # typical spreads: least scale of the loss, and that without a score
 
@@ -115,7 +114,7 @@ class Truth:
         self.bias = self._bias()
         self._known = set(chosen.tolist())
         self.whole_bias = self.bias.map() * spread.climatology
-        self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.dry`, (T, F)
+        self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.heads`, (T, F)
 
     def _bias(self) -> Estimate:
         """Fit the mean of the truth minus the mean of all members, in units of s_clim."""
@@ -279,7 +278,7 @@ class Truth:
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
     def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
-        """Fit a and b of `models.dry` to points at which the corrected mean is zero or below.
+        """Fit a and b of `models.heads` to points at which the corrected mean is zero or below.
 
         Fields with few such points, or on few dates, keep their a and b.
 

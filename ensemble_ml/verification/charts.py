@@ -8,16 +8,13 @@ from html import escape
 import numpy as np
 
 from ensemble_ml.fields import field as registered
-from ensemble_ml.verification.aggregation import Column
-from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS
-from ensemble_ml.verification.calibration import Calibration
-from ensemble_ml.verification.metrics import METRICS
+from ensemble_ml.verification.aggregation import METRICS, Column
+from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, RATE
 from ensemble_ml.verification.page import FIELD, FORECAST, LEAD, REGION, choice, note, table
 from ensemble_ml.verification.pictures import Bins, Pictures
-from ensemble_ml.verification.probability import flatness
+from ensemble_ml.verification.probability import Calibration, flatness
 from ensemble_ml.verification.rankings import regions
 from ensemble_ml.verification.scores import Scores, gain
-from ensemble_ml.verification.significance import RATE
 from ensemble_ml.verification.summary import explained, short_name
 from ensemble_ml.verification.svg import Atlas, Curve, chart, gains
 from ensemble_ml.verification.values import CLIMATOLOGY

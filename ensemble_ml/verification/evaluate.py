@@ -1,7 +1,7 @@
-"""Score forecasts, the raw ensemble and its statistical corrections, and write scores.json and report.html.
+"""Score forecasts, the raw ensemble and its statistical corrections, and write scores.json, lineage.json and a report.
 
 This is the top of the package: it makes the plan, fits the baselines, scores field by field, and composes the results.
-No setting can leave out a baseline. `lineage` describes lineage.json, which records what the scores were made from.
+No setting can leave out a baseline.
 
 scores.json holds
 
@@ -43,15 +43,27 @@ scores.json holds
 
 Scores are in the units of the variable; log scores are in nats. Brier scores, spread_skill and scores of vectors have
 no units. A number that is not known, such as an end of an interval, is null.
+
+lineage.json records what the scores were made from:
+
+- `format`: 1.
+- `scores`: {path, sha256} of scores.json, which holds the settings of the evaluation.
+- `ensemble`, and `truth` if it is read from another place: {path, fingerprint} of what forecasts were scored against.
+  A store also has its `provenance`: paths, settings and fingerprint of the archive that it was built from.
+- `forecasts`: {label, path, files}. `files` holds, by file name, the attributes of each forecast that state its origin:
+  `source` (version, checkpoint and input), `checkpoint_step`, `checkpoint_sha256` (the checkpoint's checkpoint.json has
+  settings and data of the training), `training_data_fingerprint`, `data_fingerprint` (of the input's init time) and
+  `settings_digest` (of `predict`). A file of another program may have none of these.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,32 +73,36 @@ from tqdm import tqdm
 
 from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import check_writable, draft_of, give_name
+from ensemble_ml.folders import check_writable, draft_of, give_name, strict
 from ensemble_ml.grid import Grid
 from ensemble_ml.pulse import Pulse
 from ensemble_ml.store.source import Source
-from ensemble_ml.strict_json import strict
-from ensemble_ml.verification import heights, lineage, summary, vectors
+from ensemble_ml.verification import heights, summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
-from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
-from ensemble_ml.verification.calibration import Calibration
-from ensemble_ml.verification.case import Case, box_of, extreme_case
+from ensemble_ml.verification.bootstrap import blocks_of, draw_dates, merged
 from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.heights import Heights
 from ensemble_ml.verification.kept import Kept, part_of, put_part
-from ensemble_ml.verification.lacking import left_out, unfitted
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures, cells_together
 from ensemble_ml.verification.plan import Plan, make_plan
-from ensemble_ml.verification.regions import region_masks
+from ensemble_ml.verification.probability import Calibration
 from ensemble_ml.verification.report import write_report
 from ensemble_ml.verification.samples import Group, Setting, check_members, check_predictions, settled
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
-from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, OF_THE_LIMIT, Tables, climate_note, score_group
-from ensemble_ml.verification.significance import merged
-from ensemble_ml.verification.strata import calibration_rows, strata_rows
+from ensemble_ml.verification.scoring import (
+    EFI_WEIGHTED,
+    EXTREME,
+    OF_THE_LIMIT,
+    Tables,
+    climate_note,
+    left_out,
+    score_group,
+    unfitted,
+)
+from ensemble_ml.verification.strata import Case, box_of, calibration_rows, extreme_case, region_masks, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
 from ensemble_ml.wording import duration, hour_text
@@ -95,6 +111,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 FILES = ("scores.json", "report.html")
+_LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +273,7 @@ def _evaluated(
         source.layout.grid,
         source.static().get("lsm"),
         kept,
-        lineage.lineage(source, forecasts),
+        _lineage(source, forecasts),
     )
 
 
@@ -450,7 +467,7 @@ def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
     scores_json, report = (output / name for name in FILES)
     text = found.json()
     put(scores_json, text, overwrite)
-    put(output / lineage.FILE, lineage.to_json(found.lineage, scores_json, text), True)
+    put(output / _LINEAGE, _lineage_json(found.lineage, scores_json, text), True)
     if overwrite:
         report.unlink(missing_ok=True)  # the old report belongs to other scores
     try:
@@ -478,3 +495,35 @@ def put(path: Path, text: str, overwrite: bool) -> None:
         give_name(draft, path, replace=overwrite)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _lineage(source: Source, forecasts: Sequence[ForecastSet]) -> dict[str, Any]:
+    """Return the content of lineage.json but for the scores.
+
+    Args:
+        source: The full ensemble, and the truth where there is one.
+        forecasts: The forecasts, including those that count as baselines.
+    """
+    truth = getattr(source, "truth", None)
+    parts = {"ensemble": getattr(source, "forecast", source), "truth": getattr(truth, "store", truth)}
+    return {name: _described(part) for name, part in parts.items() if part is not None} | {
+        "forecasts": [{"label": f.label, "path": str(Path(f.path).absolute()), "files": f.origins} for f in forecasts],
+    }
+
+
+def _described(source: Any) -> dict[str, Any]:
+    """Return path and fingerprint of a store or an archive, and the provenance of a store."""
+    facts = {"path": source.path, "fingerprint": source.fingerprint()}
+    return facts | ({"provenance": source.provenance} if hasattr(source, "provenance") else {})
+
+
+def _lineage_json(content: dict[str, Any], scores: Path, text: str) -> str:
+    """Return the text of lineage.json.
+
+    Args:
+        content: The result of `_lineage`.
+        scores: Path of scores.json.
+        text: Text of scores.json.
+    """
+    of_scores = {"path": str(scores.absolute()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return json.dumps(strict({"format": 1, "scores": of_scores} | content), indent=1, allow_nan=False)

@@ -22,8 +22,7 @@ import numpy as np
 
 from ensemble_ml import __version__
 from ensemble_ml.config import EvaluateConfig
-from ensemble_ml.folders import hash_of_code, write_whole
-from ensemble_ml.strict_json import strict
+from ensemble_ml.folders import hash_of_code, strict, write_whole
 from ensemble_ml.verification.baselines import Correction
 from ensemble_ml.verification.pictures import Bins, Snapshot
 from ensemble_ml.verification.plan import Plan

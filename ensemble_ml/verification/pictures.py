@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ensemble_ml.verification.aggregation import AggregationState
-from ensemble_ml.verification.significance import p_values, significant
+from ensemble_ml.verification.bootstrap import p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
 from ensemble_ml.wording import hour_text
 

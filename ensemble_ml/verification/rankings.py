@@ -9,9 +9,8 @@ from html import escape
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import Column
+from ensemble_ml.verification.aggregation import METRICS, Column
 from ensemble_ml.verification.bootstrap import Interval
-from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.page import FIELD, LEAD, REGION, SCORE, choice, note, number, table
 from ensemble_ml.verification.scores import Scores, gain
 from ensemble_ml.verification.scoring import EFI_WEIGHTED

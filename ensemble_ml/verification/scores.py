@@ -13,10 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import AggregationState, Column, Key
+from ensemble_ml.verification.aggregation import METRICS, AggregationState, Column, Key, comparable, geometric_mean
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval, fewest_blocks, interval
-from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
 from ensemble_ml.verification.values import CLIMATOLOGY
 
 HEADLINE_LEAD = 48  # hours

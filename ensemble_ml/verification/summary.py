@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.fields import field as registered
+from ensemble_ml.verification.aggregation import METRICS
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
-from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
 from ensemble_ml.wording import shortened
 

@@ -14,10 +14,10 @@ from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import AggregationState
-from ensemble_ml.verification.calibration import exceeding, members_exceeding, threshold
 from ensemble_ml.verification.families import location_of_mean, log_score, moments
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
+from ensemble_ml.verification.probability import exceeding, members_exceeding, threshold
 from ensemble_ml.verification.samples import Sample, Setting, held_out_error, held_out_spread
 from ensemble_ml.verification.statistics import (
     Key,

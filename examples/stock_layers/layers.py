@@ -13,7 +13,7 @@ are:
     s   stride
     p   padding
 
-Shards must start at multiples of every stride and scale on the way, as `shard.make_shard` cuts them.
+Shards must start at multiples of every stride and scale on the way, as `topology.make_shard` cuts them.
 """
 
 from __future__ import annotations

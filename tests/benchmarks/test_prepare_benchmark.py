@@ -20,7 +20,7 @@ from benchmarks.prepare import conversion, data, decoding, reading, reduction, r
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry
 from ensemble_ml.store.manifest import Entry
 
 SHAPE = data.Shape(17, 32, (500, 850), 4, (0, 24), 2, ("t", "q", "z"))

@@ -7,8 +7,7 @@ import math
 import numpy as np
 from scipy.special import sph_harm_y
 
-from data_prep.simulate.layout import ModelFacts
-from data_prep.simulate.synthesis import regular_grid
+from data_prep.simulate.synthesis import ModelFacts, regular_grid
 
 TRUNCATION = 7
 SHAPE = (2 * TRUNCATION + 1, TRUNCATION + 2)

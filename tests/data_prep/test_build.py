@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from building import DATES, begin, config
 
-import data_prep.build_workers as workers
-import ensemble_ml.store.finish as finish
+import data_prep.build_run as workers
+import ensemble_ml.store.build as finish
 from data_prep import prepare
 from data_prep.build_job import Job
 from data_prep.build_run import run
@@ -24,8 +24,7 @@ from ensemble_ml.config import Executor, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import open_store
 from ensemble_ml.store.build import Build
-from ensemble_ml.store.date import refused
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry, refused
 
 
 @pytest.mark.parametrize(

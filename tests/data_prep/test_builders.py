@@ -17,16 +17,15 @@ from building import DATES, begin, config
 from gribfiles import ensemble
 
 import data_prep.build_run as building_run
-import data_prep.build_workers as workers
+import data_prep.build_run as workers
 from data_prep import prepare
 from data_prep.build_job import Job
 from ensemble_ml.config import Gaps, Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
-from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.folder import building_folder, give_name, make_folders
-from ensemble_ml.store.locks import exclusive
+from ensemble_ml.store.date import DateEntry
+from ensemble_ml.store.folder import building_folder, exclusive, give_name, make_folders
 
 
 @pytest.mark.parametrize(

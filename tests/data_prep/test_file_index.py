@@ -17,7 +17,7 @@ from data_prep.grib_io import Stamp, Windows
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
-from ensemble_ml.store.locks import NoLocks
+from ensemble_ml.store.folder import NoLocks
 
 
 @pytest.fixture

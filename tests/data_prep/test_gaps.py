@@ -17,8 +17,7 @@ from data_prep.gaps import Gap, find_gaps, find_truth_gaps, holes, kept_gaps, li
 from ensemble_ml.config import Executor, Gaps, InspectConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
-from ensemble_ml.store.inspect import inspect
-from ensemble_ml.store.inspect_text import as_text
+from ensemble_ml.store.inspect import as_text, inspect
 
 DATES = (20010101, 20010102, 20010103, 20010104)
 GONE = [(20010102, 2, 24, "t", 500), *((20010103, 3, step, "t", level) for step in (0, 24) for level in (500, 850))]

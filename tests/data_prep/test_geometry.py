@@ -14,9 +14,8 @@ from data_prep import open_pair, prepare
 from data_prep.geometry import Geometry, GridChange
 from data_prep.records import RawField
 from ensemble_ml.config import Packing, PrepareConfig
-from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
-from ensemble_ml.grid import Grid
+from ensemble_ml.grid import Grid, settings_for
 from ensemble_ml.store import Part, Selection, open_store
 
 HALF = Grid(np.linspace(90, -90, 361), np.arange(720) * 0.5)  # ENS-10's

@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 
 from data_prep.grib import GribFile
 from data_prep.grib_io import Descriptors
+from data_prep.grib_keys import unpack
 from data_prep.grib_sections import frames, headers
-from data_prep.grib_unpack import unpack
 from ensemble_ml.errors import UserError
 
 

@@ -10,10 +10,10 @@ import xarray as xr
 from gribfiles import GLOBE, archive_of, dataset, ensemble, message, noise, write
 
 from data_prep import open_archive, open_pair, prepare
+from data_prep.files import check_whole
 from data_prep.gaps import find_gaps
 from data_prep.geometry import Geometry
 from data_prep.intervals import Tiles
-from data_prep.netcdf_classic import check_whole
 from data_prep.records import FIELD_INDEX, RECORD
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError

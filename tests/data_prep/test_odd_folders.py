@@ -16,7 +16,7 @@ from gribfiles import ensemble, message, noise, write
 
 from data_prep import open_archive, prepare
 from data_prep.archive import ArchiveSource
-from data_prep.combine import COMBINED, Combine, difference
+from data_prep.intervals import COMBINED, Combine, difference
 from data_prep.records import RawField
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError

@@ -7,7 +7,7 @@ from gribfiles import dataset, ensemble, message, noise, write
 
 import ensemble_ml as eml
 from data_prep import Overrides, open_archive, open_pair, prepare
-from data_prep.assumed_units import agree
+from data_prep.limits import agree
 from ensemble_ml.config import EvaluateConfig, Packing, PredictConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field

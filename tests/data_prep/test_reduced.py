@@ -6,9 +6,8 @@ import pytest
 from gribfiles import finished, write
 
 from data_prep import open_archive, prepare
-from data_prep.geometry import Geometry, GridChange
+from data_prep.geometry import Geometry, GridChange, gaussian_latitudes, reduced_grid
 from data_prep.inspect import describe_archive
-from data_prep.reduced import gaussian_latitudes, reduced_grid
 from ensemble_ml.config import Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid

@@ -12,7 +12,7 @@ import pytest
 from gribfiles import ensemble, message, noise, write
 
 from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
-from data_prep import build_job, grib_remote, open_archive, prepare
+from data_prep import build_job, grib_io, open_archive, prepare
 from data_prep.build_job import Job
 from data_prep.grib_io import Stamp
 from ensemble_ml import cli
@@ -177,7 +177,7 @@ class TestGrib:
     @pytest.fixture
     def names(self, tmp_path, monkeypatch):
         """Return the names of GRIB files below `tmp_path`."""
-        monkeypatch.setattr(grib_remote, "_WHOLE", 0)
+        monkeypatch.setattr(grib_io, "_WHOLE", 0)
         path = public_grib.ecmwf_open_data(tmp_path / "a")
         return [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.grib2"))]
 
@@ -194,7 +194,7 @@ class TestGrib:
         assert len(plan.asked) <= messages
 
     def test_noaas_inventory(self, tmp_path, served, plan, monkeypatch):
-        monkeypatch.setattr(grib_remote, "_WHOLE", 0)
+        monkeypatch.setattr(grib_io, "_WHOLE", 0)
         path, _ = public_grib.gefs(tmp_path, degrees=30, dates=1, members=2, leads=(24,))
         names = [str(file.relative_to(tmp_path)) for file in sorted(path.rglob("*.f024"))]
         assert_same(open_archive(self.urls(served, names)), open_archive([tmp_path / name for name in names]))
@@ -235,7 +235,7 @@ class TestGrib:
         url = self.urls(served, names)[0]
         file, asked, ask = remote.RemoteFile.open(url), [], remote.RemoteFile.ask
         monkeypatch.setattr(remote.RemoteFile, "ask", lambda *args: asked.append(ask(*args)) or asked[-1])
-        with pytest.raises(KeyError), grib_remote.remote_grib(url, Stamp(file.size, file.tag)) as grib:
+        with pytest.raises(KeyError), grib_io.remote_grib(url, Stamp(file.size, file.tag)) as grib:
             headers = grib.content()
             plan.seconds = 1.0
             headers.stretch(0, 10)

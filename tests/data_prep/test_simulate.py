@@ -21,28 +21,25 @@ import pytest
 from fixtures_archive import tiny_archive, tiny_config  # noqa: F401
 from simulating import small_facts
 
-from data_prep.simulate import simulate, workers
-from data_prep.simulate.assemble import assemble, realism
-from data_prep.simulate.layout import PLANES, ModelFacts
-from data_prep.simulate.run import describe
-from data_prep.simulate.schedule import model_years
-from data_prep.simulate.synthesis import Synthesis, regular_grid
-from data_prep.simulate.workers import _follow, _Progress
+from data_prep.simulate import run, simulate
+from data_prep.simulate.archive import assemble, model_years, realism
+from data_prep.simulate.run import _follow, _Progress, describe
+from data_prep.simulate.synthesis import PLANES, ModelFacts, Synthesis, regular_grid
 from ensemble_ml.errors import UserError
 
 # A worker that compiles one function. XLA cannot write where it is told to, and logs that as an error, as it logs slow
 # compilations.
 NOISY_WORKER = """
 import os, queue
-from data_prep.simulate import workers
+from data_prep.simulate import run
 
 def compile_one(*_):
     import jax
     jax.jit(lambda x: x + 1)(1)
 
-workers._run_tasks = compile_one
+run._run_tasks = compile_one
 events = queue.SimpleQueue()
-workers._work(None, sorted(os.sched_getaffinity(0)), None, events, os.getppid(), workers._Compilation("", ()))
+run._work(None, sorted(os.sched_getaffinity(0)), None, events, os.getppid(), run._Compilation("", ()))
 print(events.get())
 """
 
@@ -326,7 +323,7 @@ class TestWorkers:
         progress.update("date 1", True)
         progress.wait()
         assert not capsys.readouterr().out
-        monkeypatch.setattr(workers, "_SILENCE", 0.0)
+        monkeypatch.setattr(run, "_SILENCE", 0.0)
         progress.wait()
         assert capsys.readouterr().out.startswith("simulate: 1/1000 date 1 is done, the next is under way")
 

@@ -11,11 +11,9 @@ import pytest
 from fixtures_archive import tiny_archive, tiny_config  # noqa: F401
 from simulating import GRID, SHAPE, small_facts
 
-from data_prep.simulate.breeding import Amplitude, deviations, initial_states, mix, norm, rotation
-from data_prep.simulate.grib import Encoder, Stamp, accumulation, forecast_messages
-from data_prep.simulate.layout import NORM_PLANE, ModelFacts, truncate
-from data_prep.simulate.realism import measure, report
-from data_prep.simulate.schedule import model_years
+from data_prep.simulate.archive import Encoder, Stamp, accumulation, forecast_messages, measure, model_years, report
+from data_prep.simulate.chain import Amplitude, deviations, initial_states, mix, norm, rotation
+from data_prep.simulate.synthesis import NORM_PLANE, ModelFacts, truncate
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid

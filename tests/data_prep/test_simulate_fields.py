@@ -9,9 +9,19 @@ import pytest
 from fixtures_archive import tiny_archive, tiny_config  # noqa: F401
 from simulating import GRID, SHAPE, TRUNCATION, coefficient, real_harmonic, small_facts
 
-from data_prep.simulate.layout import PLANES, SIGMA, ModelFacts
-from data_prep.simulate.pressure import geopotential, surface_fields, to_pressure
-from data_prep.simulate.synthesis import Synthesis, bilinear, legendre, legendre_gradients, sigma_fields
+from data_prep.simulate.synthesis import (
+    PLANES,
+    SIGMA,
+    ModelFacts,
+    Synthesis,
+    bilinear,
+    geopotential,
+    legendre,
+    legendre_gradients,
+    sigma_fields,
+    surface_fields,
+    to_pressure,
+)
 
 
 @pytest.fixture(scope="module")

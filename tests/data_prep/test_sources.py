@@ -15,9 +15,9 @@ from data_prep.grib import GribFile
 from ensemble_ml.config import InspectConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import open_store
-from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.date import DateEntry
 from ensemble_ml.store.inspect import inspect
-from ensemble_ml.store.sources import PLACE, Sources, changed, stamp
+from ensemble_ml.store.manifest import PLACE, Sources, changed, stamp
 
 DATES = (20010101, 20010102, 20020101)
 

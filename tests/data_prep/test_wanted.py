@@ -4,8 +4,8 @@ import numpy as np
 import public_archives
 import pytest
 
-from data_prep import open_archive, prepare, wanted
-from data_prep.wanted import ALL, Wanted
+from data_prep import open_archive, prepare, selecting
+from data_prep.selecting import ALL, Wanted
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -33,7 +33,7 @@ def read(path):
 
 def test_a_part_of_many(paths, monkeypatch):
     whole = read(paths[0])
-    monkeypatch.setattr(wanted, "MANY", 1)
+    monkeypatch.setattr(selecting, "MANY", 1)
     part = read(paths[0])
     assert part[0].names == whole[0].names and part[0].init_time.tolist() == whole[0].init_time.tolist()
     np.testing.assert_array_equal(part[1], whole[1])
@@ -48,7 +48,7 @@ def test_a_store_of_a_part_is_the_same(paths, tmp_path, monkeypatch):
         return open_store(prepare(config))
 
     whole = made("whole.zarr")
-    monkeypatch.setattr(wanted, "MANY", 1)
+    monkeypatch.setattr(selecting, "MANY", 1)
     part = made("part.zarr")
     assert part.layout.names == whole.layout.names
     for kind in whole.parts:
@@ -59,7 +59,7 @@ def test_a_store_of_a_part_is_the_same(paths, tmp_path, monkeypatch):
 
 
 def test_sums_keep_the_lead_before(paths, monkeypatch):
-    monkeypatch.setattr(wanted, "MANY", 1)
+    monkeypatch.setattr(selecting, "MANY", 1)
     ticks = {"init": np.array(["2020-01-01"], "M8[s]"), "member": np.arange(2), "lead": np.array([24, 48]),
              "level": np.array([0])}  # fmt: skip
     one = Wanted.of(None, None, [48], None)
@@ -68,8 +68,8 @@ def test_sums_keep_the_lead_before(paths, monkeypatch):
 
 
 def test_more_than_can_be_listed(monkeypatch):
-    monkeypatch.setattr(wanted, "MANY", 1)
-    monkeypatch.setattr(wanted, "_MOST", 3)
+    monkeypatch.setattr(selecting, "MANY", 1)
+    monkeypatch.setattr(selecting, "_MOST", 3)
     ticks = {
         "init": np.array(["2020-01-01"], "M8[s]"),
         "member": np.arange(2),

@@ -13,7 +13,7 @@ from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
-from ensemble_ml.store.sources import stamp
+from ensemble_ml.store.manifest import stamp
 
 
 class TestXarray:

@@ -7,8 +7,8 @@ import xarray as xr
 from gribfiles import dataset
 
 from data_prep import open_archive
-from data_prep.cf_missing import valid_limits
 from data_prep.limits import plausible
+from data_prep.zarr_chunks import valid_limits
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.store import Part

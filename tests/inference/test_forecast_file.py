@@ -18,7 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import give_name
 from ensemble_ml.grid import Grid
 from ensemble_ml.inference import Header, Kind, Output, file_name, predict, select, write_forecast
-from ensemble_ml.inference.coordinates import height_of
+from ensemble_ml.inference.contents import height_of
 from ensemble_ml.verification.forecasts import open_forecasts
 
 # The checker runs in a process of its own: its C libraries and xarray's crash together when the interpreter ends.

@@ -11,7 +11,7 @@ from forecasting import make_checkpoint, make_source, make_spec, opened
 from gribfiles import ensemble
 
 from data_prep import open_archive, open_pair
-from data_prep.simulate.schedule import model_years
+from data_prep.simulate.archive import model_years
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict

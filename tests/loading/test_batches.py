@@ -13,8 +13,8 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader, batches_by_size, fixed_batches
 from ensemble_ml.loading.order import member_subset
-from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import mean_and_spread
+from ensemble_ml.loading.threads import read_ahead
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.inputs import valid_shares
 from ensemble_ml.store import Fields, Part

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ensemble_ml.loading.order import epoch_order
-from ensemble_ml.loading.replacement import NEVER, decide, next_uses
+from ensemble_ml.loading.unit_plan import NEVER, decide, next_uses
 
 
 def fewest_reads(chunks: tuple[int, ...], capacity: int) -> int:

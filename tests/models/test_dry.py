@@ -13,7 +13,7 @@ from ensemble_ml import distributions
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.models import EnsembleModel
-from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero, wetter
+from ensemble_ml.models.heads import AT_ZERO, fitted, law_near_zero, wetter
 
 MEANS = torch.tensor([-5.0, -0.3, 0.0, 1e-4, 0.2, 1.0, 3.0, 40.0], dtype=torch.float64)
 OFTEN, MUCH = 0.35, 0.06  # of points that are said to be dry; in scales

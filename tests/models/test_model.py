@@ -15,8 +15,8 @@ from ensemble_ml.distributions import moments
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, shrunk_spread
-from ensemble_ml.models.dry import wetter
 from ensemble_ml.models.features import unbiased_spread
+from ensemble_ml.models.heads import wetter
 
 
 def test_untrained_model_is_the_statistical_correction():

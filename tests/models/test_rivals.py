@@ -10,10 +10,9 @@ from small_models import awake, make_climate, make_spec, tensors
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble_input
-from ensemble_ml.models.place import seasonal_terms
+from ensemble_ml.models.inputs import seasonal_terms
 from ensemble_ml.models.points import inputs_of
-from ensemble_ml.models.rivals.emos import Emos
-from ensemble_ml.models.rivals.emos_model import SIZES, rows_for
+from ensemble_ml.models.rivals.emos import SIZES, Emos, rows_for
 
 RIVALS = [name for name in MODELS if name != "unet3d"]
 

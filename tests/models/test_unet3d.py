@@ -13,9 +13,8 @@ from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.models.blocks.resample import add_upsampled, pool
-from ensemble_ml.models.blocks.unet3d import Activation, Convolution, ResidualBlock, UNet3d
 from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.unet3d import Activation, Convolution, ResidualBlock, UNet3d, add_upsampled, pool
 
 
 def unet(rows, columns, planes=3, depth=2, vertical=Vertical.shared, pole=Pole.cross):

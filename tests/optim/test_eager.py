@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from ensemble_ml.optim.eager import AdamW
+from ensemble_ml.optim.lion import AdamW
 
 
 def trained(optimizer_of, again):
@@ -34,7 +34,7 @@ def test_the_compiler_is_not_imported():
     code = """
 import sys, torch
 from ensemble_ml.optim import Lion
-from ensemble_ml.optim.eager import AdamW
+from ensemble_ml.optim.lion import AdamW
 for kind in (Lion, AdamW):
     layer = torch.nn.Linear(5, 3)
     optimizer = kind(layer.parameters(), lr=1e-2)

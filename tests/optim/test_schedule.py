@@ -8,7 +8,7 @@ import torch
 
 from ensemble_ml.config import OptimConfig, OptimName
 from ensemble_ml.optim import Lion, build, warmup_cosine
-from ensemble_ml.optim.eager import AdamW
+from ensemble_ml.optim.lion import AdamW
 
 RUN = {"steps": 100, "peak": 0.5, "warmup": 10, "final": 0.02}
 

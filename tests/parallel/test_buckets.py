@@ -4,9 +4,8 @@ import pytest
 import torch
 from models.small_models import awake, make_climate, make_input, make_spec
 
-from ensemble_ml.distributed.buckets import Arrivals, make_buckets
 from ensemble_ml.distributed.communicator import NullCommunicator
-from ensemble_ml.distributed.exchange import GradientAverage
+from ensemble_ml.distributed.exchange import Arrivals, GradientAverage, make_buckets
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.optim import Lion
 

@@ -6,7 +6,7 @@ import torch
 from parallel.ranks import run_ranks
 
 from ensemble_ml.distributed import Mesh, NullCommunicator
-from ensemble_ml.distributed.gather import agreed_extremes
+from ensemble_ml.distributed.communicator import agreed_extremes
 
 
 def collectives(session):

@@ -16,7 +16,7 @@ from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model, shard_of
-from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.distributed.topology import make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import EnsembleInput, EnsembleModel, Speed, points
 from ensemble_ml.optim import build

@@ -24,21 +24,30 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, halo_seconds, reckoned, step_cost
-from ensemble_ml.distributed.echo import Message, Phase
-from ensemble_ml.distributed.echo_exchange import exchange_traffic
-from ensemble_ml.distributed.memory import in_use, rank_memory
-from ensemble_ml.distributed.ping import measured_links
+from ensemble_ml.distributed.costs import (
+    AT_ONCE,
+    Cost,
+    Link,
+    Piece,
+    exposed,
+    halo_seconds,
+    measured_links,
+    reckoned,
+    step_cost,
+)
+from ensemble_ml.distributed.echo import Message, Phase, exchange_traffic
 from ensemble_ml.distributed.planner import (
     Candidate,
     _divisors,
     candidates,
     check_any,
     degrees,
+    in_use,
     pick,
+    rank_memory,
     reasons,
 )
-from ensemble_ml.distributed.shard import make_shard, own_part
+from ensemble_ml.distributed.topology import make_shard, own_part
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.models.ledger import Ledger
@@ -229,7 +238,7 @@ def test_memory_is_counted_as_its_limit_is(monkeypatch):
     sizes = [int(n) * os.sysconf("SC_PAGE_SIZE") for n in Path("/proc/self/statm").read_text().split()[:2]]
     cpu = torch.device("cpu")
     assert in_use(cpu, 10**9) == pytest.approx(sizes[1], rel=0.2)
-    monkeypatch.setattr("ensemble_ml.distributed.memory.resource.getrlimit", lambda _: (10**9, 10**9))
+    monkeypatch.setattr("ensemble_ml.distributed.planner.resource.getrlimit", lambda _: (10**9, 10**9))
     assert rank_memory(1, cpu) == 10**9  # `ulimit -v`: of addresses, of which torch takes many more
     assert in_use(cpu, 10**9) == pytest.approx(sizes[0], rel=0.2) and sizes[0] > 1.5 * sizes[1]
 

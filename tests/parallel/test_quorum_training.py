@@ -13,8 +13,8 @@ from stores import make_store
 from ensemble_ml.config import ExchangeName, OptimConfig, OptimName, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, trainer
+from ensemble_ml.training.exchanges import VoteLog, read_votes
 from ensemble_ml.training.tracking import read_log
-from ensemble_ml.training.votes import VoteLog, read_votes
 
 
 @pytest.fixture(scope="module")

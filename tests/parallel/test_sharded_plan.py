@@ -9,7 +9,7 @@ from ensemble_ml.config import DataConfig, ParallelConfig, Precision, TrainConfi
 from ensemble_ml.distributed import Topology, solo
 from ensemble_ml.distributed.choice import consecutive_groups, process_group
 from ensemble_ml.distributed.costs import Link
-from ensemble_ml.distributed.echo_sharding import sums_of_copies
+from ensemble_ml.distributed.echo import sums_of_copies
 from ensemble_ml.distributed.sharding import shard_weights
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Climate, EnsembleModel, Speed

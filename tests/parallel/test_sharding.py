@@ -15,7 +15,7 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.sharding import local, shard_weights, shards_of, split_groups
 from ensemble_ml.distributed.sharding import whole as gathered
-from ensemble_ml.models.blocks.unet3d import ResidualBlock
+from ensemble_ml.models.unet3d import ResidualBlock
 from ensemble_ml.optim import build
 
 GRID = (17, 16), ()

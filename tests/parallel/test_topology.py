@@ -4,7 +4,7 @@ import pytest
 from parallel.ranks import run_ranks
 
 from ensemble_ml.config import Launcher, ParallelConfig
-from ensemble_ml.distributed.gather import sharing_cores
+from ensemble_ml.distributed.communicator import sharing_cores
 from ensemble_ml.distributed.topology import Place, Topology, bands, make_topology, place_of, rank_of
 from ensemble_ml.distributed.world import first_host, read_world
 from ensemble_ml.errors import UserError

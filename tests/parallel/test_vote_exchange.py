@@ -12,9 +12,8 @@ from torch import nn
 from ensemble_ml.config import ClipBy, ExchangeName, MomentumKept, MomentumSync, OptimConfig
 from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
-from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
 from ensemble_ml.distributed.vote import sign_allreduce
-from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
+from ensemble_ml.distributed.voting import DistributedLion, LionCub, MomentumPlan, Vote, choose, relative_variance
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
 

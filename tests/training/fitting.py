@@ -7,7 +7,7 @@ import torch
 
 from ensemble_ml.models import Climate
 from ensemble_ml.models.heads import typical_spread
-from ensemble_ml.models.start import Start
+from ensemble_ml.models.model import Start
 from ensemble_ml.training.linear_fit import mean_state
 
 TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)

@@ -12,7 +12,7 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Reader
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.models.dry import law_near_zero
+from ensemble_ml.models.heads import law_near_zero
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.smoothing import Scales

@@ -18,8 +18,7 @@ from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.linear_fit import fit_linear, refuse_unfittable
 from ensemble_ml.training.linear_sums import relative_spread, sums_of
-from ensemble_ml.training.progress import Progress
-from ensemble_ml.training.team import Team
+from ensemble_ml.training.progress import Progress, Team
 
 pytestmark = pytest.mark.usefixtures("whole_fits")
 

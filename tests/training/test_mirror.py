@@ -11,7 +11,7 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.linear import correction_shape
-from ensemble_ml.models.start import Start
+from ensemble_ml.models.model import Start
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import fit_linear
 from ensemble_ml.training.point_targets import Points, fit_points

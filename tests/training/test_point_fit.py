@@ -16,11 +16,10 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
-from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
-from ensemble_ml.models.heads import FOLLOWED, bounded, informed
-from ensemble_ml.models.place import plane_count
-from ensemble_ml.models.start import Start
+from ensemble_ml.models.heads import AT_ZERO, FOLLOWED, bounded, informed, wetter
+from ensemble_ml.models.inputs import plane_count
+from ensemble_ml.models.model import Start
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.point_fit import _Dropout, choices_of

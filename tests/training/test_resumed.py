@@ -20,7 +20,7 @@ from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, setup, train
 from ensemble_ml.training.agreement import refuse_other_settings
-from ensemble_ml.training.room import told_of_memory
+from ensemble_ml.training.assemble import told_of_memory
 from ensemble_ml.training.tracking import read_log
 from ensemble_ml.training.trainer import Trainer
 

@@ -13,8 +13,8 @@ import pytest
 from parallel.ranks import run_ranks
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import locks
-from ensemble_ml.store.locks import claimed, claimed_once
+from ensemble_ml.store import folder
+from ensemble_ml.store.folder import claimed, claimed_once
 from ensemble_ml.training import load_checkpoint, setup, train, trainer
 
 
@@ -94,7 +94,7 @@ def test_a_file_system_without_locks_ends_no_run(config_of, lock, monkeypatch, c
 
 def test_a_claim_is_of_the_file_that_is_there(tmp_path, monkeypatch):
     """Whoever had it before may remove it between our opening and locking it."""
-    path, real, tries = tmp_path / "lock", locks._lock, []
+    path, real, tries = tmp_path / "lock", folder._lock, []
 
     def removed(descriptor, of, how):
         if not tries:
@@ -102,7 +102,7 @@ def test_a_claim_is_of_the_file_that_is_there(tmp_path, monkeypatch):
         tries.append(of)
         real(descriptor, of, how)
 
-    monkeypatch.setattr(locks, "_lock", removed)
+    monkeypatch.setattr(folder, "_lock", removed)
     with claimed_once(path) as held:
         assert held and len(tries) == 2 and path.read_text().split()[1] == str(os.getpid())
         with claimed_once(path) as again:

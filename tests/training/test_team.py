@@ -14,9 +14,8 @@ from ensemble_ml.training import point_fit
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.fit_cache import kept_fit
-from ensemble_ml.training.progress import Progress
+from ensemble_ml.training.progress import Progress, Team
 from ensemble_ml.training.smoothing import MapMean, Scales
-from ensemble_ml.training.team import Team
 
 TRAIN, VALIDATION = np.arange(22), np.arange(22, 30)
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ensemble_ml.grid import Grid
-from ensemble_ml.verification.aggregation import AggregationState
+from ensemble_ml.verification.aggregation import METRICS, AggregationState, geometric_mean
 from ensemble_ml.verification.bootstrap import Interval, blocks_of, draw_dates, interval
-from ensemble_ml.verification.metrics import METRICS, geometric_mean
 from ensemble_ml.verification.statistics import Key, Statistic
 
 GRID = Grid(np.linspace(90, -90, 13), np.arange(0, 360, 30.0))

@@ -7,9 +7,9 @@ from scipy import stats
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification import baselines as base
-from ensemble_ml.verification.calibration import threshold
 from ensemble_ml.verification.families import moments, quantile
 from ensemble_ml.verification.members import crps_members
+from ensemble_ml.verification.probability import threshold
 from ensemble_ml.verification.statistics import c4, crps, ensemble_moments
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 12.0))

@@ -14,8 +14,8 @@ from ensemble_ml.store import Part
 from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.aggregation import Column
-from ensemble_ml.verification.case import Case
-from ensemble_ml.verification.sections import extreme
+from ensemble_ml.verification.report import extreme
+from ensemble_ml.verification.strata import Case
 from ensemble_ml.verification.svg import Atlas
 
 

@@ -20,7 +20,7 @@ from ensemble_ml.verification.probability import (
     quantile_score,
     shares,
 )
-from ensemble_ml.verification.regions import SEASONS, region_masks, season_of
+from ensemble_ml.verification.strata import SEASONS, region_masks, season_of
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 10.0))
 

@@ -15,11 +15,11 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.store import Part
 from ensemble_ml.verification.aggregation import AggregationState
 from ensemble_ml.verification.bootstrap import Interval
-from ensemble_ml.verification.case import box_of
 from ensemble_ml.verification.page import choice
 from ensemble_ml.verification.pictures import Pictures, cells_together, together
 from ensemble_ml.verification.report import _made_by
 from ensemble_ml.verification.statistics import Key, Statistic
+from ensemble_ml.verification.strata import box_of
 from ensemble_ml.verification.svg import Atlas, Curve, chart, gains
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 20.0))

@@ -16,19 +16,16 @@ from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
-from ensemble_ml.verification.bootstrap import draw_dates, interval
-from ensemble_ml.verification.calibration import Calibration, exceeding, members_exceeding, threshold
-from ensemble_ml.verification.case import _place
+from ensemble_ml.verification.bootstrap import draw_dates, interval, merged, p_values, significant
 from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.probability import Calibration, exceeding, members_exceeding, threshold
 from ensemble_ml.verification.rankings import scorecard
-from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.samples import Group, Setting, read_sample
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, _calibrate, extreme_forecast_index, model_climate
-from ensemble_ml.verification.significance import merged, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
-from ensemble_ml.verification.strata import calibration_rows, strata_rows
+from ensemble_ml.verification.strata import _place, calibration_rows, region_masks, strata_rows
 from ensemble_ml.verification.summary import headline
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 20.0))

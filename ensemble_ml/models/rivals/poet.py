@@ -31,15 +31,13 @@ from torch.nn import functional as F
 
 from ensemble_ml.config import Vertical
 from ensemble_ml.errors import UserError
-from ensemble_ml.models.blocks.resample import add_upsampled, pool
-from ensemble_ml.models.blocks.unet3d import Activation, Convolution, PointLinear, UNet3d
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import bounded
-from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, take
 from ensemble_ml.models.padding import Padder, geometries
-from ensemble_ml.models.positions import take
 from ensemble_ml.models.rivals.rival import Reduced, Rival
+from ensemble_ml.models.unet3d import Activation, Convolution, PointLinear, UNet3d, add_upsampled, pool
 
 _HEADS = 4
 _ATTENDING = 3  # number of the deepest scales at which members attend to each other

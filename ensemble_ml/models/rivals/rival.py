@@ -1,12 +1,20 @@
-"""The common base of the baseline networks. They read our network's inputs as maps and predict as our network does.
+"""The common base of the baseline networks, and the smallest of them, DRN.
+
+Baseline networks read our network's inputs as maps and predict as our network does.
 
 Axes: B initialisation time, T lead, C channel, F field (variables and levels, then surface variables), O output,
 Y latitude, X longitude.
+
+The distributional regression network (DRN) of Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1, is an MLP at every point.
+It reads a point alone: its ensemble statistics, place, static fields, and a learned embedding of the point (in the
+paper, of the station). In the paper, location and scale are plain numbers of degrees. Here location is counted from the
+ensemble mean, and both are in typical spreads of the level, because one network has to serve fields of all sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,14 +24,13 @@ from torch.nn import functional as F
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
-from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, plane_count, take
 from ensemble_ml.models.linear import KINDS, of_channels
 from ensemble_ml.models.padding import Padder, geometries
-from ensemble_ml.models.place import plane_count
-from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
 
 _STENCILS = 4  # planes made of each departure: itself, two differences, the mean around
+_EMBEDDING = 2  # numbers for each point, as in the paper
 
 
 @dataclass(eq=False)
@@ -185,3 +192,37 @@ class Rival(nn.Module):
         groups: list[dict[str, Any]] = [{"name": "weights", "params": [p for p in self.parameters() if p.ndim > 1]}]
         groups.append({"name": "plain", "params": plain, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
+
+
+class Drn(Rival):
+    """A DRN with `model.depth` hidden layers of `model.hidden` units each.
+
+    Args:
+        spec: shapes, variables, grid and configuration.
+        climate: statistics of the training dates.
+    """
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__(spec, climate)
+        width, config = self.channels + _EMBEDDING, spec.config
+        self.embedding = nn.Parameter(torch.zeros(_EMBEDDING, *spec.grid.shape))
+        widths = [width] + [config.hidden] * config.depth
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.spec.fields)
+        # The untrained network predicts the ensemble mean with the typical spread.
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
+        """Apply the MLP to every point."""
+        own = self.embedding.expand(len(planes_BCYX), -1, -1, -1)
+        hidden = torch.cat([planes_BCYX, own], 1).permute(0, 2, 3, 1)
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
+            # The same layers at every point are matrix products over the last axis.
+            for layer in self.layers:
+                hidden = F.relu(layer(hidden))
+        return self.out(hidden.to(planes_BCYX.dtype)).permute(0, 3, 1, 2)
+
+    def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the first two outputs into location and scale, in physical units."""
+        return fields.mean + fields.typical * first, fields.typical * torch.exp(bounded(second))

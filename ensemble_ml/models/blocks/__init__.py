@@ -1,1 +1,0 @@
-"""The building blocks of the network."""
