@@ -50,7 +50,7 @@ def write_report(
     parts += [charts.curves(scores, first), charts.maps(scores, pictures, atlas), _by_members(scores)]
     parts += [rankings.entrants(scores, first), charts.calibration(scores, tables.calibration, pictures)]
     parts += [_together(content, scores)]
-    parts += [_extreme(case, scores, atlas), _background(content)]
+    parts += [extreme_section(case, scores, atlas), _background(content)]
     return page("Forecast evaluation", "\n".join([atlas.shared(), *parts]))
 
 
@@ -279,7 +279,7 @@ def _by_members(scores: Scores) -> str:
     return f'<h2>By number of members</h2>{note(text)}<div class="charts">{shown}</div>' if shown else ""
 
 
-def _extreme(case: Case | None, scores: Scores, atlas: Atlas) -> str:
+def extreme_section(case: Case | None, scores: Scores, atlas: Atlas) -> str:
     """Return a section with maps of the most unusual weather: raw ensembles, forecasts and truth side by side.
 
     Args:

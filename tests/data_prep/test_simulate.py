@@ -266,7 +266,7 @@ def test_shares_of_the_years_and_the_last_one_assembles(tmp_path, facts, monkeyp
     assert simulate(tiny_config(tmp_path, rows=9, columns=16)) == tmp_path
 
 
-@pytest.mark.parametrize("moment", ["run.run_years", "assemble._join", "run.assemble", "run.realism", "run.describe"])
+@pytest.mark.parametrize("moment", ["run.run_years", "archive._join", "run.assemble", "run.realism", "run.describe"])
 def test_two_machines_that_finish_at_once_both_end_well(tmp_path, facts, monkeypatch, capsys, moment):
     """The other machine assembles the whole archive when the function `moment` of this one has ended."""
     config = tiny_config(tmp_path, rows=9, columns=16, parts="1/2")

@@ -330,7 +330,7 @@ def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_cleans_u
     assert os.listdir(tmp_path) == ["s.zarr"]
 
 
-@pytest.mark.parametrize("write", ["shard_write.ShardWriter.append", "entry.DateEntry.save"])
+@pytest.mark.parametrize("write", ["shard.ShardWriter.append", "date.DateEntry.save"])
 def test_a_full_disk_is_said_in_one_line_and_nothing_is_left(tmp_path, monkeypatch, write):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -14,7 +14,7 @@ from ensemble_ml.store import Part
 from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.aggregation import Column
-from ensemble_ml.verification.report import extreme
+from ensemble_ml.verification.report import extreme_section
 from ensemble_ml.verification.strata import Case
 from ensemble_ml.verification.svg import Atlas
 
@@ -178,7 +178,7 @@ def test_an_error_has_no_size_in_deviations_that_are_none():
         Column(24, "tp", None), "2001-01-01T00", 0.9, (90.0, 0.0, 60.0, 60.0), grid, (90.0, 0.0), field - 1, field + 1,
         laws, place, 1.0, -1.0,
     )  # fmt: skip
-    page = extreme(case, SimpleNamespace(full=10), Atlas(grid, 1, None, {}))
+    page = extreme_section(case, SimpleNamespace(full=10), Atlas(grid, 1, None, {}))
     assert "+2.00" in page and "e+" not in page.partition("<table")[2]
     assert "total precipitation from 2001-01-01T00, 24 h ahead, 60 to 90°N and 0 to 60°E" in page
 
