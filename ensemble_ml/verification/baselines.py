@@ -328,7 +328,7 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
 
 
 def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
-    """Return the spread that N = `full` members would have on average, from that of M = `members`: s_M c4(N) / c4(M)."""
+    """Return the mean spread of `full` members that the spread of `members` members implies: s_M c4(N) / c4(M)."""
     return spread * (c4(full) / c4(members))
 
 
