@@ -74,7 +74,6 @@ class Kept:
 
         They may consist of dictionaries, tuples, arrays, numbers, texts, None, `Key`, `Statistic` and the classes of
         `_KINDS`. If the folder cannot be written, a warning is logged and the evaluation goes on without them.
-        `_KINDS`. If the folder cannot be written, a warning is logged and the evaluation goes on without them.
         """
         path, arrays, whole = self.folder / f"{name}.npz", list[np.ndarray](), io.BytesIO()
         text = np.frombuffer(json.dumps(_packed(value, arrays)).encode(), np.uint8)
