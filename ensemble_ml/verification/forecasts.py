@@ -31,15 +31,8 @@ class Predicted:
     """The prediction of one variable, lead and initialisation time.
 
     All arrays are (Z, Y, X) float64 in the registry's units of the variable. An array is None if the forecast does not
-    have it and it cannot be computed.
-
-    Attributes:
-        family: Distribution of the variable.
-        location: Location of the distribution.
-        scale: Scale of the distribution.
-        mean: Mean of the distribution.
-        stddev: Standard deviation of the distribution.
-        spread: Predicted spread of the full ensemble.
+    have it and it cannot be computed. `spread` is the predicted spread of the full ensemble; all others describe the
+    distribution of the variable.
     """
 
     family: Family

@@ -40,7 +40,7 @@ def new_figure(
     """Return a figure of `width` by `height` inches, and its axes (rows, columns). `heights` are relative."""
     with mpl.rc_context(_FONT):
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False, height_ratios=heights))
+        return figure, figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
 
 
 def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours: Any) -> Any:
