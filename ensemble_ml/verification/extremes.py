@@ -21,6 +21,7 @@ def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tup
     between them is taken, which is right to within half their distance. Both are zero below the climate, one above it,
     and NaN where a value is missing. Climate and levels are those of `efi`.
     """
+    low = np.zeros(np.shape(x))
     high = np.zeros(np.shape(x))
     tied = climate[1:] == climate[:-1]
     for k in range(len(levels) - 1):
