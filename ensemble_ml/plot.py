@@ -178,9 +178,6 @@ def _events(
     """Yield each threshold in words, its probabilities, and whether it was exceeded.
 
     Without thresholds, the words are empty, and probabilities and event are those given.
-
-    Raises:
-        UserError: There are thresholds, and `event` is true or false or lacks some coordinates.
     """
     axis = next((str(dim) for dim in probability.dims if str(dim).startswith("threshold_")), None)
     if axis is None:
@@ -193,19 +190,12 @@ def _events(
     shares, truth = probability.compute(), _at_times_of(name, event, probability).compute()
     units = shares[axis].attrs.get("units", "")
     for at, value in enumerate(shares[axis].values):
-        yield (
-            f"over {value:g} {units}".strip(),
-            shares.isel({axis: at}, drop=True),
-            (truth > value).where(truth.notnull()),
-        )
+        words = f"over {value:g} {units}".strip()
+        yield words, shares.isel({axis: at}, drop=True), (truth > value).where(truth.notnull())
 
 
 def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> xr.DataArray:
-    """Return the truth at the times and places of the probabilities, with its time axes named as theirs.
-
-    Raises:
-        UserError: The truth lacks some of them.
-    """
+    """Return the truth at the times and places of the probabilities, with its time axes named as theirs."""
     for axis in (_START, _LEAD):
         ours = [spelt for spelt in axis if spelt in probability.coords]
         theirs = [spelt for spelt in axis if spelt in truth.dims]
@@ -220,12 +210,7 @@ def _at_times_of(name: str, truth: xr.DataArray, probability: xr.DataArray) -> x
 
 
 def _table(name: str, probability: xr.DataArray, event: xr.DataArray, bins: int) -> Reliability:
-    """Return how often an event happened in each bin of its probability.
-
-    Raises:
-        UserError: Coordinates differ, there are several events for one probability, values are no probabilities or
-            events, or `bins` is below 1.
-    """
+    """Return how often an event happened in each bin of its probability."""
     from ensemble_ml.verification.api import area_weights
     from ensemble_ml.verification.checks import check_probability
     from ensemble_ml.verification.probability import Reliability
@@ -274,11 +259,7 @@ def _need_matplotlib() -> None:
 
 
 def _flat(field: xr.DataArray) -> xr.DataArray:
-    """Return a field over latitude and longitude, computed and without its other axes of length one.
-
-    Raises:
-        UserError: It lacks one of these two dimensions, or another one is longer.
-    """
+    """Return a field over latitude and longitude, computed and without its other axes, which must be of length one."""
     more = [dim for dim in field.dims if dim not in ("latitude", "longitude")]
     if several := [str(dim) for dim in more if field.sizes[dim] != 1]:
         raise UserError(f"{field.name}: has several values along {', '.join(several)}; choose one, as with isel")
@@ -289,11 +270,7 @@ def _flat(field: xr.DataArray) -> xr.DataArray:
 
 
 def _on_grid_of(field: xr.DataArray, land: xr.DataArray) -> xr.DataArray:
-    """Return land (latitude, longitude) at the points of a field, which may come in another order.
-
-    Raises:
-        UserError: It lacks some of these points.
-    """
+    """Return land (latitude, longitude) at the points of a field, which may come in another order."""
     axes = ("latitude", "longitude")
     # Files hold coordinates in single and in double precision.
     wanted, there = ({axis: one[axis].values.astype(np.float64).round(4) for axis in axes} for one in (field, land))
@@ -304,11 +281,7 @@ def _on_grid_of(field: xr.DataArray, land: xr.DataArray) -> xr.DataArray:
 
 
 def _by_lead(values: xr.DataArray) -> xr.DataArray:
-    """Return values with a dimension `lead` in hours, without other dimensions of length one except quantile.
-
-    Raises:
-        UserError: They have no lead times, these are no timedeltas, or another dimension is longer than one.
-    """
+    """Return values with a dimension `lead` in hours, without other dimensions of length one except quantile."""
     name = next((one for one in _LEAD if one in values.coords), None)
     if name is None:
         raise UserError(f"{values.name}: has no lead times; it needs a coordinate {' or '.join(_LEAD)}")
@@ -326,10 +299,6 @@ def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | No
     """Return the values at the nearest grid point, for one level and one initialisation time.
 
     Values without latitude and longitude are those of the place.
-
-    Raises:
-        UserError: `level` is missing or not in the values, they have several initialisation times or one of the two
-            axes of a grid, or the place is outside of their grid.
     """
     from ensemble_ml.grid import canonical
     from ensemble_ml.inference.select import nearest_points

@@ -13,7 +13,7 @@ area within regions and strata), C column (a lead, variable and level), Z level,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,18 +138,22 @@ class AggregationState:
         To save memory, statistics that are always recorded together share their arrays `weight`, `left_out` and
         `points`. Such arrays must be added to only once.
         """
-        fresh = [key for key in keys if key not in self.total]
-        if fresh:
+        if fresh := [key for key in keys if key not in self.total]:
             self._open(fresh)
         users = Counter(id(weight) for weight in self.weight.values())
-        sharing: dict[int, list[Key]] = {}
-        for key in keys:
-            sharing.setdefault(id(self.weight[key]), []).append(key)
-        for address, mine in sharing.items():
+        sharing = self._sharing(keys)
+        for mine in sharing:
             # If other keys share this array, adding to it would change their weights, too. So these keys get a copy.
-            if users[address] > len(mine):
+            if users[id(self.weight[mine[0]])] > len(mine):
                 self._part(mine)
-        return [mine[0] for mine in sharing.values()]
+        return [mine[0] for mine in sharing]
+
+    def _sharing(self, keys: Iterable[Key]) -> list[list[Key]]:
+        """Group keys by the array of weights that they share."""
+        groups: dict[int, list[Key]] = {}
+        for key in keys:
+            groups.setdefault(id(self.weight[key]), []).append(key)
+        return list(groups.values())
 
     def _part(self, keys: Sequence[Key]) -> None:
         """Give `keys`, which share their weights, a copy that no other key shares."""
@@ -167,9 +171,6 @@ class AggregationState:
     def __add__(self, other: AggregationState) -> AggregationState:
         """Return the state of the points of both states. Sums of keys that only one state has are not copied.
 
-        Args:
-            other: A state of other points, with the same dates, columns and weightings.
-
         Raises:
             ValueError: The dates, columns or weightings differ.
         """
@@ -184,30 +185,22 @@ class AggregationState:
         return merged
 
     def part(self, columns: slice) -> dict[str, dict]:
-        """Return the sums of some columns.
-
-        Args:
-            columns: Range of positions on C.
+        """Return the sums of a range of columns.
 
         Returns:
             `total` holds the sums by key. `counts` holds (weight, left out, points) by the tuple of keys that share
             them.
         """
-        sharing: dict[int, list[Key]] = {}
-        for key in self.total:
-            sharing.setdefault(id(self.weight[key]), []).append(key)
-        tables = self.weight, self.left_out, self.points
-        counts = {tuple(keys): tuple(t[keys[0]][..., columns] for t in tables) for keys in sharing.values()}  # type: ignore[attr-defined]
+        counts: dict[tuple[Key, ...], tuple[np.ndarray, ...]] = {}
+        for keys in self._sharing(self.total):
+            arrays = self.weight[keys[0]], self.left_out[keys[0]], self.points[keys[0]]
+            counts[tuple(keys)] = tuple(array[..., columns] for array in arrays)
         return {"total": {key: total[..., columns] for key, total in self.total.items()}, "counts": counts}
 
     def put(self, columns: slice, part: dict[str, dict]) -> None:
-        """Store a part in columns in which nothing is recorded yet.
+        """Store the result of `part` in columns in which nothing is recorded yet.
 
         Keys that share their weights in the part must share them here as well, or be new: only one of them is written.
-
-        Args:
-            columns: Range of positions on C.
-            part: Sums that `part` returned.
         """
         if fresh := [key for key in part["total"] if key not in self.total]:
             self._open(fresh)
@@ -291,31 +284,15 @@ class Metric:
     formula: Callable[..., np.ndarray]
 
     def available(self, state: AggregationState, entrant: str) -> bool:
-        """Return whether the state holds every statistic that the formula needs.
-
-        Args:
-            state: Sums of all statistics.
-            entrant: Label of a forecast, raw ensemble or baseline.
-        """
+        """Return whether the state holds every statistic of `entrant` that the formula needs."""
         return all(Key(entrant, statistic) in state.total for statistic in self.needs)
 
     def __call__(
         self, state: AggregationState, entrant: str, *, weighting: str = "area", draws: np.ndarray | None = None
     ) -> np.ndarray:
-        """Compute the metric of an entrant from its means.
+        """Compute the metric of an entrant, (C,), or (B, C) with draws; NaN or infinite where the means allow no score.
 
-        Args:
-            state: Sums of all statistics.
-            entrant: Label of a forecast, raw ensemble or baseline.
-            weighting: Name of the weighting of the points.
-            draws: (B, D) how often each draw of the bootstrap counts each date; None counts every date once.
-
-        Returns:
-            (C,) score of each column, or (B, C) with draws; NaN or infinite where the means allow no score.
-
-        Raises:
-            KeyError: The state lacks a statistic (see `available`).
-            ValueError: The state has no such weighting.
+        Weighting, draws and errors are those of `AggregationState.mean`.
         """
         means = (state.mean(Key(entrant, statistic), weighting, draws) for statistic in self.needs)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -355,14 +332,10 @@ METRICS: dict[str, Metric] = {
 
 
 def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the geometric mean of score ratios over columns, (...); NaN if no column is left.
+    """Return the geometric mean of score ratios (..., C) over some columns, (...); NaN if no column is left.
 
     Only the columns that are `comparable` count, and they are the same in all rows. So every draw of a bootstrap
     averages the same columns.
-
-    Args:
-        ratio: (..., C) ratios of scores; the first row decides which columns are left out.
-        columns: Positions on C to average over.
     """
     columns = comparable(ratio, columns)
     if not len(columns):
@@ -372,13 +345,10 @@ def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return those of `columns` whose ratio in the first row is finite and positive, as positions on C.
+    """Return those of `columns`, positions on C, whose ratio (..., C) in the first row is finite and positive.
 
-    A column without truth or forecast, or with a score of zero, has no such ratio.
-
-    Args:
-        ratio: (..., C) ratios of scores. The first row is that of the scores themselves; others are of draws.
-        columns: Positions on C.
+    A column without truth or forecast, or with a score of zero, has no such ratio. The first row is that of the scores
+    themselves; others are of draws.
     """
     first = ratio.reshape(-1, ratio.shape[-1])[0]
     good = np.isfinite(first) & (first > 0)

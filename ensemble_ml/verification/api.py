@@ -1,11 +1,7 @@
 """Score xarray objects, in the convention of the package `scores`: data by position, everything else by keyword.
 
-All scores except `efi` take these keyword arguments, which `weighted_mean` explains:
-
-- `reduce_dims`: dimensions to average over; None averages over all.
-- `preserve_dims`: dimensions to keep; "all" gives the value at each point.
-- `weights`: weights that broadcast; `area_weights` makes exact cell areas.
-- `mask`: bool, true at points that count.
+All scores except `efi` take the keyword arguments of `weighted_mean`: `reduce_dims`, `preserve_dims`, `weights` and
+`mask`. Weights of exact cell areas come from `area_weights`.
 
 No value is skipped silently. A missing value that is not masked makes the mean NaN. A ValueError is raised if a
 dimension is missing, coordinates differ, or units differ where both sides state them. Invalid values raise a

@@ -51,21 +51,11 @@ class CellSums:
 
     @classmethod
     def zeros(cls, shape: tuple[int, int, int]) -> CellSums:
-        """Return empty sums.
-
-        Args:
-            shape: Lengths of Z, Y and X.
-        """
+        """Return empty sums for the lengths of Z, Y and X."""
         return cls(np.zeros((2, *shape)))
 
     def record(self, half: int, values: dict[str, np.ndarray], mask: np.ndarray) -> None:
-        """Add the fields of one date where `mask` holds.
-
-        Args:
-            half: Half of the fit dates, 0 or 1.
-            values: (Z, Y, X) fields by name.
-            mask: (Z, Y, X) bool.
-        """
+        """Add the fields (Z, Y, X) of one date where `mask` holds. `half` is that of the date, 0 or 1."""
         self.count[half] += mask
         for name, value in values.items():
             target = self.sums.setdefault(name, np.zeros_like(self.count))
@@ -79,21 +69,14 @@ class CellSums:
         return CellSums(self.count + other.count, both)
 
     def total(self, name: str) -> np.ndarray:
-        """Return the sum over both halves, (Z, Y, X).
-
-        Args:
-            name: Name of the sum.
-        """
+        """Return the sum over both halves, (Z, Y, X)."""
         return self.sums[name].sum(0)
 
 
 def error_terms(mean: np.ndarray, variance: np.ndarray, truth: np.ndarray) -> dict[str, np.ndarray]:
     """Compute the fields of one date whose sums `fit_corrections` needs, (Z, Y, X) by name.
 
-    Args:
-        mean: (Z, Y, X) ensemble mean.
-        variance: (Z, Y, X) ensemble variance. NaN, the variance of a single member, counts as zero.
-        truth: (Z, Y, X) truth.
+    Mean and variance are those of the ensemble. A variance that is NaN, that of a single member, counts as zero.
     """
     error, s2 = truth - mean, np.nan_to_num(variance)
     return {"e": error, "ee": error**2, "v": s2, "vv": s2**2, "ev": error * s2, "eev": error**2 * s2}
@@ -116,9 +99,7 @@ class Correction:
     def __call__(self, mean: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean and the standard deviation of the corrected forecast, (Z, Y, X) each.
 
-        Args:
-            mean: (Z, Y, X) ensemble mean.
-            variance: (Z, Y, X) ensemble variance; NaN counts as zero.
+        Mean and variance of the ensemble are (Z, Y, X). A variance that is NaN counts as zero.
         """
         return mean + self.bias, np.sqrt(self.constant + self.slope * np.nan_to_num(variance))
 
@@ -126,7 +107,7 @@ class Correction:
 def fit_corrections(
     sums: CellSums, weights: np.ndarray, clim_variance: np.ndarray | None = None
 ) -> dict[str, Correction]:
-    """Fit all corrections of `CORRECTIONS`.
+    """Fit all corrections, by their names in `CORRECTIONS`.
 
         b    mean error
         v    sum (e - b)^2 / (n - 1)
@@ -146,9 +127,6 @@ def fit_corrections(
         sums: Sums of `error_terms` over the fit dates.
         weights: (Y, X) cell areas.
         clim_variance: (Z, Y, X) replacement of S for an ensemble without spread (one member); None otherwise.
-
-    Returns:
-        A correction for each name of `CORRECTIONS`.
     """
     n = np.maximum(sums.count.sum(0), 1.0)
     valid = sums.count.sum(0) >= 2
@@ -253,18 +231,15 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
     """Make members from a distribution by ensemble copula coupling.
 
     The M values are the quantiles of the distribution at the levels (i - 1/2) / M. Each raw member is replaced by the
-    quantile of its rank, so members keep the dependence between places and variables. The method is ECC-Q of Schefzik
-    et al. (2013), doi:10.1214/13-STS443. These levels give M members the least ordinary CRPS (Broecker 2012,
-    doi:10.1002/qj.1891). Levels i / (M + 1) would make members too narrow and lose rain.
+    quantile of its rank, so members keep the dependence between places and variables; equal members keep their order.
+    The method is ECC-Q of Schefzik et al. (2013), doi:10.1214/13-STS443. These levels give M members the least ordinary
+    CRPS (Broecker 2012, doi:10.1002/qj.1891). Levels i / (M + 1) would make members too narrow and lose rain.
 
     Args:
-        members: (M, ...) raw members, two or more. Equal members keep their order.
-        location: (...) location of the distribution.
-        scale: (...) scale of the distribution.
-        family: Family of the distribution.
-
-    Returns:
-        (M, ...) members in the units of `location`.
+        members: (M, ...) raw members, two or more.
+        location: Location of the distribution, (...).
+        scale: Its scale, (...).
+        family: Its family.
 
     Raises:
         ValueError: There are fewer than two members.
@@ -280,10 +255,7 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
 def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | None) -> dict[str, np.ndarray]:
     """Compute the fields of one date whose sums `fit_spread` needs, (Z, Y, X) by name.
 
-    Args:
-        reduced: (Z, Y, X) spread of the reduced ensemble. NaN, the spread of a single member, counts as zero.
-        full: (Z, Y, X) spread of the full ensemble.
-        held_out: (Z, Y, X) spread of the held-out members, or None.
+    The arguments are the spreads of these ensembles. NaN, the spread of a single member, counts as zero in `reduced`.
     """
     s = np.nan_to_num(reduced)
     terms = {"s": s, "ss": s**2, "f": full, "ff": full**2, "fs": full * s}
@@ -305,10 +277,9 @@ class SpreadFit:
     climate: np.ndarray
 
     def __call__(self, spread: np.ndarray) -> np.ndarray:
-        """Return the predicted spread, (Z, Y, X), never below zero.
+        """Return the predicted spread from that of the reduced ensemble, (Z, Y, X) each.
 
-        Args:
-            spread: (Z, Y, X) spread of the reduced ensemble; NaN counts as zero.
+        The result is never below zero. A spread that is NaN counts as zero.
         """
         a, b, c = self.coefficients.T[..., None, None]
         return np.maximum(a + b * np.nan_to_num(spread) + c * self.climate, 0.0)
@@ -328,9 +299,6 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
         sums: Sums of `spread_terms` over the fit dates.
         weights: (Y, X) cell areas.
         target: "f" to predict the spread of all members, "h" for that of the held-out members.
-
-    Returns:
-        The regression of each level.
     """
     n = sums.count.sum(0)
     known = n >= FEWEST_SPREADS
@@ -360,13 +328,7 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
 
 
 def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
-    """Return the spread that N members would have on average, from the spread of M members: s_M c4(N) / c4(M).
-
-    Args:
-        spread: Spread of M members.
-        members: M, two or more.
-        full: N, two or more.
-    """
+    """Return the mean spread of `full` members that the spread of `members` members implies: s_M c4(N) / c4(M)."""
     return spread * (c4(full) / c4(members))
 
 
@@ -421,17 +383,10 @@ def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fill the cells of a climatology that are NaN, so that it can serve as a forecast.
+    """Fill the cells of a climatology, (Z, Y, X) each, that are NaN, so that it can serve as a forecast.
 
     Such a cell takes the mean of the known cells of its level, and a variance that includes the differences between
     them. Levels without a known cell stay NaN.
-
-    Args:
-        mean: (Z, Y, X) mean at each cell.
-        deviation: (Z, Y, X) standard deviation at each cell.
-
-    Returns:
-        Mean and deviation, each (Z, Y, X).
     """
     known = np.isfinite(deviation)
     centre, variance = np.where(known, mean, 0.0), np.where(known, deviation, 0.0) ** 2

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy import stats
 from scipy.stats import norm
 from scipy.stats import t as student
 
@@ -65,35 +64,19 @@ class Interval:
         return self.blocks >= FEWEST_BLOCKS
 
     def excludes(self, neutral: float) -> bool:
-        """Return whether the whole interval surely lies on one side of `neutral`.
-
-        Args:
-            neutral: The value of no difference: 0 for a difference, 1 for a ratio.
-        """
+        """Return whether the whole interval surely lies on one side of `neutral`: 0 for a difference, 1 for a ratio."""
         return self.below(neutral) or self.above(neutral)
 
     def below(self, neutral: float) -> bool:
-        """Return whether the whole interval surely lies below `neutral`.
-
-        Args:
-            neutral: The value of no difference.
-        """
+        """Return whether the whole interval surely lies below `neutral`."""
         return self.enough and self.barred >= 0 and bool(self.high < neutral)
 
     def above(self, neutral: float) -> bool:
-        """Return whether the whole interval surely lies above `neutral`.
-
-        Args:
-            neutral: The value of no difference.
-        """
+        """Return whether the whole interval surely lies above `neutral`."""
         return self.enough and self.barred <= 0 and bool(self.low > neutral)
 
     def map(self, function: Callable[[float], float]) -> Interval:
-        """Return the interval of a decreasing function of the value, which swaps the two ends and the barred side.
-
-        Args:
-            function: A decreasing function of one number.
-        """
+        """Return the interval of a decreasing function of the value, which swaps the two ends and the barred side."""
         return Interval(function(self.value), function(self.high), function(self.low), self.blocks, -self.barred)
 
 
@@ -116,41 +99,31 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     if not (np.diff(init_time) > np.timedelta64(0, "s")).all():
         raise UserError("init_time: init times must ascend, each once; sort them")
     days = init_time.astype("datetime64[s]").astype(np.int64) / 86400
-    breaks = np.flatnonzero(np.diff(days) > block_days) + 1
-    blocks: list[list[int]] = []
-    for run in np.split(np.arange(len(days)), breaks):
-        blocks += [[int(run[0]) + date for date in block] for block in _blocks_of_run(days[run], block_days)]
-    numbers = np.zeros(len(days), int)
-    for number, block in enumerate(blocks):
-        numbers[block] = number
-    return numbers
+    starts = np.zeros(len(days), int)
+    for run in np.split(np.arange(len(days)), np.flatnonzero(np.diff(days) > block_days) + 1):
+        starts[run[_starts_of_blocks(days[run], block_days)]] = 1
+    return starts.cumsum() - 1
 
 
-def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
-    """Group the dates of a run without gaps into blocks of positions.
+def _starts_of_blocks(days: np.ndarray, block_days: float) -> list[int]:
+    """Return the positions at which blocks start, of the dates of a run without gaps.
 
     A block lasts until the next one starts. The last block has no successor, so it is taken to last until one median
     distance after its last date.
     """
-    blocks: list[list[int]] = []
+    starts: list[int] = []
     for date, day in enumerate(days):
-        if not blocks or day - days[blocks[-1][0]] >= block_days:
-            blocks.append([])
-        blocks[-1].append(date)
+        if not starts or day - days[starts[-1]] >= block_days:
+            starts.append(date)
     # A short rest joins the block before it. As a block of its own it would be drawn as often as the others, and its
     # few dates would weigh too much.
-    if len(blocks) > 1:
-        first, last = blocks[-1][0], blocks[-1][-1]
-        if days[last] - days[first] + np.median(np.diff(days)) < block_days:
-            rest = blocks.pop()
-            blocks[-1] += rest
-    return blocks
+    if len(starts) > 1 and days[-1] - days[starts[-1]] + np.median(np.diff(days)) < block_days:
+        starts.pop()
+    return starts
 
 
 def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Draw blocks with replacement and count how often each date occurs, (B, D) float.
-
-    Each draw takes as many blocks as there are.
+    """Draw as many blocks as there are, with replacement, and count how often each date occurs, (B, D) float.
 
     Args:
         blocks: (D,) number of the block of each date.
@@ -219,44 +192,34 @@ def _tail(confidence: float, blocks: int) -> float:
 
 
 def merged(blocks: np.ndarray) -> np.ndarray:
-    """Join neighbouring blocks so that 20 remain at most.
-
-    Args:
-        blocks: (D,) number of the block of each date, ascending from 0.
-
-    Returns:
-        (D,) numbers of the joined blocks.
-    """
+    """Join neighbouring blocks, given as (D,) numbers ascending from 0, so that 20 remain at most."""
     count = int(blocks.max()) + 1
     return blocks if count <= _MOST_BLOCKS else blocks * _MOST_BLOCKS // count
 
 
 def p_values(differences: np.ndarray) -> np.ndarray:
-    """Return the two-sided p-value of the hypothesis that the mean over blocks is zero.
+    """Return the two-sided p-value of the hypothesis that the mean over blocks is zero, (...).
+
+    It is NaN with fewer than five blocks, or where the differences do not vary.
 
     Args:
         differences: (block, ...) mean difference of two scores within each block; NaN where a block has none.
-
-    Returns:
-        (...) p-values; NaN with fewer than five blocks, or where the differences do not vary.
     """
     count = np.isfinite(differences).sum(0)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.nansum(differences, 0) / count
         variance = np.nansum((differences - mean) ** 2, 0) / (count - 1)
         t = mean / np.sqrt(variance / count)
-        found = 2 * stats.t.sf(np.abs(t), np.maximum(count - 1, 1))
+        found = 2 * student.sf(np.abs(t), np.maximum(count - 1, 1))
     return np.where((count >= FEWEST_BLOCKS) & (variance > 0), found, np.nan)
 
 
 def significant(p: np.ndarray) -> np.ndarray:
-    """Return which points are discoveries, of which a fraction `RATE` may be false: bool, in the shape of `p`.
+    """Return which of the p-values (...) are discoveries, of which a fraction `RATE` may be false, (...) bool.
 
     The procedure is that of Benjamini & Hochberg (1995), doi:10.1111/j.2517-6161.1995.tb02031.x: sort the p-values and
-    accept all up to the largest one that is at most its rank times `RATE` over the number of p-values.
-
-    Args:
-        p: p-values of any shape. NaN is never a discovery.
+    accept all up to the largest one that is at most its rank times `RATE` over the number of p-values. NaN is never a
+    discovery.
     """
     known = np.isfinite(p)
     ordered = np.sort(p[known])

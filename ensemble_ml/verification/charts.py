@@ -21,11 +21,7 @@ from ensemble_ml.verification.values import CLIMATOLOGY
 
 
 def headline(scores: Scores) -> str:
-    """Return a chart of the gains over the baselines at the headline lead, with intervals; empty if there are none.
-
-    Args:
-        scores: The scores.
-    """
+    """Return a chart of the gains over the baselines at the headline lead, with intervals; empty if there are none."""
     m, n, lead = scores.reduced, scores.full, scores.headline_lead
     columns, best, entries = scores.at_lead(lead), scores.best_baseline(lead), []
     references = [("crps", name, "CRPS") for name in (best, f"raw_{n}", f"raw_{m}") if name]
@@ -49,12 +45,7 @@ def headline(scores: Scores) -> str:
 def curves(scores: Scores, first: Column) -> str:
     """Return charts of scores by lead time: mean ratios over all fields, and the scores of each field and region.
 
-    Args:
-        scores: The scores.
-        first: The field to show first.
-
-    Returns:
-        HTML; empty if no forecast has a score.
+    The field of `first` is shown first. The HTML is empty if no forecast has a score.
     """
     m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
     corrected = f"spread_regression_{m}", f"size_corrected_{m}"
@@ -89,11 +80,7 @@ def curves(scores: Scores, first: Column) -> str:
 
 
 def fields(scores: Scores) -> dict[str, list[int]]:
-    """Return the columns of each field as positions, one for each lead. The keys are the field's name with units.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the columns of each field as positions, one for each lead. The keys are the field's name with units."""
     found: dict[str, list[int]] = {}
     for c, column in enumerate(scores.columns):
         found.setdefault(column.label, []).append(c)
@@ -122,16 +109,10 @@ def _beside(parts: list[str]) -> str:
 def maps(scores: Scores, pictures: Pictures, atlas: Atlas) -> str:
     """Return maps of each field and lead: the gain and the mean CRPS, and the spread on the last date that has it.
 
-    Args:
-        scores: The scores.
-        pictures: Sums for the maps.
-        atlas: Grid, coasts and regions of the maps.
-
-    Returns:
-        HTML; empty on a grid of one row or column, or if there is no map.
+    The HTML is empty on a grid of one row or column, or if there is no map.
     """
     if min(atlas.grid.shape) < 2:
-        return ""  # a row or a column makes no map
+        return ""
     first = scores.columns[pictures.headline[0]].key
     better = {
         (label, *column.key): _gain_maps(scores, pictures, atlas, c, label)
@@ -187,25 +168,14 @@ def _spread_maps(scores: Scores, pictures: Pictures, atlas: Atlas, column: int) 
     if scores.reduced > 1:
         shown[f"raw {scores.reduced} members"] = shot.reduced
     top = float(np.nanpercentile(np.concatenate([values.ravel() for values in shown.values()]), 99.5)) or 1.0
-    units = registered(scores.columns[column].variable).units
-    return _beside(
-        [
-            atlas.map(f"spread from {shot.date}, {words}", values, "viridis", (0.0, top), units)
-            for words, values in shown.items()
-        ]
-    )
+    look = "viridis", (0.0, top), registered(scores.columns[column].variable).units
+    return _beside([atlas.map(f"spread from {shot.date}, {words}", one, *look) for words, one in shown.items()])
 
 
 def calibration(scores: Scores, found: Calibration, pictures: Pictures) -> str:
     """Return charts of each field and lead: PIT and ranks, reliability, and error and spread by predicted spread.
 
-    Args:
-        scores: The scores, whose draws are used.
-        found: The histograms and reliability tables.
-        pictures: Sums in bins of the predicted spread.
-
-    Returns:
-        HTML; empty if there is nothing to draw.
+    The HTML is empty if there is nothing to draw.
     """
     cards = {
         column.key: _beside(
@@ -290,12 +260,6 @@ def _calibration_table(scores: Scores, found: Calibration, column: int) -> str:
         if flat or any(values):
             lines.append([escape(short_name(entrant)), flat, *values])
     heads = [
-        "",
-        "PIT: sum |share - 0.1|",
-        "Brier score",
-        "= reliability",
-        "- resolution",
-        "+ uncertainty",
-        "+ within bins",
-    ]
+        "", "PIT: sum |share - 0.1|", "Brier score", "= reliability", "- resolution", "+ uncertainty", "+ within bins"
+    ]  # fmt: skip
     return table(heads, lines) if lines else ""

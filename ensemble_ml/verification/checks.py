@@ -20,16 +20,9 @@ WEIGHT_ROUNDING = 1e-6
 
 
 def check_all(name: str, values: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
-    """Raise an error with the first of `values` where `wrong` is true.
+    """Raise an error with the first of `values` where `wrong`, a bool array of the same shape, is true.
 
-    Args:
-        name: Name of the argument, for the message.
-        values: Values of any shape.
-        wrong: bool of the same shape.
-        allowed: What is allowed, for the message.
-
-    Raises:
-        UserError: `wrong` is true somewhere.
+    `allowed` tells in the message what is allowed, here and in `check_between`.
     """
     if np.any(wrong):
         first = np.asarray(values)[wrong].reshape(-1)[0]
@@ -39,43 +32,19 @@ def check_all(name: str, values: np.ndarray, wrong: np.ndarray, allowed: str) ->
 def check_between(name: str, values: np.ndarray, least: float, most: float, allowed: str) -> None:
     """Refuse values that lie outside of [least, most] by more than `ROUNDING`.
 
-    Args:
-        name: Name of the argument, for the message.
-        values: Values of the order of one, because the tolerance is absolute.
-        least: Least value allowed.
-        most: Largest value allowed.
-        allowed: What is allowed, for the message.
-
-    Raises:
-        UserError: A value lies outside by more than `ROUNDING`.
+    The tolerance is absolute, so values have to be of the order of one.
     """
     values = np.asarray(values)
     check_all(name, values, (values < least - ROUNDING) | (values > most + ROUNDING), allowed)
 
 
 def check_probability(name: str, values: np.ndarray) -> None:
-    """Refuse values that are no probabilities, such as percentages.
-
-    Args:
-        name: Name of the argument, for the message.
-        values: Values to check.
-
-    Raises:
-        UserError: A value lies outside of [0, 1] by more than `ROUNDING`.
-    """
+    """Refuse values that lie outside of [0, 1] by more than `ROUNDING`, such as percentages."""
     check_between(name, values, 0, 1, "a probability lies between 0 and 1; divide by 100 what is in per cent")
 
 
 def check_event(name: str, values: np.ndarray) -> None:
-    """Refuse outcomes that are neither 0 nor 1, False nor True.
-
-    Args:
-        name: Name of the argument, for the message.
-        values: Values to check.
-
-    Raises:
-        UserError: A value is neither.
-    """
+    """Refuse outcomes that are neither 0 nor 1, False nor True."""
     values = np.asarray(values)
     if values.dtype != bool:
         # `values == values` is false only for NaN. np.isnan refuses arrays of objects, and outcomes with missing
@@ -85,16 +54,7 @@ def check_event(name: str, values: np.ndarray) -> None:
 
 
 def check_scale(name: str, values: np.ndarray, *, zero: bool = True) -> None:
-    """Refuse negative scales, and scales of zero where they are not allowed.
-
-    Args:
-        name: Name of the argument, for the message.
-        values: Values to check.
-        zero: Allow a scale of zero.
-
-    Raises:
-        UserError: A scale is negative, or is zero where this is not allowed.
-    """
+    """Refuse negative scales, and scales of zero unless `zero` is set."""
     values = np.asarray(values)
     if zero:
         check_all(name, values, values < 0, "must be 0 or more; a scale is a standard deviation or alike")
@@ -103,14 +63,7 @@ def check_scale(name: str, values: np.ndarray, *, zero: bool = True) -> None:
 
 
 def check_uniform(values: np.ndarray | None) -> None:
-    """Refuse random numbers outside of [0, 1).
-
-    Args:
-        values: Values to check; None passes.
-
-    Raises:
-        UserError: A number lies outside.
-    """
+    """Refuse random numbers outside of [0, 1); None passes."""
     if values is not None:
         values = np.asarray(values)
         check_all("uniform", values, (values < 0) | (values >= 1), "random numbers in [0, 1) are needed")
@@ -119,13 +72,8 @@ def check_uniform(values: np.ndarray | None) -> None:
 def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
     """Refuse weights that are negative by more than rounding.
 
-    Args:
-        values: Weights to check.
-        whole: All weights, if `values` are only a part of them. The largest of all sets the tolerance, so that the
-            result does not depend on the part.
-
-    Raises:
-        UserError: A weight is negative by more than rounding.
+    If `values` are only a part of the weights, `whole` holds all of them: the largest of all sets the tolerance, which
+    then does not depend on the part.
     """
     values = np.asarray(values)
     largest = np.fmax.reduce(np.abs(values if whole is None else whole), axis=None, initial=0)
@@ -134,58 +82,25 @@ def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
 
 
 def check_level(level: float) -> None:
-    """Refuse a quantile level outside of (0, 1).
-
-    Args:
-        level: Value to check.
-
-    Raises:
-        UserError: The level lies outside.
-    """
+    """Refuse a quantile level outside of (0, 1)."""
     if not 0 < level < 1:
         raise UserError(f"level={level}: must lie between 0 and 1, both excluded; 0.9 is the ninth decile")
 
 
 def check_ascending_bounds(lower: float, upper: float) -> None:
-    """Refuse an empty interval.
-
-    Args:
-        lower: Lower bound.
-        upper: Upper bound.
-
-    Raises:
-        UserError: `lower` is not below `upper`.
-    """
+    """Refuse an empty interval."""
     if not lower < upper:
         raise UserError(f"lower={lower}, upper={upper}: lower must be below upper")
 
 
 def check_count(name: str, count: int, least: int, why: str) -> None:
-    """Refuse a number below `least`, or one that is not whole.
-
-    Args:
-        name: Name of the argument, for the message.
-        count: Value to check.
-        least: Least value allowed.
-        why: Reason, for the message.
-
-    Raises:
-        UserError: The number is too small or not whole.
-    """
+    """Refuse a number that is below `least` or not whole. `why` is the reason that the message gives."""
     if not isinstance(count, int | np.integer) or count < least:
         raise UserError(f"{name}={count}: {why}; {least} or more are needed")
 
 
 def check_no_per_cent(name: str, units: str | None) -> None:
-    """Refuse a share whose units are per cent, whatever its values are.
-
-    Args:
-        name: Name of the argument, for the message.
-        units: Units to check; None passes.
-
-    Raises:
-        UserError: The units are per cent.
-    """
+    """Refuse a share whose units are per cent, whatever its values are. None passes."""
     if units is not None and (same_units(units, "%") or units == "per cent"):
         raise UserError(
             f"{name}: its units are {units!r}; give a share from 0 to 1, with units 1: divide per cent by 100"

@@ -190,21 +190,10 @@ def evaluate(
 def score(
     config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None, ground: Heights | None = None
 ) -> Evaluation:  # fmt: skip
-    """Score as `evaluate` does, but write no report.
+    """Score as `evaluate` does, from the same arguments, but write no report.
 
-    The intermediate results for a rerun are still written to the output folder.
-
-    Args:
-        config: Settings.
-        source: The full ensemble, and the truth where there is one.
-        unverified: Sentences on what the truth cannot verify, by variable.
-        ground: Height of the ground in model and truth; None where it is not known.
-
-    Returns:
-        The result, from which `evaluate` writes its files.
-
-    Raises:
-        UserError: As in `evaluate`, apart from the errors about the report.
+    The intermediate results for a rerun are still written to the output folder. Errors are those of `evaluate`, apart
+    from those about the report.
     """
     with Pulse("evaluate: forecasts are opened") as pulse:
         return _evaluated(config, source, unverified or {}, ground, pulse)
@@ -266,14 +255,7 @@ def _evaluated(
         "case": None if case is None else case.as_dict(),
     }
     return Evaluation(
-        content,
-        scores,
-        tables,
-        case,
-        source.layout.grid,
-        source.static().get("lsm"),
-        kept,
-        _lineage(source, forecasts),
+        content, scores, tables, case, source.layout.grid, source.static().get("lsm"), kept, _lineage(source, forecasts)
     )
 
 
@@ -404,15 +386,13 @@ def _content(
     # Points are left out for two reasons, which a reader must not confuse: missing values, and limits without a
     # meaning.
     limits = {statistic.value for statistic in OF_THE_LIMIT}
-    for words, which in (
-        ("scores leave points out that miss a value", [one for one in omitted if one["statistic"] not in limits]),
-        (
-            "Brier scores leave points out where the limit says nothing",
-            [x for x in omitted if x["statistic"] in limits],
-        ),
+    for words, of_the_limit in (
+        ("scores leave points out that miss a value", False),
+        ("Brier scores leave points out where the limit says nothing", True),
     ):
+        which = [one for one in omitted if (one["statistic"] in limits) == of_the_limit]
         if which:
-            most = 100 * max(entry["area_share"] for entry in which)
+            most = 100 * max(one["area_share"] for one in which)
             notes.append(f"{len(which)} {words}, up to {most:.3g} % of the area: see left_out in scores.json.")
     return {
         "format": FORMAT,
@@ -481,11 +461,6 @@ def _write(output: Path, overwrite: bool, found: Evaluation) -> None:
 def put(path: Path, text: str, overwrite: bool) -> None:
     """Write a text to a draft file and rename it, so that the file is either whole or missing.
 
-    Args:
-        path: Final path.
-        text: Content.
-        overwrite: Replace an existing file.
-
     Raises:
         UserError: The file exists, and `overwrite` is false.
     """
@@ -498,12 +473,7 @@ def put(path: Path, text: str, overwrite: bool) -> None:
 
 
 def _lineage(source: Source, forecasts: Sequence[ForecastSet]) -> dict[str, Any]:
-    """Return the content of lineage.json but for the scores.
-
-    Args:
-        source: The full ensemble, and the truth where there is one.
-        forecasts: The forecasts, including those that count as baselines.
-    """
+    """Return the content of lineage.json but for the scores. Forecasts include those that count as baselines."""
     truth = getattr(source, "truth", None)
     parts = {"ensemble": getattr(source, "forecast", source), "truth": getattr(truth, "store", truth)}
     return {name: _described(part) for name, part in parts.items() if part is not None} | {
@@ -518,12 +488,6 @@ def _described(source: Any) -> dict[str, Any]:
 
 
 def _lineage_json(content: dict[str, Any], scores: Path, text: str) -> str:
-    """Return the text of lineage.json.
-
-    Args:
-        content: The result of `_lineage`.
-        scores: Path of scores.json.
-        text: Text of scores.json.
-    """
+    """Return the text of lineage.json. `content` is that of `_lineage`, `text` that of scores.json."""
     of_scores = {"path": str(scores.absolute()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return json.dumps(strict({"format": 1, "scores": of_scores} | content), indent=1, allow_nan=False)

@@ -14,20 +14,12 @@ from ensemble_ml.verification.checks import check_count
 
 
 def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lowest and the highest probability that a value has in the climate.
+    """Return the lowest and the highest probability (...) that values `x` (...) have in the climate.
 
     The two differ where quantiles are equal, which is where the climate has a point mass (no rain). Between unequal
     quantiles the probability is linear. A point mass begins and ends somewhere between two of the levels. The middle
-    between them is taken, which is right to within half their distance.
-
-    Args:
-        climate: (K, ...) quantiles, ascending.
-        levels: (K,) their probabilities, ascending from 0 to 1.
-        x: (...) values.
-
-    Returns:
-        Lowest and highest probability, each (...). Both are zero below the climate, one above it, and NaN where a value
-        is missing.
+    between them is taken, which is right to within half their distance. Both are zero below the climate, one above it,
+    and NaN where a value is missing. Climate and levels are those of `efi`.
     """
     low = np.zeros(np.shape(x))
     high = np.zeros(np.shape(x))

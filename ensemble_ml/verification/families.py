@@ -2,10 +2,12 @@
 
 For each distribution family this file has the CRPS, the distribution function, the quantiles, the log score, the
 threshold-weighted CRPS, the moments, and the location that gives a distribution a wanted mean. A NaN in an input gives
-a NaN in the result. A negative scale is refused. A scale of zero is a point forecast, which only the log score refuses.
+a NaN in the result. A negative scale is a UserError. A scale of zero is a point forecast, which only the log score
+refuses.
 
-Families are those of `ensemble_ml.fields.Family`. Location and scale are in the units of the variable. The closed forms
-and their sources are in `ensemble_ml.closed_forms`. Here they are computed with the functions of SciPy, in float64.
+Families are those of `ensemble_ml.fields.Family`. Location and scale are in the units of the variable, and a scale is 0
+or more. All arrays broadcast, and results are float64. The closed forms and their sources are in
+`ensemble_ml.closed_forms`. Here they are computed with the functions of SciPy.
 """
 
 from __future__ import annotations
@@ -68,27 +70,18 @@ CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # families with a
 
 
 def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the CRPS of a parametric forecast, float64 in the units of `y`.
+    """Return the CRPS of a parametric forecast, in the units of the truth `y`.
 
     At scale zero this is the CRPS of a point forecast, the absolute error. For a truth beyond a bound of the
     distribution, the result is the CRPS at the bound plus the distance from it.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of `y`.
-        scale: Scale in the units of `y`, 0 or more.
-        y: Truth. All arrays broadcast.
-
-    Raises:
-        UserError: A scale is negative.
     """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     check_scale("scale", scale)
-    spread_out = scale > 0
-    unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
+    certain = scale == 0
+    unit = np.where(certain, 1.0, scale)
     if family is Family.NORMAL:
         found = unit * forms.crps_normal(_SCIPY, (y - location) / unit)
-        return np.where(spread_out | np.isnan(scale), found, np.abs(y - location))
+        return np.where(certain, np.abs(y - location), found)
     inside = np.clip(y, *family.bounds)
     # np.where evaluates both branches, so the one that is not taken may overflow.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -102,22 +95,13 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
             # Censoring at one sets F to one beyond it, so the integral of (1 - F)^2 over x > 1 is taken off.
             found = found - unit * forms.square_below(_SCIPY, (location - 1) / unit)
     point = np.abs(inside - np.clip(location, *family.bounds))
-    return np.where(spread_out | np.isnan(scale), found, point) + np.abs(y - inside)
+    return np.where(certain, point, found) + np.abs(y - inside)
 
 
 def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
-    """Return the probability that the value is at most `y`, float64.
+    """Return the probability that the value is at most `y`, or with `left` that it is below `y`.
 
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of `y`.
-        scale: Scale in the units of `y`, 0 or more.
-        y: Values. All arrays broadcast.
-        left: Return P(value < y) instead. The two differ at the bounds of censored distributions, which have a point
-            mass there, and at scale zero.
-
-    Raises:
-        UserError: A scale is negative.
+    The two differ at the bounds of censored distributions, which have a point mass there, and at scale zero.
     """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     check_scale("scale", scale)
@@ -146,13 +130,7 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
 
 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
-    """Return the value that is not exceeded with probability `level`, float64 in the units of the variable.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of the variable.
-        scale: Scale in the units of the variable, 0 or more. At scale zero the quantile is the point itself.
-        level: Probability in [0, 1]. All arrays broadcast.
+    """Return the value that is not exceeded with probability `level`. At scale zero it is the point itself.
 
     Raises:
         UserError: A scale is negative, or a level is outside of [0, 1].
@@ -175,21 +153,13 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
 
 
 def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return minus the logarithm of the predicted density at `y`, in nats.
+    """Return minus the logarithm of the predicted density at the truth `y`, in nats.
 
-    At a bound of a censored distribution the point mass takes the place of the density.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of `y`.
-        scale: Scale in the units of `y`, above 0, because a point has no density.
-        y: Truth. All arrays broadcast.
-
-    Returns:
-        float64 score; infinite where the distribution cannot produce `y`.
+    At a bound of a censored distribution the point mass takes the place of the density. The score is infinite where the
+    distribution cannot produce `y`.
 
     Raises:
-        UserError: A scale is zero or negative.
+        UserError: A scale is zero or negative. A point has no density.
     """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     check_scale("scale", scale, zero=False)
@@ -223,16 +193,7 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
 
 
 def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the standard deviation of a distribution, float64 in the units of the variable.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of the variable.
-        scale: Scale in the units of the variable, 0 or more. At scale zero the moments are those of the point.
-
-    Raises:
-        UserError: A scale is negative.
-    """
+    """Return the mean and the standard deviation of a distribution. At scale zero they are those of the point."""
     location, scale = np.broadcast_arrays(np.asarray(location, np.float64), np.asarray(scale, np.float64))
     check_scale("scale", scale)
     if family is Family.NORMAL:
@@ -251,23 +212,16 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
 
 
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the location that gives a distribution with this scale the wanted mean, float64.
+    """Return the location that gives a distribution with this scale the wanted mean.
 
-    Most families have no closed form for it. The location is interpolated linearly in a table with a step of a
-    hundredth of a scale. For a distribution with two bounds, Newton steps follow (see `ensemble_ml.distributions`). The
-    location never lies more than four scales beyond a bound, so a wanted mean very near the bound is not reached.
+    At scale zero it is the mean. Most families have no closed form for it. The location is interpolated linearly in a
+    table with a step of a hundredth of a scale. For a distribution with two bounds, Newton steps follow (see
+    `ensemble_ml.distributions`). The location never lies more than four scales beyond a bound, so a wanted mean very
+    near the bound is not reached.
 
     The truncated normal distribution is an exception. Its mean approaches zero only for locations far below zero. So
     its table goes on below minus four scales, with a step of 1 % of the location, and wanted means below `_LEAST_MEAN`
     scales are raised to that.
-
-    Args:
-        family: Family of the distribution.
-        mean: Wanted mean in the units of the variable.
-        scale: Scale in the units of the variable, 0 or more. At scale zero the location is the mean.
-
-    Raises:
-        UserError: A scale is negative.
     """
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
     check_scale("scale", scale)
@@ -318,19 +272,12 @@ def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
-    """Return the threshold-weighted CRPS with weight one above `threshold`, float64 in the units of `y`.
+    """Return the threshold-weighted CRPS with weight one above `threshold`, in the units of the truth `y`.
 
     It is the integral of (F(x) - 1{y <= x})^2 over x > threshold, from Gneiting & Ranjan (2011),
     doi:10.1198/jbes.2010.08110. The normal distribution, and the censored normal for thresholds of zero or more, have a
     closed form: the CRPS of the normal distribution censored at the threshold. For the others the integral is computed
-    by Gauss-Legendre quadrature between quantiles, separately below and above y.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of `y`.
-        scale: Scale in the units of `y`, 0 or more.
-        y: Truth. All arrays broadcast.
-        threshold: Lower limit in the units of `y`; -inf gives the CRPS.
+    by Gauss-Legendre quadrature between quantiles, separately below and above y. A threshold of -inf gives the CRPS.
 
     Raises:
         UserError: `threshold` is NaN or +inf, or a scale is negative.
@@ -340,7 +287,6 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     if np.isneginf(threshold):
         return crps(family, location, scale, y)
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
-    check_scale("scale", scale)
     if family is Family.NORMAL or (family is Family.CENSORED_NORMAL and threshold >= 0):
         return crps(Family.CENSORED_NORMAL, location - threshold, scale, np.maximum(y - threshold, 0))
     at = np.maximum(y, threshold)

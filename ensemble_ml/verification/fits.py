@@ -47,15 +47,7 @@ class Fit:
 
 
 def fit_group(setting: Setting, group: Group) -> Fit:
-    """Fit all baselines of one group on the fit dates.
-
-    Args:
-        setting: The setting that all groups share.
-        group: One variable and lead.
-
-    Returns:
-        The baselines; None or missing where the fit dates do not suffice.
-    """
+    """Fit all baselines of one group on the fit dates. Those for which the dates do not suffice are None or missing."""
     shape = (len(group.levels), *setting.weights.shape[1:])
     sizes = sorted({setting.reduced, setting.full})
     by_size = {size: base.CellSums.zeros(shape) for size in sizes}
@@ -106,19 +98,17 @@ def _solve(
             alone = None
             # One member has no spread. The mean variance of the full ensemble replaces it, because it shows which cells
             # vary more. If the full ensemble has only one member, the climatological variance of the truth is used.
-            if size == 1:
+            if size == 1 and spread.sums:
+                alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1)
+            elif size == 1:
                 alone = base.everywhere(*found.climatology)[1] ** 2
-                alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
             found.corrections[size] = base.fit_corrections(sums, area, alone)
         _forget(found, truth.count.sum(0).max((-2, -1)) < base.FEWEST_DATES)
     return found
 
 
 def _forget(found: Fit, few: np.ndarray) -> None:
-    """Set the climatology and the corrections to NaN at levels with too few dates.
-
-    `few` (Z,) is true at levels where the truth is known on too few fit dates.
-    """
+    """Set climatology and corrections to NaN at levels where `few` (Z,): those with too few dates of the truth."""
     if not few.any():
         return
     assert found.climatology is not None
@@ -126,5 +116,5 @@ def _forget(found: Fit, few: np.ndarray) -> None:
         values[few] = np.nan
     for corrections in found.corrections.values():
         for name, one in corrections.items():
-            bias = np.where(few[:, None, None], np.nan, one.bias)
-            corrections[name] = replace(one, bias=bias, constant=np.where(few[:, None, None], np.nan, one.constant))
+            bias, constant = (np.where(few[:, None, None], np.nan, part) for part in (one.bias, one.constant))
+            corrections[name] = replace(one, bias=bias, constant=constant)

@@ -95,11 +95,10 @@ class ForecastFile:
         """Return the values of a time coordinate as datetime64[ns]."""
         values = self.data[name].values
         if values.dtype.kind != "M":
-            calendar = self.data[name].encoding.get("calendar")
-            other = (
-                f"dates of the calendar {calendar}" if values.dtype.kind == "O" else "no dates (its units name none)"
-            )
+            other = "no dates (its units name none)"
             # xarray gives years that datetime64[ns] cannot hold as objects, as it does with other calendars.
+            if values.dtype.kind == "O":
+                other = f"dates of the calendar {self.data[name].encoding.get('calendar')}"
             raise self._error(f"{name} holds {other}; give dates of the standard calendar from 1678 to 2261")
         if np.isnat(values).any():
             raise self._error(f"{name} holds a missing date; make the file again")
@@ -223,13 +222,9 @@ class ForecastFile:
         return {name: str(self.data.attrs[name]) for name in _ORIGIN if name in self.data.attrs}
 
     def dates(self, name: str) -> np.ndarray:
-        """Return the dates in an attribute, or in a variable if they are too many for an attribute.
+        """Return the datetime64 dates in an attribute, or in a variable if they are too many for an attribute.
 
-        Args:
-            name: Name of the attribute or variable.
-
-        Returns:
-            datetime64 dates; none if the file has neither.
+        There are none if the file has neither.
 
         Raises:
             UserError: The attribute or the variable holds something other than dates.
@@ -244,11 +239,7 @@ class ForecastFile:
             ) from error
 
     def family(self, name: str, usual: Family) -> Family:
-        """Return the distribution family that a variable names.
-
-        Args:
-            name: Full name of the variable.
-            usual: Family to return if the variable names none.
+        """Return the distribution family that a variable of this full name states, or `usual` if it states none.
 
         Raises:
             UserError: The family is not known.
@@ -260,13 +251,7 @@ class ForecastFile:
         return Family(stated)
 
     def intervals(self, variable: str) -> dict[int, tuple[int, int]]:
-        """Return the first and the last hour of a sum or maximum, by lead in hours.
-
-        Args:
-            variable: Short name of the variable.
-
-        Returns:
-            The hours; empty if the file does not state them.
+        """Return the first and the last hour of a sum or maximum, by lead in hours; empty if the file has none.
 
         Raises:
             UserError: A bound of an interval is not a whole number of hours after the start.
@@ -294,11 +279,10 @@ class ForecastFile:
             part: Suffix of the name in the file, such as "location" or "member".
             lead: Lead time in hours.
             levels: Levels in hPa; (None,) at the surface.
-            leading: Name of an axis to put before the others, such as "realization".
+            leading: Name of an axis to put before the others, if the variable has it, such as "realization".
 
         Returns:
-            (Z, Y, X) float64 on `grid` in the registry's units. If a leading axis is named and the variable has it, it
-            comes before these.
+            ([leading,] Z, Y, X) float64 on `grid` in the registry's units.
 
         Raises:
             UserError: The lead or the variable is missing, the variable has another dimension, units are not known,
@@ -336,11 +320,7 @@ class ForecastFile:
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
 
     def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
-        """Set values to zero that packing or rounding may have moved away from zero.
-
-        Raises:
-            UserError: Values lie below zero by more than that.
-        """
+        """Set values to zero that packing or rounding may have moved away from zero; refuse others below zero."""
         # A zero that was packed into integers may come back as any value within half a packing step.
         packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
         near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
@@ -351,9 +331,8 @@ class ForecastFile:
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
         """Return the (factor, shift) that convert a variable to the registry's units.
 
-        Raises:
-            UserError: The units are missing (unless they would be 1), no conversion is known, or the variable is a
-                parameter of a distribution other than the normal and not in the registry's units.
+        Raise a UserError if the units are missing (unless they would be 1), no conversion is known, or the variable is
+        a parameter of a distribution other than the normal and not in the registry's units.
         """
         known, attributes = registered(variable), self.data[name].attrs
         if "units" not in attributes and known.units != "1":
@@ -375,13 +354,7 @@ class ForecastFile:
 
 
 def open_file(path: Path) -> ForecastFile:
-    """Open a file and read its headers only.
-
-    Args:
-        path: A NetCDF file.
-
-    Returns:
-        The open file, which the caller closes.
+    """Open a NetCDF file, which the caller closes, and read its headers only.
 
     Raises:
         UserError: The file is not readable.
@@ -413,11 +386,8 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
     made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
     # A level axis without units may only number the levels. A coordinate on it in Pa or hPa then holds the pressures.
     if "level" in made.coords and "units" not in made["level"].attrs:
-        beside = [
-            c
-            for c in made.coords.values()
-            if c.dims == made["level"].dims and c.attrs.get("units") in (*PASCAL, *HECTOPASCAL)
-        ]
+        along_levels = [c for c in made.coords.values() if c.dims == made["level"].dims]
+        beside = [c for c in along_levels if c.attrs.get("units") in (*PASCAL, *HECTOPASCAL)]
         made = made.assign_coords(level=beside[0].variable) if beside and beside[0].ndim else made
     if made is not data:
         made.set_close(data.close)

@@ -31,15 +31,8 @@ class Predicted:
     """The prediction of one variable, lead and initialisation time.
 
     All arrays are (Z, Y, X) float64 in the registry's units of the variable. An array is None if the forecast does not
-    have it and it cannot be computed.
-
-    Attributes:
-        family: Distribution of the variable.
-        location: Location of the distribution.
-        scale: Scale of the distribution.
-        mean: Mean of the distribution.
-        stddev: Standard deviation of the distribution.
-        spread: Predicted spread of the full ensemble.
+    have it and it cannot be computed. `spread` is the predicted spread of the full ensemble; all others describe the
+    distribution of the variable.
     """
 
     family: Family
@@ -125,18 +118,13 @@ class ForecastSet:
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
         """Read the prediction of one variable at one lead, (Z, Y, X) in the registry's units.
 
-        Args:
-            init_time: Initialisation time.
-            name: Short name of the variable.
-            lead: Lead time in hours.
-            levels: Levels in hPa; (None,) at the surface.
+        Levels are in hPa; (None,) at the surface.
 
         Raises:
             UserError: The file lacks the lead or cannot be read, its units or its distribution are not known, or a
                 scale or spread is below zero.
         """
-        path = self.files[init_time]
-        file = self._file(path)
+        file = self._file(self.files[init_time])
         # A part is either in all files or in none: `_names` refuses other folders.
         there = {part: f"{name}_{part}" in self.names for part in PARTS}
         parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
@@ -152,21 +140,13 @@ class ForecastSet:
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
 
     def has_members(self, name: str) -> bool:
-        """Return whether all files hold members of a variable.
-
-        Args:
-            name: Short name of the variable.
-        """
+        """Return whether all files hold members of a variable."""
         return f"{name}_member" in self.names
 
     def members(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> np.ndarray:
         """Read the members of one variable at one lead, (M, Z, Y, X) float64 in the registry's units.
 
-        Args:
-            init_time: Initialisation time.
-            name: Short name of the variable.
-            lead: Lead time in hours.
-            levels: Levels in hPa; (None,) at the surface.
+        Arguments are those of `predicted`.
 
         Raises:
             UserError: The file lacks the lead or the members, its units are not known, or it cannot be read.
@@ -176,11 +156,7 @@ class ForecastSet:
     def intervals(self, name: str) -> dict[int, tuple[int, int]]:
         """Return the first and the last hour of a sum or maximum, by lead in hours.
 
-        Args:
-            name: Short name of the variable.
-
-        Returns:
-            The hours as the file of the earliest date states them; empty if that file states none.
+        They are those that the file of the earliest date states; empty if that file states none.
         """
         return self._file(self.files[min(self.files)]).intervals(name)
 
@@ -210,16 +186,10 @@ _SEEN = ("training_dates", "validation_dates", "earlier_dates")
 
 
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
-    """Open one or more folders of forecasts.
+    """Open one or more folders of forecasts, or single files, and return their sets in the same order.
 
     The label of a set is the name of its folder, or that of its file without suffix. If another set has the same name,
     or the name is that of a baseline, the label is the path.
-
-    Args:
-        folders: Paths of folders or of single files.
-
-    Returns:
-        The sets in the order of the folders.
 
     Raises:
         UserError: No folder is given, a folder is missing, holds no forecast or is given twice, a file is damaged, or
@@ -240,19 +210,9 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
 
 @dataclass(frozen=True, eq=False)
 class _Headers:
-    """The headers of one file, without the values of its fields.
+    """The headers of one file, named as in `ForecastFile`, without the values of its fields.
 
-    Attributes:
-        path: The file.
-        start: Initialisation time.
-        axes: Values of each axis in space, by name.
-        members_in: Members that the forecast was made from; empty if the file does not state them.
-        origin: Attributes that state what the file was made from.
-        checkpoint: sha256 of the checkpoint; None if the file does not state it.
-        seen: Init times that the model has seen, by attribute (`_SEEN`).
-        lead_hours: Leads in hours.
-        names: Full names of the variables, such as t2m_mean.
-        thresholds: Thresholds of which the file holds probabilities, in the registry's units, by short name.
+    `seen` holds the init times that the model has seen, by attribute (`_SEEN`).
     """
 
     path: Path
@@ -285,12 +245,7 @@ class _Headers:
 
 
 def _open_folder(folder: Path) -> ForecastSet:
-    """Read the headers of all files of a folder and check that they belong together.
-
-    Raises:
-        UserError: The folder holds no forecast, a file differs in its axes or variables, a date occurs twice, or no
-            lead is in all files.
-    """
+    """Read the headers of all files of a folder, and raise a UserError if they do not belong together."""
     headers = _headers_of(_files_of(folder))
     every = list(headers.values())
     names, uneven = _names({one.path: one.names for one in every})
@@ -335,11 +290,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _headers_of(paths: list[Path]) -> dict[np.datetime64, _Headers]:
-    """Read the headers of files by init time.
-
-    Raises:
-        UserError: A file has other axes than the first one, or an init time occurs twice.
-    """
+    """Read the headers of files by init time, and raise a UserError if one has other axes or a date occurs twice."""
     found: dict[np.datetime64, _Headers] = {}
     # Each file is opened, read and closed again, so that thousands of files do not exhaust the file handles.
     for path in paths:
@@ -376,8 +327,7 @@ def _alike(one: np.ndarray, other: np.ndarray) -> bool:
 def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that all files hold, and the names of members that only some files hold.
 
-    Raises:
-        UserError: A file lacks a name, other than that of members, which another file holds.
+    Raise a UserError if a file lacks a name, other than that of members, which another file holds.
     """
     names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
     uneven = frozenset(name for name in names - common if name.endswith("_member"))

@@ -63,14 +63,7 @@ class Heights:
         return np.asarray(self.truth, np.float64) - np.asarray(self.forecast, np.float64)
 
     def check(self, grid: Grid) -> None:
-        """Refuse an orography with another shape than the grid, or with a value that is not finite.
-
-        Args:
-            grid: Grid of the ensemble.
-
-        Raises:
-            UserError: An orography has another shape, or a value that is not finite.
-        """
+        """Raise a UserError if an orography has another shape than the grid, or a value that is not finite."""
         for key, values in (("orography", self.forecast), ("truth_orography", self.truth)):
             if values.shape != grid.shape:
                 raise UserError(f"{key}: {values.shape} points; the ensemble has {grid.shape}")
@@ -78,18 +71,14 @@ class Heights:
                 raise UserError(f"{key}: holds values that are not finite; give the height of every point")
 
     def temperature(self, members: np.ndarray) -> np.ndarray:
-        """Return the 2 m temperature at the truth's ground, (M, Z, Y, X) in K.
-
-        Args:
-            members: (M, Z, Y, X) 2 m temperature at the forecast's ground, K.
-        """
+        """Return the 2 m temperature at the truth's ground from that at the forecast's, (M, Z, Y, X) in K."""
         return members - LAPSE_RATE * self.rise
 
     def pressure(self, members: np.ndarray, temperature: np.ndarray | None) -> np.ndarray:
-        """Return the surface pressure at the truth's ground, (M, Z, Y, X) in Pa.
+        """Return the surface pressure at the truth's ground from that at the forecast's, (M, Z, Y, X) in Pa.
 
         Args:
-            members: (M, Z, Y, X) surface pressure at the forecast's ground, Pa.
+            members: Surface pressure at the forecast's ground.
             temperature: (M, Z, Y, X) 2 m temperature of the same members at the forecast's ground, K; None takes that
                 of the standard atmosphere there.
         """
@@ -98,12 +87,7 @@ class Heights:
 
 
 def as_dict(heights: Heights | None, variables: set[str]) -> dict:
-    """Return the `heights` of scores.json.
-
-    Args:
-        heights: Heights of the ground; None where they are not known.
-        variables: Names of the variables that are scored.
-    """
+    """Return the `heights` of scores.json; `variables` are those that are scored, and heights may be unknown."""
     if heights is None:
         return {"corrected": []}
     away, names = np.abs(heights.rise), [name for name in heights.variables if name in variables]
@@ -114,12 +98,7 @@ def as_dict(heights: Heights | None, variables: set[str]) -> dict:
 def note(heights: Heights | None, variables: set[str]) -> str | None:
     """Return sentences that say whether raw fields were brought to the truth's ground.
 
-    Args:
-        heights: Heights of the ground; None where they are not known.
-        variables: Names of the variables that are scored.
-
-    Returns:
-        The sentences; None if no variable depends on the height of the ground.
+    The result is None if none of the scored variables depends on the height of the ground.
     """
     names = [name for name in OF_THE_GROUND if name in variables]
     if not names:

@@ -42,23 +42,13 @@ _PICTURES = "gains", "means", "error_bins", "spread_bins", "snapshots", "index"
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder of intermediate results of one evaluation.
-
-    Attributes:
-        folder: Its path.
-    """
+    """A folder of intermediate results of one evaluation."""
 
     folder: Path
 
     @classmethod
     def of(cls, config: EvaluateConfig, setting: Setting, plan: Plan) -> Kept:
-        """Return the folder for an evaluation, and remove what was kept for any other one in the same output folder.
-
-        Args:
-            config: Settings.
-            setting: The setting that all groups share.
-            plan: The plan of the evaluation.
-        """
+        """Return the folder for an evaluation, and remove what was kept for any other one in the same output folder."""
         mine = cls(Path(config.output) / f"{_FOLDER}{_fingerprint(config, setting, plan)}")
         for other in mine.folder.parent.glob(f"{_FOLDER}*"):
             if other != mine.folder:
@@ -66,14 +56,7 @@ class Kept:
         return mine
 
     def load(self, name: str) -> Any:
-        """Return the results that were saved under a name.
-
-        Args:
-            name: Name of the results.
-
-        Returns:
-            The results; None if there are none, or none that can be read.
-        """
+        """Return the results that were saved under a name; None if there are none, or none that can be read."""
         path = self.folder / f"{name}.npz"
         try:
             # Without pickle, a file in the output folder cannot run code.
@@ -91,10 +74,6 @@ class Kept:
 
         They may consist of dictionaries, tuples, arrays, numbers, texts, None, `Key`, `Statistic` and the classes of
         `_KINDS`. If the folder cannot be written, a warning is logged and the evaluation goes on without them.
-
-        Args:
-            name: Name of the results.
-            value: The results.
         """
         path, arrays, whole = self.folder / f"{name}.npz", list[np.ndarray](), io.BytesIO()
         text = np.frombuffer(json.dumps(_packed(value, arrays)).encode(), np.uint8)
@@ -111,12 +90,7 @@ class Kept:
 
 
 def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
-    """Return everything that `tables` hold of some columns.
-
-    Args:
-        tables: Results of scoring.
-        columns: Range of positions on the column axis.
-    """
+    """Return everything that `tables` hold of some columns."""
     inside = range(columns.start, columns.stop)
 
     def mine(found: dict) -> dict:
@@ -131,13 +105,7 @@ def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
 
 
 def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
-    """Store the result of `part_of` in `tables`, which must not yet hold anything of these columns.
-
-    Args:
-        tables: Results of scoring, which are changed in place.
-        columns: Range of positions on the column axis.
-        part: Results of these columns.
-    """
+    """Store the result of `part_of` in `tables`, which must not yet hold anything of these columns."""
     tables.state.put(columns, part["state"])
     calibration = tables.calibration
     for key, values in part["histograms"].items():

@@ -23,11 +23,7 @@ _NETWORK_UP_TO = 64  # members up to which the network is used; np.sort is as fa
 def sorting_network(n: int) -> tuple[tuple[int, int], ...]:
     """Return the comparisons of the odd-even merge sort of Batcher (1968), doi:10.1145/1468075.1468121.
 
-    Args:
-        n: Number of values.
-
-    Returns:
-        Pairs (low, high) of positions to be put in order, one after the other.
+    The pairs (low, high) of positions among `n` values are to be put in order, one after the other.
     """
     pairs = []
     p = 1
@@ -56,7 +52,7 @@ def sort_members(members: np.ndarray, spare: np.ndarray | None = None) -> list[n
     Returns:
         M fields (...), in ascending order. They are views of `members`, and one of them may be `spare`.
     """
-    rows = [members[k] for k in range(len(members))]
+    rows = list(members)
     if len(rows) > _NETWORK_UP_TO:
         members.sort(axis=0)
         return rows
@@ -103,18 +99,20 @@ def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarra
         UserError: A fair score is asked of one member, or there is no member.
     """
     m = len(members)
-    _check_members(m, fair)
+    divisor = _divisor(m, fair)
     distance = np.asarray(members, np.float64) - y  # in float64, so that large values lose no digits
     flat = np.ascontiguousarray(distance.reshape(m, -1))
     error = np.abs(flat).mean(0)
-    score = error - pair_sum(sort_members(flat)) / (m * (m - 1) if fair else m * m)
+    score = error - pair_sum(sort_members(flat)) / divisor
     return score.reshape(distance.shape[1:])
 
 
-def _check_members(count: int, fair: bool) -> None:
+def _divisor(count: int, fair: bool) -> int:
+    """Check the number of members, and return by what the sum over their pairs is divided."""
     if fair:
         check_count("members", count, 2, "a fair score compares them with each other")
     check_count("members", count, 1, "an ensemble has members")
+    return count * (count - 1) if fair else count * count
 
 
 def crps_members_weighted(
@@ -123,17 +121,7 @@ def crps_members_weighted(
     """Compute the threshold-weighted CRPS, in which only values between `lower` and `upper` count.
 
     It is the CRPS of members and truth that are clipped to the interval (section 3 of Allen et al. 2023,
-    doi:10.1137/22M1532184).
-
-    Args:
-        members: (M, ...); two or more if `fair`.
-        y: (...) truth.
-        fair: Compute the fair score rather than the ordinary one.
-        lower: Lower limit in the units of `y`.
-        upper: Upper limit in the units of `y`.
-
-    Returns:
-        (...) float64 score in the units of `y`.
+    doi:10.1137/22M1532184). Limits are in the units of `y`, and the other arguments are those of `crps_members`.
 
     Raises:
         UserError: `lower` is not below `upper`, or there are too few members.
@@ -186,7 +174,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
         UserError: A fair score is asked of one member, or there is no member.
     """
     m = len(members)
-    _check_members(m, fair)
+    divisor = _divisor(m, fair)
     norm = lambda a: np.sqrt((a * a).sum(0))  # noqa: E731
     # One member or pair at a time: all pairs at once would need M times the memory of the ensemble.
     error = sum(norm(np.asarray(member, np.float64) - y) for member in members) / m
@@ -194,7 +182,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
     for i in range(m):
         for j in range(i):
             pairs += norm(np.asarray(members[i], np.float64) - members[j])
-    return error - pairs / (m * (m - 1) if fair else m * m)
+    return error - pairs / divisor
 
 
 def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> np.ndarray:

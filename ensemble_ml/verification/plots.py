@@ -24,20 +24,12 @@ _FONT: dict[Any, Any] = {
 
 
 def in_legend(name: str) -> str:
-    """Return a name with a blank before an initial underscore, because matplotlib's legends leave such names out.
-
-    Args:
-        name: Name of a curve.
-    """
+    """Return a name with a blank before an initial underscore, because matplotlib's legends leave such names out."""
     return f" {name}" if name.startswith("_") else name
 
 
 def look_of(number: int) -> dict[str, Any]:
-    """Return the colour and the line style of a curve. No two of the first 28 curves look alike.
-
-    Args:
-        number: Number of the curve, from 0.
-    """
+    """Return the colour and the line style of a curve, from 0. No two of the first 28 curves look alike."""
     lines = ("-", "--", ":", "-.")
     return {"color": COLOURS[number % len(COLOURS)], "linestyle": lines[number // len(COLOURS) % len(lines)]}
 
@@ -45,18 +37,10 @@ def look_of(number: int) -> dict[str, Any]:
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
 ) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its axes (rows, columns).
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-        rows: Number of rows of axes.
-        columns: Number of columns of axes.
-        heights: Relative heights of the rows; None makes them equal.
-    """
+    """Return a figure of `width` by `height` inches, and its axes (rows, columns). `heights` are relative."""
     with mpl.rc_context(_FONT):
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False, height_ratios=heights))
+        return figure, figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
 
 
 def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours: Any) -> Any:
@@ -106,11 +90,7 @@ def _latitude(degrees: float, _: float) -> str:
 
 
 def draw_coasts(axis: Axes) -> None:
-    """Draw the coasts of Natural Earth within the limits of a map.
-
-    Args:
-        axis: Axes of longitude and latitude in degrees. Longitudes may be from -540 to 540.
-    """
+    """Draw the coasts of Natural Earth within the limits of a map, whose longitudes may be from -540 to 540 degrees."""
     left, right, low, high = *axis.get_xlim(), *axis.get_ylim()
     for line in natural_coasts():
         for turn in (-360, 0, 360):
@@ -121,11 +101,7 @@ def draw_coasts(axis: Axes) -> None:
 def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
     """Draw the observed frequency against the forecast probability, and above it the number of points.
 
-    Args:
-        panels: For each title of a panel, the reliability tables by name of the curve.
-
-    Returns:
-        The figure.
+    Each panel has a title, and a reliability table for each curve by its name.
     """
     figure, axes = new_figure(3.9 * len(panels), 4.6, 2, len(panels), heights=(1, 2.6))
     for (top, axis), (title, curves) in zip(axes.T, panels.items(), strict=True):
