@@ -21,11 +21,7 @@ _NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings that do not stand for a 
 
 
 def regions(scores: Scores) -> dict[str, str]:
-    """Return the weightings of regions, by the name of the region in the report.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the weightings of regions, by the name of the region in the report."""
     found = [weighting for weighting in scores.state.weightings if weighting not in _NO_REGION]
     return {"all points" if weighting == "area" else weighting: weighting for weighting in found}
 
@@ -36,12 +32,7 @@ def scorecard(scores: Scores) -> str:
     Rows are fields and columns are leads, with a group of columns for each forecast. A cell shows the gain in percent
     and the two scores that it is computed from. It is coloured by the sign of the gain, darker where the gain is
     significant. All comparisons, also those between forecasts, use the same bootstrap draws of init times.
-
-    Args:
-        scores: The scores.
-
-    Returns:
-        HTML; empty if nothing can be compared.
+    The result is empty if nothing can be compared.
     """
     m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
     several = scores.forecasts if len(scores.forecasts) > 1 else ()
@@ -124,12 +115,7 @@ def _mark(found: Interval) -> str | None:
 def entrants(scores: Scores, first: Column) -> str:
     """Return tables of all entrants: ratios to a reference, area-weighted and unweighted, and the scores of each field.
 
-    Args:
-        scores: The scores.
-        first: The field and lead to show first.
-
-    Returns:
-        HTML; empty if nothing can be compared.
+    The page begins with the field and lead `first`. The result is empty if nothing can be compared.
     """
     full, regression = f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
     pairs = (("crps", full), ("rmse", full), ("spread_rmse", regression), ("held_out_rmse", regression))
