@@ -54,12 +54,7 @@ class Known:
 
     @classmethod
     def of(cls, setting: Setting, fit: Fit) -> Known | None:
-        """Return the needed parts of a fit; None for a reduced ensemble of one member, or if there were too few dates.
-
-        Args:
-            setting: The setting that all groups share.
-            fit: Baselines of the group.
-        """
+        """Return the needed parts of a fit; None for a reduced ensemble of one member, or with too few dates."""
         corrections = fit.corrections.get(setting.reduced, {})
         if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
             return None
@@ -92,15 +87,7 @@ class Vectors:
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
-        """Add the score of one initialisation time.
-
-        Args:
-            entrant: Forecast, raw or coupled ensemble.
-            metric: Name in `METRICS`.
-            date: Position on D.
-            values: (Y, X) score.
-            weight: (Y, X) weights, zero at points that are left out.
-        """
+        """Add the scores (Y, X) of one date, a position on D. Weights (Y, X) are zero at points that are left out."""
         found = self.means.setdefault((entrant, metric), np.full(self.dates, np.nan))
         if weight.any():
             found[date] = (np.where(weight > 0, values, 0.0) * weight).sum() / weight.sum()
@@ -109,17 +96,10 @@ class Vectors:
 def score_vectors(
     setting: Setting, groups: Sequence[tuple[Group, Known | None]], dates: np.ndarray, lead: int
 ) -> Vectors | None:
-    """Score all members at one lead on the test dates.
+    """Return the mean scores of all members at one lead on the test dates, given as positions in the source.
 
-    Args:
-        setting: The setting that all groups share.
-        groups: Groups with the results of their fits; None leaves out a group.
-        dates: Positions of the test dates in the source.
-        lead: Lead time in hours.
-
-    Returns:
-        The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a fit and a
-        scale above zero.
+    A group without results of its fits (None) is left out. The result is None if there is no truth, no forecast has
+    members of all fields, or no field has a fit and a scale above zero.
     """
     every = [(group, known) for group, known in groups if group.lead_hours == lead]
     mine = [(group, known) for group, known in every if known is not None]
@@ -218,10 +198,6 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
     """Return the `vectors` of scores.json.
 
     Each entry holds the mean score of an entrant, and its ratios to the coupled and to the raw full ensemble.
-
-    Args:
-        scores: The scores, whose draws are used.
-        found: The mean scores of each lead.
     """
     made = []
     for one in found:
