@@ -57,10 +57,7 @@ class Grid:
     @property
     def wraps(self) -> bool:
         """Return whether the last longitude is one spacing west of the first, so that the axis is periodic."""
-        columns = len(self.longitude)
-        if columns < 2:
-            return False
-        step = (self.longitude[-1] - self.longitude[0]) / (columns - 1)
+        step = spacing(self.longitude)
         return bool(abs(self.longitude[-1] + step - self.longitude[0] - 360) < max(TOLERANCE, step * 0.01))
 
     @property
@@ -75,10 +72,9 @@ class Grid:
 
     def _edge(self, distance: float) -> Edge:
         """Return the kind of edge, given the distance of the outermost row from the pole in degrees."""
-        rows = len(self.latitude)
-        if not self.wraps or rows < 2:
+        if not self.wraps or len(self.latitude) < 2:
             return Edge.OPEN
-        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        step = spacing(self.latitude)
         if distance < 0.01 * step:
             return Edge.POLE_ROW
         return Edge.POLE_BETWEEN if abs(distance - step / 2) < 0.01 * step else Edge.OPEN
@@ -95,10 +91,9 @@ class Grid:
             j  first zero of Bessel's J_0, 2.405
             Y  number of rows
         """
-        rows = len(self.latitude)
-        if not self.wraps or rows < 4:
+        if not self.wraps or len(self.latitude) < 4:
             return False
-        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        step = spacing(self.latitude)
         return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
 
     def latitude_bounds(self) -> np.ndarray:
@@ -217,9 +212,7 @@ def _check_axis(name: str, ascending: np.ndarray) -> None:
 
 def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
     """Return the northern edge of the first row and the southern edge of the last. A single row is 1 degree wide."""
-    if len(latitude) == 1:
-        return latitude[0] + 0.5, latitude[0] - 0.5
-    half = (latitude[0] - latitude[-1]) / (len(latitude) - 1) / 2
+    half = spacing(latitude) / 2
     return latitude[0] + half, latitude[-1] - half
 
 
@@ -246,15 +239,7 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of rows and columns as `region_points` does, for a region that may reach beyond `grid`.
-
-    Args:
-        grid: the grid.
-        region: as for `region_points`.
-
-    Returns:
-        Rows (Y',) and columns (X',). Both may be empty.
-    """
+    """Return indices as `region_points` does, for a region that may reach beyond `grid`. Both may be empty."""
     north, west, south, east = (float(x) for x in region)
     rows = np.flatnonzero((grid.latitude <= north + TOLERANCE) & (grid.latitude >= south - TOLERANCE))
     # The eastward distance from the western edge. A point to the west of it by a rounding error must not become the
@@ -274,11 +259,7 @@ def _width(west: float, east: float) -> float:
 
 
 def cut(grid: Grid, region: Sequence[float]) -> Grid:
-    """Return the part of `grid` within a region.
-
-    Args:
-        grid: the grid.
-        region: [north, west, south, east] in degrees.
+    """Return the part of `grid` within a region, [north, west, south, east] in degrees.
 
     Raises:
         UserError: as `region_points`.
@@ -294,11 +275,6 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. In any other grid, blocks of whole cells are
     joined, and their centres are the new points. If only one pole has a row, `rows` need not divide the grid: rows with
     incomplete cells are left out.
-
-    Args:
-        grid: the grid.
-        rows: factor for the spacing of rows.
-        columns: factor for the spacing of columns.
 
     Raises:
         UserError: a factor does not divide the grid, or leaves fewer than two rows or columns.
@@ -316,13 +292,9 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
 
 
 def even_grid(grid: Grid, degrees: float) -> Grid:
-    """Return the points at multiples of a spacing whose cells lie completely on `grid`.
+    """Return the points at multiples of a spacing in degrees whose cells lie completely on `grid`.
 
     The multiples count from the north pole and from Greenwich.
-
-    Args:
-        grid: the grid.
-        degrees: the spacing in degrees.
 
     Raises:
         UserError: `degrees` does not divide 180, or fewer than two rows or columns of cells lie on the grid.
@@ -338,11 +310,6 @@ def even_grid(grid: Grid, degrees: float) -> Grid:
 
 def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
     """Return the grid of those evenly spaced points whose cells lie completely within the cells of `grid`.
-
-    Args:
-        grid: the grid.
-        latitude: degrees north, descending.
-        longitude: degrees east, ascending.
 
     Raises:
         UserError: fewer than two rows or columns are left.
@@ -365,10 +332,6 @@ def settings_for(source: Grid, target: Grid) -> str:
     """Return the settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`.
 
     The text is empty if the grids are the same, or if no settings do so.
-
-    Args:
-        source: the grid of the data.
-        target: the grid that is wanted.
     """
     lat, lon = target.latitude, target.longitude
     corners = (lat[0], lon[0], lat[-1], lon[-1])
