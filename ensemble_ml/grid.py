@@ -229,9 +229,15 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
             point.
     """
     north, west, south, east = (float(x) for x in region)
-    _check_latitudes(grid, north, south, region)
+    margin = spacing(grid.latitude) + TOLERANCE
+    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
+    beyond = north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE)
     if not grid.wraps:
-        _check_longitudes(grid, west, _width(west, east), region)
+        margin = spacing(grid.longitude) + TOLERANCE
+        first = np.mod(west - (grid.longitude[0] - margin), 360)
+        beyond = beyond or first + _width(west, east) > grid.longitude[-1] - grid.longitude[0] + 2 * margin
+    if beyond:
+        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
     rows, columns = points_within(grid, region)
     if not len(rows) or not len(columns):
         raise UserError(f"region={list(region)}: holds no grid point; the grid has {grid.describe()}")
@@ -283,8 +289,7 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     if Edge.POLE_ROW not in (grid.north, grid.south):
         return Grid(_blocks("rows", latitude, rows), _blocks("columns", longitude, columns))
     # With a row on each pole, the factor must divide the intervals between rows, so that both rows stay.
-    both = grid.north is grid.south
-    if both:
+    if grid.north is grid.south:
         _check_factor(rows, len(latitude) - 1, "intervals between rows")
     _check_factor(columns, len(longitude), "columns")
     kept = latitude[::rows] if grid.north is Edge.POLE_ROW else latitude[::-1][::rows][::-1]
@@ -391,22 +396,6 @@ def _check_factor(factor: int, count: int, what: str) -> None:
         fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
         some = ", ".join(fitting[:8]) or "none but 1"
         raise UserError(f"coarsen={factor}: does not divide the {count} {what} of the grid; {some} do; or use regrid")
-
-
-def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
-    """Refuse a region that reaches beyond the grid by more than one spacing, or beyond a pole."""
-    margin = spacing(grid.latitude) + TOLERANCE
-    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
-    if north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE):
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
-
-
-def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
-    """Refuse a region that reaches beyond a regional grid by more than one spacing."""
-    margin = spacing(grid.longitude) + TOLERANCE
-    first = np.mod(west - (grid.longitude[0] - margin), 360)
-    if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
 
 
 def spacing(axis: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import METRICS, Column
+from ensemble_ml.verification.aggregation import METRICS, Column, geometric_mean
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.page import FIELD, LEAD, REGION, SCORE, choice, note, number, table
 from ensemble_ml.verification.scores import Scores, gain
@@ -172,9 +172,8 @@ def _raw_table(scores: Scores, lead: int) -> str:
                 cells.append("")
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = (score.value / base.value)[columns]
-            ratios = ratios[np.isfinite(ratios) & (ratios > 0)]
-            cells.append(f"{np.exp(np.log(ratios).mean()):.3f}" if ratios.size else "")
+                mean = float(geometric_mean(score.value / base.value, columns))
+            cells.append(f"{mean:.3f}" if np.isfinite(mean) else "")
         lines.append([f"raw {size}", *cells])
     if not any(cell for line in lines for cell in line[1:]):
         return ""

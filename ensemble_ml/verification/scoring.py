@@ -149,21 +149,19 @@ def _calibrate(
     limits: dict[float | None, tuple[Any, np.ndarray]] = {at: (at, mask) for at in setting.thresholds(group.variable)}
     if fit.climatology is not None:
         limits[None] = threshold(*fit.climatology), mask & _meaningful(fit, group)
-    distributions = {
-        label: (one.family, one.location, one.scale)
-        for label, one in said.items()
-        if one.location is not None and one.scale is not None
-    }
     for size in sorted({setting.reduced, setting.full}):
         members = sample.raw[:size]
         calibration.record_ranks(f"raw_{size}", position, group.columns, members, truth, mask)
         for at, (limit, known) in limits.items():
             chance = members_exceeding(members, limit)
             calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known, at)
-    for entrant, distribution in distributions.items():
-        calibration.record_pit(entrant, position, group.columns, distribution, truth, mask)
-        for at, (limit, known) in limits.items():
-            calibration.record_event(entrant, group.columns, exceeding(*distribution, limit), truth > limit, known, at)
+    for label, one in said.items():
+        if one.location is not None and one.scale is not None:
+            predicted = one.family, one.location, one.scale
+            calibration.record_pit(label, position, group.columns, predicted, truth, mask)
+            for at, (limit, known) in limits.items():
+                chance = exceeding(*predicted, limit)
+                calibration.record_event(label, group.columns, chance, truth > limit, known, at)
 
 
 def _meaningful(fit: Fit, group: Group) -> np.ndarray | bool:

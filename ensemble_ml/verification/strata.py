@@ -138,19 +138,14 @@ def region_masks(
     for name, box in (boxes or {}).items():
         if name in found or name in taken:
             raise UserError(f"regions.{name}={list(box)}: the name stands for something else in scores; give another")
-        found[name] = _box(grid, name, box)
+        mask = np.zeros(grid.shape, bool)
+        mask[np.ix_(*points_within(grid, box))] = True
+        if not mask.any():
+            raise UserError(
+                f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"
+            )
+        found[name] = mask
     return found
-
-
-def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
-    """Return the mask of a box, (Y, X); raise a UserError if it holds no point of the grid."""
-    mask = np.zeros(grid.shape, bool)
-    mask[np.ix_(*points_within(grid, box))] = True
-    if not mask.any():
-        raise UserError(
-            f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"
-        )
-    return mask
 
 
 def season_of(times: np.ndarray) -> np.ndarray:

@@ -70,7 +70,6 @@ class Vectors:
 
     Attributes:
         lead: Lead time in hours.
-        dates: Length of D.
         fields: Number of fields V.
         paired: Names of the fields of the variogram.
         without_scale: Names of the fields that are left out, because they have no fit or `Known.scale` is zero.
@@ -79,16 +78,15 @@ class Vectors:
     """
 
     lead: int
-    dates: int
-    fields: int = 0
-    paired: tuple[str, ...] = ()
-    without_scale: tuple[str, ...] = ()
-    covered: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    fields: int
+    paired: tuple[str, ...]
+    without_scale: tuple[str, ...]
+    covered: np.ndarray
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
         """Add the scores (Y, X) of one date, a position on D. Weights (Y, X) are zero at points that are left out."""
-        found = self.means.setdefault((entrant, metric), np.full(self.dates, np.nan))
+        found = self.means.setdefault((entrant, metric), np.full(len(self.covered), np.nan))
         if weight.any():
             found[date] = (np.where(weight > 0, values, 0.0) * weight).sum() / weight.sum()
 
@@ -114,8 +112,9 @@ def score_vectors(
     if not len(there):
         return None
     pairs = _paired([levels[i] for i in there])
-    found = Vectors(lead, len(dates), len(there), tuple(names[there[i]] for i in pairs))
-    found.without_scale, found.covered = tuple(names[i] for i in np.flatnonzero(~kept)), np.zeros(len(dates))
+    paired = tuple(names[there[i]] for i in pairs)
+    without_scale = tuple(names[i] for i in np.flatnonzero(~kept))
+    found = Vectors(lead, len(there), paired, without_scale, np.zeros(len(dates)))
     for position, date in enumerate(dates.tolist()):
         given, truth, whole = _date(setting, mine, labels, date, kept)
         # One mask for all entrants and fields: a vector with a missing component has no score.
