@@ -256,10 +256,7 @@ def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def _width(west: float, east: float) -> float:
-    """Return the degrees eastwards from west to east.
-
-    The width is 360 for a whole turn or more, and also for west 180 and east -180.
-    """
+    """Return the degrees eastwards from west to east: 360 for a whole turn or more, and for west 180 and east -180."""
     span = east - west
     return 360.0 if span >= 360 - TOLERANCE or abs(span + 360) <= TOLERANCE else span % 360
 

@@ -31,10 +31,7 @@ def part(cls: type, doc: str) -> Any:
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether an input is an open xarray Dataset and not a path.
-
-    An attribute shows it, so that xarray need not be imported here.
-    """
+    """Return whether an input is an open xarray Dataset and not a path, without an import of xarray."""
     return hasattr(value, "data_vars")
 
 

@@ -326,11 +326,7 @@ def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
 
 
 def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
-    """Return the number of members of the raw reduced ensemble.
-
-    It is `config.members_in` if that is set. Otherwise it is the number of members that the first forecast was made
-    from, or `_USUAL` if that is not known, but no more than the source has.
-    """
+    """Return the number of members of the raw reduced ensemble: as the settings or the first forecast state it."""
     if config.members_in is not None:
         return config.members_in
     return min(len(first.members_in) or _USUAL, len(source.layout.realization))

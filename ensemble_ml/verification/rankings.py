@@ -183,10 +183,7 @@ def _raw_table(scores: Scores, lead: int) -> str:
 
 
 def _all_scores(scores: Scores, column: int) -> str:
-    """Return a table of the scores of all entrants in one field, with intervals.
-
-    They are in the units of the field, apart from `spread_skill`, which has none.
-    """
+    """Return a table of the scores of all entrants in one field with intervals, in its units but `spread_skill`."""
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
     heads, lines = ["", *(METRICS[name].long_name for name in shown)], []
     for entrant in scores.entrants():

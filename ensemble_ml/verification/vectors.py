@@ -145,11 +145,7 @@ def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Se
 
 
 def _paired(every: Sequence[int | None]) -> list[int]:
-    """Choose the fields of the variogram by their levels.
-
-    All fields are chosen if they are few. Otherwise the first `_MOST_FIELDS` of those at the surface and at the level
-    nearest to 500 hPa are.
-    """
+    """Choose the fields of the variogram: all if they are few, else those at the surface and nearest to 500 hPa."""
     if len(every) <= _MOST_FIELDS:
         return list(range(len(every)))
     upper = sorted({level for level in every if level is not None}, key=lambda level: abs(level - 500))
@@ -219,10 +215,7 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
 
 
 def _mean(values: np.ndarray, covered: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the mean over dates, followed by that of each draw, (1 + B,).
-
-    Dates are weighted by the area that they have values of.
-    """
+    """Return the mean over dates, weighted by their covered area, followed by that of each draw, (1 + B,)."""
     # A date with few complete points must not weigh as much as a whole one.
     draws = np.vstack([np.ones(len(values)), counts]) * covered
     there = np.isfinite(values)
