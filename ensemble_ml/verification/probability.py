@@ -36,14 +36,9 @@ def pit(
     """Return the probability integral transform F(y) of the truth, in [0, 1].
 
     Where a censored distribution has a point mass, F jumps. A random value within the jump makes the PIT of a
-    calibrated forecast uniform (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
-
-    Args:
-        family: Family of the distribution.
-        location: Location of the distribution, in the units of the variable.
-        scale: Scale of the distribution, in the same units.
-        y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
-        uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
+    calibrated forecast uniform (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x): `uniform` holds numbers in
+    [0, 1) of the shape of `y`, and None takes the middle of each jump. Values of `y` beyond the bounds of the
+    distribution count as the nearer bound.
 
     Raises:
         UserError: A value of `uniform` is outside of [0, 1), or a scale is negative.
@@ -57,10 +52,7 @@ def pit(
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
     """Return the number of the bin of [0, 1] that each value falls into, int64 from 0 to `bins` - 1.
 
-    Args:
-        probability: Values in [0, 1] of any shape. The value 1 belongs to the last bin. NaN falls into the first bin,
-            so the caller must mask it.
-        bins: Number of bins of equal width, one or more.
+    The value 1 belongs to the last bin. NaN falls into the first bin, so the caller must mask it.
 
     Raises:
         UserError: `bins` is below one, or values lie outside of [0, 1].

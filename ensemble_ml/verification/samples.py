@@ -226,17 +226,11 @@ def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
 def held_out_error(
     predicted: np.ndarray, members: np.ndarray, reduced: int, given: Sequence[int] = ()
 ) -> np.ndarray | None:
-    """Return the error of the spread that a forecast implies for the held-out members.
+    """Return the error (Z, Y, X) of the spread that a forecast implies for the held-out members.
 
-    Args:
-        predicted: (Z, Y, X) predicted spread of the full ensemble.
-        members: (N, Z, Y, X) all members, of which the first `reduced` are not held out.
-        reduced: Number of members of the reduced ensemble.
-        given: Positions of the members that the forecast was made from. With them, the predicted spread is converted to
-            what it implies for the rest (`baselines.spread_of_the_rest`). Without any, it is compared as it is.
-
-    Returns:
-        (Z, Y, X) error; None if fewer than two members are held out, or the forecast has seen one of them.
+    `given` are the positions of the members that the forecast was made from. With them, the predicted spread of the
+    full ensemble is converted to what it implies for the rest (`baselines.spread_of_the_rest`). Without any, it is
+    compared as it is. The result is None if fewer than two members are held out, or the forecast has seen one of them.
     """
     held = held_out_spread(members, reduced)
     if held is None or any(place >= reduced for place in given):

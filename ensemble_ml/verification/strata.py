@@ -116,12 +116,9 @@ def region_masks(
 ) -> dict[str, np.ndarray]:
     """Return masks (Y, X) of the regions that the grid reaches: extratropics, tropics, land, sea, and boxes, by name.
 
-    Args:
-        grid: Grid of the fields.
-        land: (Y, X) land fraction. A point is land from one half on. None leaves out land and sea.
-        boxes: [north, west, south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the
-            date line.
-        taken: Names that boxes may not have, besides those of the other regions that the grid reaches.
+    A point is land where `land` (Y, X) is at least one half; None leaves out land and sea. `boxes` are [north, west,
+    south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the date line. `taken` are names
+    that boxes may not have, besides those of the other regions that the grid reaches.
 
     Raises:
         UserError: A box holds no point of the grid, or its name is taken.
