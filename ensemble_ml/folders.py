@@ -142,7 +142,7 @@ def hash_of_code(*parts: str) -> str:
     """Return the SHA-256 of the package's modules in some folders and at its top level.
 
     It is part of the key of every result that is cached for later runs, so that changed code does not use old results.
-    Compute it at import, because files may be edited while a process runs. `parts` are folders of the package.
+    Compute it at import, because files may be edited while a process runs. `parts` are folders relative to the package.
     """
     found = hashlib.sha256()
     root = Path(__file__).parent
