@@ -90,10 +90,7 @@ def run_task(task: str, composed: DictConfig) -> int:
 def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
     """Hand a multi-run to Hydra, which calls `job` once for each combination.
 
-    Raises:
-        UserError: as `_by_hydra`; the sweep's folder cannot be made; or runs failed in a sweep that continued (see
-            `_goes_on`).
-        SystemExit: a run failed or was stopped, and the sweep does not continue.
+    If a run fails or is stopped and the sweep does not continue (see `_goes_on`), SystemExit ends the process.
     """
     failed: list[str] = []
     begun = False
@@ -134,16 +131,9 @@ def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
 def _by_hydra(
     task: str, options: dict[str, str], arguments: list[str], job: Callable[[DictConfig], int | None]
 ) -> None:
-    """Run Hydra's own command line with the configuration of a task.
+    """Run Hydra's own command line with the configuration of a task; `job` runs it on one composed configuration.
 
-    Args:
-        task: word of the command line.
-        options: Hydra's options under their long names, with their values.
-        arguments: settings as the command line gives them.
-        job: runs the task on one composed configuration.
-
-    Raises:
-        UserError: a setting does not exist or does not fit, or options exclude each other.
+    `options` are Hydra's under their long names, with their values. A mistake in the settings becomes a UserError.
     """
     import hydra
 
@@ -260,12 +250,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Separate Hydra's options, under their long names and with their values, from settings.
-
-    Raises:
-        UserError: an option does not exist, or its value is missing or not allowed; the folder of --config-dir does not
-            exist, or has a file with a name of `conf/`.
-    """
+    """Separate Hydra's options, under their long names and with their values, from settings, and check them."""
     options: dict[str, str] = {}
     settings: list[str] = []
     waiting = list(arguments)
@@ -290,11 +275,11 @@ def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
             raise UserError(f"{name} {value}: {', '.join(choices)} are allowed")
         options[name] = value
     folder = options.get("--config-dir")
-    if folder is not None and not Path(folder).is_dir():
-        raise UserError(
-            f"--config-dir {folder}: no such folder; give one that holds files like conf/experiment/NAME.yaml"
-        )
     if folder is not None:
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"--config-dir {folder}: no such folder; give one that holds files like conf/experiment/NAME.yaml"
+            )
         _refuse_names_of_conf(Path(folder))
     return options, settings
 
@@ -380,11 +365,7 @@ def _stopped(error: KeyboardInterrupt) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    Args:
-        arguments: words of the command line; None for those of the process.
-    """
+    """Run the command line of some words, or of the process if they are None, and return the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
     let_waiting_threads_sleep()  # before a task loads torch

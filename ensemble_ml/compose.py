@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,7 @@ def register_schemas() -> None:
 def compose_config(task: str, overrides: list[str], more: str | None = None) -> DictConfig:
     """Compose the configuration of a task from `conf/` and a user's settings.
 
-    Args:
-        task: word of the command line.
-        overrides: settings as the command line gives them, and files of `conf/` by their groups.
-        more: another folder of configuration files, which is searched after `conf/`.
+    `more` is another folder of configuration files, which is searched after `conf/`.
 
     Raises:
         UserError: a key, a group or a value does not exist or does not fit.
@@ -66,12 +63,9 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
 
 
 def set_values(task: str, composed: DictConfig, values: Mapping[str, Any]) -> None:
-    """Set settings of a composed configuration to Python values. On the command line, overrides do this with texts.
+    """Set settings of a composed configuration to Python values; a tuple is taken for a list.
 
-    Args:
-        task: word of the command line.
-        composed: the configuration, which is changed.
-        values: values by the names of settings. A tuple is taken for a list.
+    On the command line, overrides do this with texts.
 
     Raises:
         UserError: there is no such setting, or a value is of another type.
@@ -88,7 +82,7 @@ def set_values(task: str, composed: DictConfig, values: Mapping[str, Any]) -> No
 
 def readable(task: str, arguments: list[str]) -> list[str]:
     """Return arguments of the command line, in quotes where Hydra would change or could not read them."""
-    return [as_text(task, argument, _readable) for argument in arguments]
+    return [as_text(task, argument) for argument in arguments]
 
 
 def _readable(argument: str) -> bool:
@@ -111,10 +105,7 @@ def one_line(task: str, error: Exception) -> str:
 def build_config(task: str, composed: DictConfig, example: str = "") -> Any:
     """Turn a composed configuration into the task's dataclass, validated.
 
-    Args:
-        task: word of the command line.
-        composed: the configuration.
-        example: settings that suffice, for the message if some are missing.
+    `example` are settings that suffice, for the message if some are missing.
 
     Raises:
         UserError: a mandatory key is missing or empty, a key is no setting, or a value is not allowed.
@@ -210,17 +201,12 @@ def groups_of(task: str) -> dict[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
-    """Return an argument of the command line, in quotes if Hydra would change its text or could not read it.
+def as_text(task: str, argument: str) -> str:
+    """Return an argument of the command line (key=value), in quotes if Hydra would change or could not read it.
 
     Hydra takes some texts for numbers and truth values and rewrites them: 20240101_00 becomes 2024010100, and 1.10
     becomes 1.1. Other texts are not in its grammar, such as a path or glob with brackets. Arguments for settings that
     hold no texts are returned as they are, and so are texts with `(` or `{` that Hydra can read.
-
-    Args:
-        task: word of the command line.
-        argument: key=value.
-        readable: returns whether an argument is in Hydra's grammar.
 
     Raises:
         UserError: the value has braces that a shell would have expanded, and no file of this name exists.
@@ -228,7 +214,7 @@ def as_text(task: str, argument: str, readable: Callable[[str], bool]) -> str:
     key, equals, value = argument.partition("=")
     if not equals or key.lstrip("+") not in schema.text_settings(schema.SCHEMAS[task]):
         return argument
-    if not readable(argument):
+    if not _readable(argument):
         if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
             return argument
         _refuse_braces(key, value)

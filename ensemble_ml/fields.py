@@ -10,7 +10,7 @@ import difflib
 import math
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 from ensemble_ml.errors import UserError
 
@@ -74,20 +74,14 @@ class Field:
         return self.vector_component and self.standard_name.startswith("northward_")
 
 
-def _pressure(
-    name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
+def _field(
+    surface: bool, name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
 ) -> Field:
-    """Return a variable on pressure levels."""
-    return Field(name, standard_name, long_name, units, False, ids, aliases, **kw)
+    """Return a variable at the surface or on pressure levels."""
+    return Field(name, standard_name, long_name, units, surface, ids, aliases, **kw)
 
 
-def _surface(
-    name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
-) -> Field:
-    """Return a variable at the surface."""
-    return Field(name, standard_name, long_name, units, True, ids, aliases, **kw)
-
-
+_pressure, _surface = partial(_field, False), partial(_field, True)
 _TRUNCATED = Family.TRUNCATED_NORMAL
 _CENSORED = Family.CENSORED_SHIFTED_GAMMA
 

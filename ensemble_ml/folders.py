@@ -36,11 +36,9 @@ def conf_folder() -> Path:
 
 
 def check_writable(output: str | Path, key: str = "output") -> None:
-    """Refuse an output folder to which no files may be written. It need not exist yet, and nothing is created.
+    """Refuse an output folder to which no files may be written; `key` is the setting, for the message.
 
-    Args:
-        output: the folder.
-        key: the setting, for the message.
+    The folder need not exist yet, and nothing is created.
 
     Raises:
         UserError: the folder, or the one in which it would be created, is no folder or may not be written.
@@ -59,9 +57,6 @@ def draft_of(path: Path) -> Path:
 
     Killed runs leave such drafts. The name is random, because processes in different containers may have the same
     process id.
-
-    Args:
-        path: the final name.
     """
     for draft in path.parent.glob(f".{path.name}.partial-*"):
         with suppress(FileNotFoundError):
@@ -81,12 +76,8 @@ def _draft_name(path: Path) -> Path:
 def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = False) -> Path:
     """Write a small file that others see either complete or not at all, and return its path.
 
-    Its folder is not searched for drafts of killed runs, because it may hold very many files.
-
-    Args:
-        path: the file.
-        data: its content.
-        sync: whether the content must be on the disk before the file gets its name.
+    With `sync`, the content is on the disk before the file gets its name. The folder is not searched for drafts of
+    killed runs, because it may hold very many files.
 
     Raises:
         OSError: the file cannot be written.
@@ -107,13 +98,10 @@ def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = Fals
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:
-    """Give a draft its final name in one step.
+    """Give a draft its final name in one step; `replace` allows to replace an existing file.
 
-    Args:
-        draft: the complete file.
-        path: its final name.
-        replace: whether an existing file may be replaced. If not, the draft keeps its own name as well, and the caller
-            removes it. Where no hard link can be made, the draft is renamed instead.
+    Without `replace`, the draft keeps its own name as well, and the caller removes it. Where no hard link can be made,
+    the draft is renamed instead.
 
     Raises:
         UserError: the file exists, and `replace` is false.
@@ -137,9 +125,6 @@ def user_cache(kind: str) -> Path | None:
     """Return a folder in the user's cache ($XDG_CACHE_HOME or ~/.cache).
 
     For a user without a home it returns None and logs one warning for each kind.
-
-    Args:
-        kind: name of the folder.
     """
     cache = os.environ.get("XDG_CACHE_HOME")
     if not cache:
@@ -157,10 +142,7 @@ def hash_of_code(*parts: str) -> str:
     """Return the SHA-256 of the package's modules in some folders and at its top level.
 
     It is part of the key of every result that is cached for later runs, so that changed code does not use old results.
-    Compute it at import, because files may be edited while a process runs.
-
-    Args:
-        parts: folders relative to that of the package.
+    Compute it at import, because files may be edited while a process runs. `parts` are folders relative to the package.
     """
     found = hashlib.sha256()
     root = Path(__file__).parent
@@ -170,12 +152,9 @@ def hash_of_code(*parts: str) -> str:
 
 
 def strict(value: Any) -> Any:
-    """Return a value in JSON's own types.
+    """Return a value in JSON's own types, also within nested dicts, lists and tuples.
 
     NumPy scalars become Python's, members of an Enum become their values, and numbers that are not finite become None.
-
-    Args:
-        value: a value, or nested dicts, lists and tuples of values.
     """
     if isinstance(value, dict):
         return {str(name): strict(item) for name, item in value.items()}

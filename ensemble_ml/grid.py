@@ -57,10 +57,7 @@ class Grid:
     @property
     def wraps(self) -> bool:
         """Return whether the last longitude is one spacing west of the first, so that the axis is periodic."""
-        columns = len(self.longitude)
-        if columns < 2:
-            return False
-        step = (self.longitude[-1] - self.longitude[0]) / (columns - 1)
+        step = spacing(self.longitude)
         return bool(abs(self.longitude[-1] + step - self.longitude[0] - 360) < max(TOLERANCE, step * 0.01))
 
     @property
@@ -75,10 +72,9 @@ class Grid:
 
     def _edge(self, distance: float) -> Edge:
         """Return the kind of edge, given the distance of the outermost row from the pole in degrees."""
-        rows = len(self.latitude)
-        if not self.wraps or rows < 2:
+        if not self.wraps or len(self.latitude) < 2:
             return Edge.OPEN
-        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        step = spacing(self.latitude)
         if distance < 0.01 * step:
             return Edge.POLE_ROW
         return Edge.POLE_BETWEEN if abs(distance - step / 2) < 0.01 * step else Edge.OPEN
@@ -95,10 +91,9 @@ class Grid:
             j  first zero of Bessel's J_0, 2.405
             Y  number of rows
         """
-        rows = len(self.latitude)
-        if not self.wraps or rows < 4:
+        if not self.wraps or len(self.latitude) < 4:
             return False
-        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        step = spacing(self.latitude)
         return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
 
     def latitude_bounds(self) -> np.ndarray:
@@ -217,9 +212,7 @@ def _check_axis(name: str, ascending: np.ndarray) -> None:
 
 def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
     """Return the northern edge of the first row and the southern edge of the last. A single row is 1 degree wide."""
-    if len(latitude) == 1:
-        return latitude[0] + 0.5, latitude[0] - 0.5
-    half = (latitude[0] - latitude[-1]) / (len(latitude) - 1) / 2
+    half = spacing(latitude) / 2
     return latitude[0] + half, latitude[-1] - half
 
 
@@ -236,9 +229,15 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
             point.
     """
     north, west, south, east = (float(x) for x in region)
-    _check_latitudes(grid, north, south, region)
+    margin = spacing(grid.latitude) + TOLERANCE
+    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
+    beyond = north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE)
     if not grid.wraps:
-        _check_longitudes(grid, west, _width(west, east), region)
+        margin = spacing(grid.longitude) + TOLERANCE
+        first = np.mod(west - (grid.longitude[0] - margin), 360)
+        beyond = beyond or first + _width(west, east) > grid.longitude[-1] - grid.longitude[0] + 2 * margin
+    if beyond:
+        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
     rows, columns = points_within(grid, region)
     if not len(rows) or not len(columns):
         raise UserError(f"region={list(region)}: holds no grid point; the grid has {grid.describe()}")
@@ -246,15 +245,7 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of rows and columns as `region_points` does, for a region that may reach beyond `grid`.
-
-    Args:
-        grid: the grid.
-        region: as for `region_points`.
-
-    Returns:
-        Rows (Y',) and columns (X',). Both may be empty.
-    """
+    """Return indices as `region_points` does, for a region that may reach beyond `grid`. Both may be empty."""
     north, west, south, east = (float(x) for x in region)
     rows = np.flatnonzero((grid.latitude <= north + TOLERANCE) & (grid.latitude >= south - TOLERANCE))
     # The eastward distance from the western edge. A point to the west of it by a rounding error must not become the
@@ -265,20 +256,13 @@ def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 
 
 def _width(west: float, east: float) -> float:
-    """Return the degrees eastwards from west to east.
-
-    The width is 360 for a whole turn or more, and also for west 180 and east -180.
-    """
+    """Return the degrees eastwards from west to east: 360 for a whole turn or more, and for west 180 and east -180."""
     span = east - west
     return 360.0 if span >= 360 - TOLERANCE or abs(span + 360) <= TOLERANCE else span % 360
 
 
 def cut(grid: Grid, region: Sequence[float]) -> Grid:
-    """Return the part of `grid` within a region.
-
-    Args:
-        grid: the grid.
-        region: [north, west, south, east] in degrees.
+    """Return the part of `grid` within a region, [north, west, south, east] in degrees.
 
     Raises:
         UserError: as `region_points`.
@@ -295,11 +279,6 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     joined, and their centres are the new points. If only one pole has a row, `rows` need not divide the grid: rows with
     incomplete cells are left out.
 
-    Args:
-        grid: the grid.
-        rows: factor for the spacing of rows.
-        columns: factor for the spacing of columns.
-
     Raises:
         UserError: a factor does not divide the grid, or leaves fewer than two rows or columns.
     """
@@ -307,8 +286,7 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     if Edge.POLE_ROW not in (grid.north, grid.south):
         return Grid(_blocks("rows", latitude, rows), _blocks("columns", longitude, columns))
     # With a row on each pole, the factor must divide the intervals between rows, so that both rows stay.
-    both = grid.north is grid.south
-    if both:
+    if grid.north is grid.south:
         _check_factor(rows, len(latitude) - 1, "intervals between rows")
     _check_factor(columns, len(longitude), "columns")
     kept = latitude[::rows] if grid.north is Edge.POLE_ROW else latitude[::-1][::rows][::-1]
@@ -316,13 +294,9 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
 
 
 def even_grid(grid: Grid, degrees: float) -> Grid:
-    """Return the points at multiples of a spacing whose cells lie completely on `grid`.
+    """Return the points at multiples of a spacing in degrees whose cells lie completely on `grid`.
 
     The multiples count from the north pole and from Greenwich.
-
-    Args:
-        grid: the grid.
-        degrees: the spacing in degrees.
 
     Raises:
         UserError: `degrees` does not divide 180, or fewer than two rows or columns of cells lie on the grid.
@@ -338,11 +312,6 @@ def even_grid(grid: Grid, degrees: float) -> Grid:
 
 def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
     """Return the grid of those evenly spaced points whose cells lie completely within the cells of `grid`.
-
-    Args:
-        grid: the grid.
-        latitude: degrees north, descending.
-        longitude: degrees east, ascending.
 
     Raises:
         UserError: fewer than two rows or columns are left.
@@ -365,10 +334,6 @@ def settings_for(source: Grid, target: Grid) -> str:
     """Return the settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`.
 
     The text is empty if the grids are the same, or if no settings do so.
-
-    Args:
-        source: the grid of the data.
-        target: the grid that is wanted.
     """
     lat, lon = target.latitude, target.longitude
     corners = (lat[0], lon[0], lat[-1], lon[-1])
@@ -428,22 +393,6 @@ def _check_factor(factor: int, count: int, what: str) -> None:
         fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
         some = ", ".join(fitting[:8]) or "none but 1"
         raise UserError(f"coarsen={factor}: does not divide the {count} {what} of the grid; {some} do; or use regrid")
-
-
-def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
-    """Refuse a region that reaches beyond the grid by more than one spacing, or beyond a pole."""
-    margin = spacing(grid.latitude) + TOLERANCE
-    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
-    if north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE):
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
-
-
-def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
-    """Refuse a region that reaches beyond a regional grid by more than one spacing."""
-    margin = spacing(grid.longitude) + TOLERANCE
-    first = np.mod(west - (grid.longitude[0] - margin), 360)
-    if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
 
 
 def spacing(axis: np.ndarray) -> float:

@@ -103,11 +103,7 @@ def _of_libc(name: str) -> Callable[..., int] | None:
 
 
 def taken_memory(*, addresses: bool = False) -> int | None:
-    """Return the resident memory of this process in bytes; None if there is no /proc.
-
-    Args:
-        addresses: whether to return the size of its address space instead.
-    """
+    """Return the resident memory of this process in bytes, or its address space; None if there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0 if addresses else 1])
     except OSError:

@@ -35,19 +35,11 @@ class Pulse(logging.Handler):
         self._stack = ExitStack()
 
     def doing(self, text: str | Callable[[], str]) -> None:
-        """Set what is being done from now on.
-
-        Args:
-            text: the line to log, or a function that returns it.
-        """
+        """Set the line to log from now on, or a function that returns it."""
         self._text = text if callable(text) else lambda: text
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note that something was logged.
-
-        Args:
-            record: the line; not looked at.
-        """
+        """Note that something was logged."""
         self._last = time.monotonic()
 
     def __enter__(self) -> Self:

@@ -45,12 +45,9 @@ def note(number: int, _: object) -> None:
 
 
 def leave_gone(terminals: Sequence[int]) -> None:
-    """Redirect terminals that are gone to the null device.
+    """Redirect terminals (file descriptors) that are gone to the null device.
 
     Writing to them would raise an error that ends a run before it has saved its state.
-
-    Args:
-        terminals: file descriptors of terminals.
     """
     for terminal in terminals:
         if not os.isatty(terminal):
@@ -73,12 +70,7 @@ class StopRequest:
     """
 
     def __init__(self, *, kept: bool = False, first: bool = True) -> None:
-        """Set up a request without a signal.
-
-        Args:
-            kept: whether the run has a checkpoint from which it can go on.
-            first: whether this is the job's first rank.
-        """
+        """Set up a request for a run that has a checkpoint (`kept`) or not, on the job's first rank or another."""
         self.requested: str | None = None
         self._kept, self._first, self._armed = kept, first, False
         self._before: dict[int, Any] = {}
@@ -117,11 +109,7 @@ class StopRequest:
 
     @staticmethod
     def requeue(votes: float) -> bool:
-        """Return whether any rank was asked to stop and to be started again.
-
-        Args:
-            votes: the sum of the ranks' votes.
-        """
+        """Return whether any rank was asked to stop and to be started again, given the sum of all votes."""
         return votes >= _REQUEUE
 
     def _on_signal(self, number: int, _: object) -> None:

@@ -120,19 +120,16 @@ def _benchmark(config: schema.BenchmarkConfig) -> object:
 
 TASKS: dict[str, Task] = {
     "simulate": Task(
-        _of("data_prep.simulate", "simulate"), "simulate=quickstart output=archive",
+        _of("data_prep.simulate", "simulate"),
+        "simulate=quickstart output=archive",
         "OUTPUT/{ensemble,truth}/*.grib, OUTPUT/static.grib, OUTPUT/archive.json (with the realism of the ensemble)",
     ),
     "prepare": Task(
         _of("data_prep", "prepare"),
-        "input=archive/ensemble truth=archive/truth static=archive/static.grib "
-        "output=store.zarr",
+        "input=archive/ensemble truth=archive/truth static=archive/static.grib output=store.zarr",
         "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
     ),
-    "inspect": Task(
-        _inspect, "store.zarr verify=true",
-        "nothing: it prints (format=json for one JSON object)",
-    ),
+    "inspect": Task(_inspect, "store.zarr verify=true", "nothing: it prints (format=json for one JSON object)"),
     "train": Task(
         _of("ensemble_ml.training", "train"),
         "experiment=quickstart data.store=store.zarr run=first",
@@ -150,13 +147,13 @@ TASKS: dict[str, Task] = {
         "what it prints, and OUTPUT/RUN/plan.json (and scaling.png and report.html where plan.simulate=true)",
     ),
     "predict": Task(
-        _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
-        "output=forecast",
+        _predict,
+        "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 output=forecast",
         "OUTPUT/forecast_YYYYMMDDHH.nc, one for each init time",
     ),
     "evaluate": Task(
-        _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
-        "output=scores",
+        _evaluate,
+        "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 output=scores",
         "OUTPUT/{scores.json, lineage.json, report.html}",
     ),
     "export": Task(
@@ -164,11 +161,8 @@ TASKS: dict[str, Task] = {
         "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",
         "OUTPUT/{model.safetensors, checkpoint.json, MODEL_CARD.md}",
     ),
-    "benchmark": Task(
-        _benchmark, "benchmark=step",
-        "OUTPUT/NAME/{results.json, report.html}",
-    ),
-}  # fmt: skip
+    "benchmark": Task(_benchmark, "benchmark=step", "OUTPUT/NAME/{results.json, report.html}"),
+}
 
 
 def benchmark_names() -> list[str]:

@@ -171,11 +171,7 @@ def _plain(units: str) -> str:
 
 
 def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
-    """Return (factor, offset) such that factor * value + offset is in the `wanted` units.
-
-    Args:
-        found: units of the value, in any known spelling.
-        wanted: units of the registry.
+    """Return (factor, offset) such that factor * value + offset is in the `wanted` units of the registry.
 
     Raises:
         UserError: `found` is not a spelling of `wanted`, and no conversion is known.
@@ -194,12 +190,7 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
 
 
 def rate_conversion(found: str, wanted: str) -> float | None:
-    """Return the factor that turns a rate into its sum over one second; None if `found` are no units of such a rate.
-
-    Args:
-        found: units of the rate, in any known spelling.
-        wanted: units of the sum in the registry.
-    """
+    """Return the factor that turns a rate into its sum over one second; None if `found` are no units of such a rate."""
     plain = _plain(found)
     if (plain, wanted) in _RATES:
         return _RATES[plain, wanted]
@@ -219,10 +210,7 @@ def same_units(one: str, other: str, *, differences: bool = False) -> bool:
     Units that convert to none of the registry's are the same if they are spelled alike, or if both have dimensions and
     are parsed to the same multiple of SI units.
 
-    Args:
-        one: a spelling.
-        other: another spelling.
-        differences: values are differences: the zero point does not matter, so K and degC are the same.
+    With `differences`, the zero point does not matter, so K and degC are the same.
     """
     if _plain(one) == _plain(other):
         return True

@@ -26,9 +26,6 @@ def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
 
     Regular series are written as repeating intervals of ISO 8601, other dates singly, all joined by blanks:
     `R60/2001-01-07T00/PT48H 2001-06-01T12` is 60 dates, every other day from 7 January 2001, and one more.
-
-    Args:
-        dates: The dates, in any order.
     """
     every = np.unique(np.array(list(dates), "datetime64[ns]")).astype(np.int64).tolist()
     # A long series with a few gaps is shortest if it is split at the gaps, which a reach of 1 does. Series that
@@ -37,13 +34,7 @@ def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
 
 
 def dates_of(text: str) -> np.ndarray:
-    """Read the dates of a text by `dates_text`, or of a plain list of ISO dates.
-
-    Args:
-        text: Series and dates, separated by blanks.
-
-    Returns:
-        datetime64[ns] dates, sorted, each once.
+    """Return the dates (datetime64[ns], sorted, each once) of a text by `dates_text`, or of a plain list of ISO dates.
 
     Raises:
         ValueError: A word of the text is neither a series nor a date, a date lies before 1678 or beyond 2262, or a

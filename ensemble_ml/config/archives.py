@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, is_number, opt, require
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field, resolve
 from ensemble_ml.units import unit_conversion
@@ -106,16 +106,17 @@ class SimulateConfig:
         require("windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
         # In days: the warm-up cycles and the init times, 48 h apart, and before them the days that seed perturbations.
         days = [day.toordinal() for window in self.windows if (day := _day(window)) is not None]
-        needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
+        most = max(self.train_dates, self.validation_dates, self.test_dates)
+        needed = 2 * (self.warm_up_cycles + most) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
         require("windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
         # With several years, the last window has to end before the first window of the next year, and in its own
         # calendar year, because the splits are distinguished by years.
-        several = self.train_years + self.validation_years + self.test_years > 1
-        written = 2 * max(self.train_dates, self.validation_dates, self.test_dates) + 2
+        several = years > 1
+        written = 2 * most + 2
         short = several and days[0] + 365 - days[-1] < written
         require("windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
-        ends = days[-1] + 2 * max(self.train_dates, self.validation_dates, self.test_dates) - 2
+        ends = days[-1] + 2 * most - 2
         within = not several or date.fromordinal(ends).year == date.fromordinal(days[-1]).year
         require("windows", self.windows, within, "the last window runs into the next year, and the splits are distinguished by years; begin it earlier or take fewer dates")
         require("spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
@@ -125,7 +126,7 @@ class SimulateConfig:
     @property
     def share(self) -> tuple[int, int]:
         """Return which share of the model years this process runs: (number from 0, number of shares)."""
-        return (_part(self.parts) if self.parts is not None else None) or (0, 1)
+        return _part(self.parts) or (0, 1)
 
 
 FROM_START = "start"  # sums from the start of the forecast
@@ -247,12 +248,12 @@ class PrepareConfig:
     @property
     def share(self) -> tuple[int, int]:
         """Return which part of the init times this process builds: (number from 0, number of parts)."""
-        return (_part(self.parts) if self.parts is not None else None) or (0, 1)
+        return _part(self.parts) or (0, 1)
 
     def _check_grid(self) -> None:
         """Raise a UserError if `coarsen` or `regrid` does not have one of its forms, or if both are given."""
         require("coarsen", self.coarsen, self.coarsen is None or _factors(self.coarsen), "give a whole number from 1, or [rows, columns]")
-        good = self.regrid is None or isinstance(self.regrid, str) or (_number(self.regrid) and 0 < self.regrid <= 45)
+        good = self.regrid is None or isinstance(self.regrid, str) or (is_number(self.regrid) and 0 < self.regrid <= 45)
         require("regrid", self.regrid, good, "give a spacing in degrees, at most 45, or the path of a store or file")
         require("regrid", self.regrid, self.regrid is None or self.coarsen is None, "coarsen and regrid exclude each other")
 
@@ -278,16 +279,11 @@ def _day(window: str) -> date | None:
         return None
 
 
-def _part(text: str) -> tuple[int, int] | None:
+def _part(text: str | None) -> tuple[int, int] | None:
     """Return the (number from 0, count) of a share i/n, or None if the text does not have this form."""
     found = re.fullmatch(r"(\d+)/(\d+)", str(text))
     number, count = (int(found[1]), int(found[2])) if found else (0, 0)
     return (number - 1, count) if 1 <= number <= count else None
-
-
-def _number(value: Any) -> bool:
-    """Return whether a value is a number. True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _factors(value: Any) -> bool:

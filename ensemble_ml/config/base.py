@@ -16,10 +16,7 @@ MISSING = "???"  # OmegaConf's mark of a mandatory value
 def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
     """Make a dataclass field with a default and a line of documentation.
 
-    Args:
-        default: the default value, or a function that makes it.
-        doc: the line that `--help` prints.
-        paths: whether the field holds a path or a list of paths although its type (`Any`) does not state it.
+    `default` may be a function that makes it. `paths` marks a field of type `Any` that holds a path or a list of paths.
     """
     metadata = {"doc": doc, "paths": paths}
     # A mutable default needs a function, so that each instance has its own.
@@ -29,20 +26,12 @@ def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
 
 
 def part(cls: type, doc: str) -> Any:
-    """Make a field that holds a nested group of settings.
-
-    Args:
-        cls: the configuration class of the group.
-        doc: the line that `--help` prints.
-    """
+    """Make a field that holds a nested group of settings, an instance of a configuration class."""
     return field(default_factory=cls, metadata={"doc": doc})
 
 
 def is_dataset(value: Any) -> bool:
-    """Return whether an input is an open xarray Dataset and not a path.
-
-    An attribute shows it, so that xarray need not be imported here.
-    """
+    """Return whether an input is an open xarray Dataset and not a path, without an import of xarray."""
     return hasattr(value, "data_vars")
 
 
@@ -59,15 +48,13 @@ def shown_input(value: Any) -> str:
     return "an open Dataset" if is_dataset(value) else str(value)
 
 
-def require(key: str, value: Any, good: bool, allowed: str) -> None:
-    """Raise a UserError if a value is not allowed, in the form `key=value: what is allowed`, which all settings share.
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number. True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
-    Args:
-        key: name of the setting.
-        value: its value, for the message.
-        good: whether the value is allowed.
-        allowed: text that says what is allowed, and what to do.
-    """
+
+def require(key: str, value: Any, good: bool, allowed: str) -> None:
+    """Raise a UserError if a value is not allowed, in the form `key=value: what is allowed`, which all settings share."""
     if not good:
         raise UserError(f"{key}={value}: {allowed}")
 
@@ -75,11 +62,7 @@ def require(key: str, value: Any, good: bool, allowed: str) -> None:
 def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
     """Raise a UserError if a setting of `config`, or an entry of a list, is below `least`. None is allowed.
 
-    Args:
-        config: an instance of a configuration class.
-        least: the smallest allowed value.
-        *keys: names of settings of `config`.
-        group: prefix of the names in the message, such as "optim.".
+    `group` is the prefix of the names in the message, such as "optim.".
     """
     for key in keys:
         value = getattr(config, key)
@@ -88,12 +71,7 @@ def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
 
 
 def check_finite(node: Any, path: str = "") -> None:
-    """Raise a UserError if a setting, or a value inside it, is infinite or NaN.
-
-    Args:
-        node: a value, or nested dicts and lists of values.
-        path: the dotted name of `node`, for the message.
-    """
+    """Raise a UserError if a setting of the dotted name `path`, or a value inside it, is infinite or NaN."""
     if isinstance(node, dict | list):
         for name, value in node.items() if isinstance(node, dict) else enumerate(node):
             check_finite(value, f"{path}.{name}" if path else str(name))
@@ -105,12 +83,7 @@ _PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
 
 
 def check_periods(key: str, specs: list[str] | None) -> None:
-    """Raise a UserError if a period is not YYYY[-MM[-DD[THH[:MM]]]], or two of these joined by `/`.
-
-    Args:
-        key: name of the setting, for the message.
-        specs: the periods, or None.
-    """
+    """Raise a UserError if a period is not YYYY[-MM[-DD[THH[:MM]]]], or two of these joined by `/`."""
     for spec in map(str, specs or ()):
         ends = spec.split("/")
         good = len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
@@ -127,11 +100,8 @@ def check_region(region: list[float] | None) -> None:
 def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple[str, str, str]]:
     """List (key, default, doc) of the settings of a configuration class and its groups, for `--help`.
 
-    Args:
-        cls: the configuration class.
-        values: the defaults of the files in `conf/`, which replace those of the class; nested like the class. None
-            lists those of the class.
-        prefix: prefix of the keys, such as "optim.".
+    `values` are the defaults of the files in `conf/`, nested like the class, which replace its own; None lists its own.
+    `prefix` is that of the keys, such as "optim.".
     """
     lines = []
     for item in fields(cls):
@@ -147,12 +117,7 @@ def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple
 
 
 def text_settings(cls: type, prefix: str = "") -> set[str]:
-    """Return the keys of all settings of a configuration class that hold texts or paths, or lists of these.
-
-    Args:
-        cls: the configuration class, whose groups are included.
-        prefix: prefix of the keys, such as "optim.".
-    """
+    """Return the keys of all settings of a configuration class that hold texts or paths, or lists of these."""
     found = set()
     for item in fields(cls):
         key, nested = f"{prefix}{item.name}", item.default_factory

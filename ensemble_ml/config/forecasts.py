@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ensemble_ml.config.archives import INTERVALS, NAMES, TRUTH_INTERVALS, UNITS, Control, check_overrides
-from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, is_number, opt, part, require
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.training import ParallelConfig
 
 
 def _numbers(values: Any) -> bool:
     """Return whether `values` is a list or tuple of numbers."""
-    return isinstance(values, list | tuple) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return isinstance(values, list | tuple) and all(is_number(v) for v in values)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, is_number, opt, part, require
 from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.errors import UserError
 
@@ -50,13 +50,8 @@ class TournamentConfig:
             name = f"tournament.vary.{key}"
             allowed = f"changes the shape of the model, its fits or the steps of all; {', '.join(VARIED)} may differ between trainers"
             require(name, values, key in VARIED, allowed)
-            numbers = isinstance(values, list) and all(_is_number(value) for value in values)
+            numbers = isinstance(values, list) and all(is_number(value) and math.isfinite(value) for value in values)
             require(name, values, numbers, "give a list of numbers, one a trainer")
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -78,15 +73,7 @@ class LoaderName(Enum):
 
 
 def parse_bytes(key: str, value: Any) -> int | None:
-    """Return a size such as 4GB, 512MiB or a plain number in bytes. None stays None.
-
-    Args:
-        key: name of the setting, for the message.
-        value: the size.
-
-    Raises:
-        UserError: the value is no size.
-    """
+    """Return a size such as 4GB, 512MiB or a plain number in bytes; None stays None. Refuse what is no size."""
     if value is None:
         return None
     found = _SIZE.fullmatch(str(value).strip())

@@ -181,11 +181,9 @@ def choice(words: Sequence[str], cards: Mapping[Any, str], first: tuple[str, ...
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole HTML document. Its empty icon keeps a browser from asking a server for one.
+    """Return a whole HTML document, of a title as text and a body as HTML.
 
-    Args:
-        title: Title as text.
-        body: Body as HTML.
+    Its empty icon keeps a browser from asking a server for one.
     """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -195,11 +193,7 @@ def page(title: str, body: str) -> str:
 
 
 def note(text: str) -> str:
-    """Return a remark in small type as HTML; empty without a text.
-
-    Args:
-        text: The remark.
-    """
+    """Return a remark in small type as HTML; empty without a text."""
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
@@ -243,10 +237,9 @@ def table(
         cells = (f"<td{f' class={mark}' if mark else ''}>{cell}</td>" for cell, mark in zip(line, marks, strict=True))
         body.append(f"<tr>{''.join(cells)}</tr>")
     # The HTML attribute `title` of a column is the name of its group. Browsers show it, and the script reads it.
-    owners = ["", *(escape(name) for name, width in (groups or {}).items() for _ in range(width))]
-    over = "".join(
-        f'<th colspan="{width}" scope="colgroup">{escape(name)}</th>' for name, width in (groups or {}).items()
-    )
+    groups = groups or {}
+    owners = ["", *(escape(name) for name, width in groups.items() for _ in range(width))]
+    over = "".join(f'<th colspan="{width}" scope="colgroup">{escape(name)}</th>' for name, width in groups.items())
     head = f"<tr><th></th>{over}</tr>" if over else ""
     titles = [f' title="{owner}"' if owner else "" for owner in owners] if over else [""] * len(heads)
     head += f"<tr>{''.join(f'<th{t}>{escape(str(h))}</th>' for t, h in zip(titles, heads, strict=True))}</tr>"

@@ -55,24 +55,12 @@ class Bins:
 
     @classmethod
     def around(cls, typical: float, power: int) -> Bins:
-        """Return empty bins whose edges grow by a constant factor, from 0.1 to 6 times a typical value.
-
-        Args:
-            typical: A typical value of the outcome.
-            power: 1 or 2.
-        """
+        """Return empty bins with edges that grow by a constant factor, from 0.1 to 6 times a typical outcome."""
         n = len(_BINS) + 1
         return cls(_BINS * max(typical, 1e-30), power, np.zeros(n), np.zeros(n), np.zeros(n))
 
     def record(self, predicted: np.ndarray, actual: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
-        """Add the points of a field.
-
-        Args:
-            predicted: (Y, X) predicted standard deviation.
-            actual: (Y, X) outcome.
-            weights: (Y, X) weights.
-            mask: (Y, X) bool, true at points that count.
-        """
+        """Add the points of a field (Y, X) where `mask` holds: standard deviation, outcome and weight."""
         # Both sums are binned by the prediction: binning by the outcome would make calibrated forecasts look wrong.
         where = np.digitize(predicted[mask], self.edges)
         for table, values in (
@@ -114,10 +102,7 @@ class Snapshot:
 def cells_together(shape: tuple[int, int], fields: int, forecasts: int) -> int:
     """Return how many rows and columns of a grid make one row and column of the report's maps.
 
-    Args:
-        shape: Rows and columns of the grid.
-        fields: Number of fields, each of which has maps.
-        forecasts: Number of forecasts, without those given as baselines.
+    `forecasts` is their number without those given as baselines.
     """
     maps = fields * (5 * forecasts + 2)
     most = min(_MOST_POINTS, max(_ALL_POINTS // maps, min(_FEW_POINTS, _ALL_FEW_POINTS // maps)))
@@ -128,15 +113,9 @@ def cells_together(shape: tuple[int, int], fields: int, forecasts: int) -> int:
 
 
 def together(values: np.ndarray, rows: int, columns: int | None = None) -> np.ndarray:
-    """Return the sums over boxes of cells; boxes at the last row and column may be smaller.
+    """Return the sums (y, x) over boxes of cells of (Y, X) values; the last row and column of boxes may be smaller.
 
-    Args:
-        values: (Y, X) values.
-        rows: Rows of a box.
-        columns: Columns of a box; None takes as many as rows.
-
-    Returns:
-        (y, x) sums.
+    A box has `rows` rows, and as many columns if `columns` is None.
     """
     summed = np.add.reduceat(values, np.arange(0, values.shape[0], rows), 0)
     return np.add.reduceat(summed, np.arange(0, values.shape[1], columns or rows), 1)
@@ -195,16 +174,10 @@ class Pictures:
         said: dict[str, Predicted],
         spread_mask: np.ndarray,
     ) -> None:
-        """Add one date of a group.
+        """Add one date of a group; `date` is a position on D, and `columns` are those of the group's levels on C.
 
-        Args:
-            columns: Positions of the group's levels on C.
-            date: Position on D.
-            values: (Z, Y, X) scores by key.
-            verified: (Z, Y, X) bool, true where scores against the truth count.
-            sample: Members and truth of the date.
-            said: Predictions by label.
-            spread_mask: (Z, Y, X) bool, true where scores of the spread count.
+        `values` are (Z, Y, X) scores. Those against the truth count where `verified` (Z, Y, X) is true. Scores of the
+        spread count where `spread_mask` (Z, Y, X) is.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
             fields = {key: value[z] for key, value in values.items()}
@@ -214,10 +187,7 @@ class Pictures:
     def record_index(self, columns: slice, date: int, index: np.ndarray) -> None:
         """Add the most unusual box of one date: the one with the largest mean |extreme forecast index|.
 
-        Args:
-            columns: Positions of the group's levels on C.
-            date: Position on D.
-            index: (Z, Y, X) extreme forecast index.
+        `index` is (Z, Y, X), `date` a position on D, and `columns` are those of the group's levels on C.
         """
         for z, column in enumerate(range(columns.start, columns.stop)):
             known = np.isfinite(index[z])
@@ -233,11 +203,8 @@ class Pictures:
     def finish(self, columns: slice, state: AggregationState) -> None:
         """Make the maps of a group once all its dates are recorded.
 
-        The sums of the group are then dropped, because those of all groups would need too much memory.
-
-        Args:
-            columns: Positions of the group's levels on C.
-            state: Sums of all statistics, which decide between the two distributions of a baseline.
+        The sums of the group are then dropped, because those of all groups would need too much memory. `state` decides
+        between the two distributions of a baseline.
         """
         for column in range(columns.start, columns.stop):
             area = self._areas.get(column)
@@ -263,13 +230,9 @@ class Pictures:
         return min(keys, key=lambda key: state.mean(key)[column])
 
     def coarse(self, values: np.ndarray) -> np.ndarray:
-        """Return the area-weighted mean over the cells of each point of the maps; cells without a value do not count.
+        """Return the area-weighted means (y, x) of values (Y, X) over the cells of each point of the maps.
 
-        Args:
-            values: (Y, X) values.
-
-        Returns:
-            (y, x) means, NaN where no cell has a value.
+        Cells without a value do not count. A point without any value is NaN.
         """
         there = np.isfinite(values)
         total, area = (together(np.where(there, x * self.area, 0.0), self.size) for x in (values, 1.0))

@@ -50,15 +50,10 @@ class Plan:
 
 
 def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> Plan:
-    """Plan an evaluation of what all forecasts and the source share.
+    """Plan an evaluation of what all forecasts and the source share, with notes on everything that is left out.
 
-    Args:
-        config: Settings.
-        source: The full ensemble, with the truth if there is one.
-        forecasts: The forecasts that are judged, followed by those that serve as baselines.
-
-    Returns:
-        The plan, with notes on everything that is left out.
+    `source` is the full ensemble, with the truth if there is one. `forecasts` are those that are judged, followed by
+    those that serve as baselines.
 
     Raises:
         UserError: A forecast has another grid, or sums over other hours. The truth in the settings has no field. There
@@ -111,24 +106,16 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
 
 
 def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
-    """Return notes on what forecasts of one folder lack or do not state, and on how their model was trained.
-
-    Args:
-        forecast: The forecasts of one folder.
-        fitted: Init times that baselines are fitted on.
-    """
+    """Return notes on what forecasts of one folder lack or do not state, and on how their model was trained."""
     notes = []
     if {origin.get("checkpoint_step") for origin in forecast.origins.values()} == {"0"}:
         notes.append(
             f"{forecast.label}: its checkpoint is of step 0, so it is the statistical start without a trained network:"
             " no training step was made, or none was better in validation."
         )
-    if forecast.uneven_leads:
-        few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
-        notes.append(f"{forecast.label}: {few}.")
-    if forecast.uneven_members:
-        few = f"members of {shortened(forecast.uneven_members)} are not in all of its files, and not scored"
-        notes.append(f"{forecast.label}: {few}.")
+    uneven = [f"leads {shortened(forecast.uneven_leads)} h"] if forecast.uneven_leads else []
+    uneven += [f"members of {shortened(forecast.uneven_members)}"] if forecast.uneven_members else []
+    notes += [f"{forecast.label}: {what} are not in all of its files, and not scored." for what in uneven]
     width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
     if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
         few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
@@ -150,11 +137,7 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
-    """Return notes on the hours of the day at which fit dates and test dates start.
-
-    One note warns that fit dates of several hours are fitted together. Another warns of test dates at an hour that no
-    fit date has.
-    """
+    """Return notes on the hours of the day at which fit dates and test dates start."""
     # The errors of a model depend on the time of day. Baselines fitted at another hour, or at all hours together, are
     # too weak, so a gain over them says little.
     starts = hour_of_day(test)
@@ -178,11 +161,7 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
-    """Return notes on sums and maxima whose hours only the source or only the forecast states.
-
-    Raises:
-        UserError: A variable covers other hours in the forecast than in the source.
-    """
+    """Return notes on sums whose hours only the source or only the forecast states; refuse hours that differ."""
     leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
     unstated: dict[str, list[str]] = {forecast.label: [], source.path: []}
     ours = bounds_at(source, source.layout.names, leads)
@@ -206,18 +185,11 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
 
 
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
-    """Choose the dates that baselines are fitted on.
+    """Choose the dates that baselines are fitted on, as positions in the source's init times.
 
     These are the dates of `config.fit`. Without that setting, they are the training dates of the first forecast that
     states some. Training dates at other hours of the day than the forecasts' are left out if enough remain, because
     errors depend on the time of day. Notes on the choice are appended to `notes`.
-
-    Returns:
-        Positions of the dates in the source's init times.
-
-    Raises:
-        UserError: `config.fit` names a period without init times. Without that setting, no forecast states its training
-            dates, or the source lacks some of them.
     """
     times = source.layout.init_time
     if config.fit is not None:
@@ -256,33 +228,24 @@ def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str
 def _test_dates(
     source: Source, forecasts: list[ForecastSet], fit: np.ndarray, truth: bool, scored: list[np.ndarray]
 ) -> tuple[np.ndarray, list[dict[str, str]]]:
-    """Split the dates of the forecasts into those that are scored and those that are dropped, with reasons.
+    """Split the dates of the forecasts into positions of test dates in the source, and dropped dates with reasons.
 
     A date that a model has seen (in training, in the choice of the checkpoint, in earlier weights) would make its
     forecast look too good. A date that baselines were fitted on would make the baselines look too good.
-
-    Returns:
-        Positions of the scored dates in the source's init times, and the date and reason of every dropped date.
-
-    Raises:
-        UserError: No date is left.
     """
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
     # A date that any model has seen is dropped for all forecasts, so that all scores are over the same dates.
-    trained = {start for forecast in forecasts for start in forecast.training_dates}
-    chosen = {start for forecast in forecasts for start in forecast.validation_dates}
-    earlier = {start for forecast in forecasts for start in forecast.earlier_dates}
+    seen = {
+        "seen in training": {start for forecast in forecasts for start in forecast.training_dates},
+        "chose the checkpoint": {start for forecast in forecasts for start in forecast.validation_dates},
+        "seen by the weights that training began from": {start for f in forecasts for start in f.earlier_dates},
+    }
     test, dropped = [], []
     for start in offered:
         found = np.flatnonzero(times == start)
         reason = _why_not(source, forecasts, found, start, truth, scored)
-        if reason is None and start in trained:
-            reason = "seen in training"
-        if reason is None and start in chosen:
-            reason = "chose the checkpoint"
-        if reason is None and start in earlier:
-            reason = "seen by the weights that training began from"
+        reason = reason or next((why for why, dates in seen.items() if start in dates), None)
         if reason is None and found[0] in fit:
             reason = "used to fit the baselines"
         if reason is None:
@@ -300,10 +263,7 @@ def _why_not(
     source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool,
     scored: list[np.ndarray],
 ) -> str | None:  # fmt: skip
-    """Return the reason why a date cannot be scored, or None.
-
-    `found` is the position of `start` in the source's init times, or empty. `scored` holds the masks of `_scored`.
-    """
+    """Return the reason why a date cannot be scored, or None. `found` is its position in the source, or empty."""
     lacking = [forecast.label for forecast in forecasts if start not in forecast.files]
     if lacking:
         return f"missing from {lacking[0]}"
@@ -324,13 +284,7 @@ def _why_not(
 def _groups(
     source: Source, forecasts: list[ForecastSet], notes: list[str]
 ) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
-    """Find the leads, variables and levels that all forecasts and the source share.
-
-    A note on the other fields of the forecasts is appended to `notes`.
-
-    Raises:
-        UserError: They share no field.
-    """
+    """Find the leads, variables and levels that all forecasts and the source share; note the other fields."""
     layout = source.layout
     leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
     # A field that one forecast lacks is scored for none, because means over different fields cannot be compared.
@@ -372,11 +326,7 @@ def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
 
 
 def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
-    """Return the number of members of the raw reduced ensemble.
-
-    It is `config.members_in` if that is set. Otherwise it is the number of members that the first forecast was made
-    from, or `_USUAL` if that is not known, but no more than the source has.
-    """
+    """Return the number of members of the raw reduced ensemble: as the settings or the first forecast state it."""
     if config.members_in is not None:
         return config.members_in
     return min(len(first.members_in) or _USUAL, len(source.layout.realization))

@@ -11,12 +11,7 @@ from ensemble_ml.units import same_units
 
 
 def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> int:
-    """Return the length of a dimension.
-
-    Args:
-        data: The data.
-        name: Name of the dimension.
-        argument: Name of the argument that gives the dimension, for the message.
+    """Return the length of a dimension. `argument` names the argument that gives it, for the message.
 
     Raises:
         ValueError: The data has no such dimension.
@@ -31,11 +26,8 @@ def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> in
 def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:
     """Refuse arrays whose units differ. Arrays without units pass.
 
-    Args:
-        first: An array.
-        *others: More arrays.
-        widths: Positions of the arrays that are scales of a distribution; `first` has position 0. A scale is a
-            difference, so it may be in kelvin where another array is in degrees Celsius.
+    `widths` are the positions of arrays that are scales of a distribution, from 0 for `first`. A scale is a difference,
+    so it may be in kelvin where another array is in degrees Celsius.
 
     Raises:
         ValueError: Two arrays state different units.
@@ -50,10 +42,6 @@ def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, .
 def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
     """Return two arrays in float64, and refuse coordinates that differ.
 
-    Args:
-        first: An array.
-        second: Another array.
-
     Raises:
         ValueError: Their coordinates differ.
     """
@@ -62,26 +50,15 @@ def aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr
 
 
 def bare(score: xr.DataArray) -> xr.DataArray:
-    """Remove all attributes, such as units and standard name.
+    """Remove all attributes, such as units and standard name, but those of coordinates.
 
     xarray may pass attributes on, but those of a score differ from those of its variable.
-
-    Args:
-        score: An array.
-
-    Returns:
-        The array without attributes; coordinates keep theirs.
     """
     return score.drop_attrs(deep=False)
 
 
 def in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
-    """Return `score` with the units of `data`, if it has any.
-
-    Args:
-        data: An array whose units the score has as well.
-        score: The score.
-    """
+    """Return `score` with the units of `data`, if it has any."""
     units = data.attrs.get("units")
     return score if units is None else score.assign_attrs(units=units)
 
@@ -126,14 +103,6 @@ def core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
     """Move the last `core` axes to the front, and pad the others to `others` axes with axes of length one.
 
     NumPy broadcasts from the right, so an axis that only another array has must come before the axes of this one.
-
-    Args:
-        values: An array whose core axes are last.
-        others: Number of axes besides the core axes.
-        core: Number of core axes.
-
-    Returns:
-        The array with the core axes first, followed by `others` axes.
     """
     padded = values.reshape((1,) * (others + core - values.ndim) + values.shape)
     return np.moveaxis(padded, range(-core, 0), range(core))
@@ -144,15 +113,7 @@ def vectors(
 ) -> xr.DataArray:
     """Apply a function to members (M, V, ...) and truth (V, ...) of vectors, point by point.
 
-    Args:
-        function: A function of members and truth as NumPy arrays that returns float64.
-        forecast: Members, with the dimensions `member` and `variable` among others.
-        observed: Truth, with the dimension `variable` among others.
-        member: Name of the member dimension.
-        variable: Name of the dimension along which vectors lie.
-
-    Returns:
-        The function's values at each point, without attributes.
+    `member` and `variable` are the names of the dimensions M and V. The result has no attributes.
 
     Raises:
         ValueError: A dimension is missing, an array has several Dask chunks along `member` or `variable`, or units or

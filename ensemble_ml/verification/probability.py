@@ -36,14 +36,9 @@ def pit(
     """Return the probability integral transform F(y) of the truth, in [0, 1].
 
     Where a censored distribution has a point mass, F jumps. A random value within the jump makes the PIT of a
-    calibrated forecast uniform (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x).
-
-    Args:
-        family: Family of the distribution.
-        location: Location of the distribution, in the units of the variable.
-        scale: Scale of the distribution, in the same units.
-        y: Truth. Values beyond the bounds of the distribution count as the nearer bound.
-        uniform: Random numbers in [0, 1) of the shape of `y`; None takes the middle of each jump.
+    calibrated forecast uniform (Czado et al. 2009, doi:10.1111/j.1541-0420.2009.01191.x): `uniform` holds numbers in
+    [0, 1) of the shape of `y`, and None takes the middle of each jump. Values of `y` beyond the bounds of the
+    distribution count as the nearer bound.
 
     Raises:
         UserError: A value of `uniform` is outside of [0, 1), or a scale is negative.
@@ -57,10 +52,7 @@ def pit(
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
     """Return the number of the bin of [0, 1] that each value falls into, int64 from 0 to `bins` - 1.
 
-    Args:
-        probability: Values in [0, 1] of any shape. The value 1 belongs to the last bin. NaN falls into the first bin,
-            so the caller must mask it.
-        bins: Number of bins of equal width, one or more.
+    The value 1 belongs to the last bin. NaN falls into the first bin, so the caller must mask it.
 
     Raises:
         UserError: `bins` is below one, or values lie outside of [0, 1].
@@ -72,10 +64,7 @@ def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Convert counts or weights in bins to shares of their sum, (..., K); NaN where the sum is zero.
-
-    Args:
-        counts: (..., K) counts or weights, 0 or more.
+    """Convert counts or weights (..., K) in bins to shares of their sum; NaN where the sum is zero.
 
     Raises:
         UserError: A count is negative.
@@ -86,13 +75,10 @@ def shares(counts: np.ndarray) -> np.ndarray:
 
 
 def flatness(counts: np.ndarray) -> np.ndarray:
-    """Return the reliability index of a histogram: sum |share - 1/K|, (...); NaN where the sum of counts is zero.
+    """Return the reliability index of a histogram (..., K): sum |share - 1/K|, (...); NaN where the sum is zero.
 
     It is 0 for a flat histogram and 2 (1 - 1/K) at worst. It is equation 8 of Delle Monache et al. (2006),
     doi:10.1029/2005JD006917.
-
-    Args:
-        counts: (..., K) counts or weights, 0 or more.
 
     Raises:
         UserError: A count is negative.
@@ -106,11 +92,6 @@ def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndar
     The loss is equation 42 of Gneiting & Raftery (2007), doi:10.1198/016214506000001437, with the sign reversed, so
     that smaller is better. Twice its mean over all levels is the CRPS.
 
-    Args:
-        forecast: Predicted quantile in the units of `y`.
-        y: Truth.
-        level: Probability of the quantile, within (0, 1).
-
     Raises:
         UserError: `level` is not within (0, 1).
     """
@@ -119,11 +100,7 @@ def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndar
 
 
 def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """Return the squared difference of a probability and the outcome, after Brier (1950).
-
-    Args:
-        probability: Forecast probability in [0, 1].
-        event: Outcome, 0 or 1.
+    """Return the squared difference of a probability in [0, 1] and the outcome, 0 or 1, after Brier (1950).
 
     Raises:
         UserError: A probability is outside of [0, 1], or an event is neither 0 nor 1.
@@ -171,25 +148,14 @@ class Reliability:
 
     @classmethod
     def zeros(cls, bins: int = 10) -> Reliability:
-        """Return an empty table.
-
-        Args:
-            bins: Number of bins of equal width, one or more.
-
-        Raises:
-            UserError: `bins` is below one.
-        """
+        """Return an empty table of one or more bins of equal width."""
         check_count("bins", bins, 1, "probabilities are counted in equal bins")
         return cls(*(np.zeros(bins) for _ in range(6)))
 
     def record(self, probability: np.ndarray, event: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
-        """Add points of any shape where `mask` holds.
+        """Add probabilities in [0, 1] and events of 0 or 1, of any shape, where `mask` holds.
 
-        Args:
-            probability: Forecast probabilities in [0, 1].
-            event: Outcomes, 0 or 1.
-            weights: Weights of the points, 0 or more; they broadcast to `mask`.
-            mask: bool, true at points that count.
+        `weights` are 0 or more, and broadcast to `mask`.
 
         Raises:
             UserError: Probabilities, events or weights at these points have a value that is not allowed.
@@ -212,11 +178,7 @@ class Reliability:
         return self.weight, self.count, self.forecast, self.event, self.square, self.both
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the reliability curve of the bins that hold any weight.
-
-        Returns:
-            Mean probability, frequency of the event, and number of points of each such bin.
-        """
+        """Return mean probability, frequency of the event and number of points of each bin with any weight."""
         kept = self.weight > 0
         return self.forecast[kept] / self.weight[kept], self.event[kept] / self.weight[kept], self.count[kept]
 
@@ -241,21 +203,21 @@ class Calibration:
     """A set of histograms and reliability tables.
 
     Masks must leave out points with a NaN: a missing PIT would count in the first bin, and a missing member as above
-    the truth.
+    the truth. In methods, `date` is a position on D, and `columns` are a range of positions on C, one for each level.
+    Fields and masks (bool, true at points that count) are (Z, Y, X). An entrant is a forecast or a raw ensemble, and a
+    kind is "pit" or "rank".
 
     Attributes:
         dates: Length of D.
         columns: Length of C.
         area: (Y, X) cell areas, the weights of the points.
-        seed: Seed of the random numbers that break ties.
-        histograms: (D, C, K) cell areas in bins by (kind, entrant), where kind is "pit" or "rank".
+        histograms: (D, C, K) cell areas in bins by (kind, entrant).
         reliability: Tables by (column, entrant, threshold); None stands for the upper tenth of the cell's climate.
     """
 
     dates: int
     columns: int
     area: np.ndarray
-    seed: int = 0
     histograms: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
     reliability: dict[tuple[int, str, float | None], Reliability] = field(default_factory=dict)
 
@@ -263,15 +225,7 @@ class Calibration:
         self, entrant: str, date: int, columns: slice, predicted: tuple[Family, np.ndarray, np.ndarray], y: np.ndarray,
         mask: np.ndarray,
     ) -> None:  # fmt: skip
-        """Add the PIT of the forecast distributions of one date.
-
-        Args:
-            entrant: Label of the forecast.
-            date: Position on D.
-            columns: Range of positions on C, one for each level.
-            predicted: Family, location and scale of the distributions; both fields are (Z, Y, X).
-            y: (Z, Y, X) truth.
-            mask: (Z, Y, X) bool, true at points that count.
+        """Add the PIT of the distributions (family, location, scale) that a forecast predicts for one date.
 
         Raises:
             UserError: A scale is negative.
@@ -286,16 +240,7 @@ class Calibration:
     def record_ranks(
         self, entrant: str, date: int, columns: slice, members: np.ndarray, y: np.ndarray, mask: np.ndarray
     ) -> None:
-        """Add the ranks of the truth among the members of a raw ensemble on one date.
-
-        Args:
-            entrant: Name of the ensemble.
-            date: Position on D.
-            columns: Range of positions on C, one for each level.
-            members: (M, Z, Y, X) members.
-            y: (Z, Y, X) truth.
-            mask: (Z, Y, X) bool, true at points that count.
-        """
+        """Add the ranks of the truth among the members (M, Z, Y, X) of a raw ensemble on one date."""
         ranks = rank_of_truth(members, y, self._uniform(date, columns, y.shape))
         self._count("rank", entrant, date, columns, ranks, mask, len(members) + 1)
 
@@ -303,15 +248,7 @@ class Calibration:
         self, entrant: str, columns: slice, probability: np.ndarray, event: np.ndarray, mask: np.ndarray,
         at: float | None = None,
     ) -> None:  # fmt: skip
-        """Add predicted probabilities of an event.
-
-        Args:
-            entrant: Forecast or raw ensemble.
-            columns: Range of positions on C, one for each level.
-            probability: (Z, Y, X) probabilities.
-            event: (Z, Y, X) bool, true where it happened.
-            mask: (Z, Y, X) bool, true at points that count.
-            at: The threshold that is exceeded, in the units of the variable; None for the upper tenth.
+        """Add probabilities that the threshold `at` is exceeded, in the units of the variable, or the upper tenth.
 
         Raises:
             UserError: A probability at a point that counts lies outside of [0, 1].
@@ -321,23 +258,14 @@ class Calibration:
             table.record(probability[z], event[z], self.area, mask[z])
 
     def thresholds(self, column: int) -> list[float]:
-        """Return the thresholds of a column's reliability tables, ascending, without the upper tenth.
-
-        Args:
-            column: Position on C.
-        """
+        """Return the thresholds of a column's reliability tables, ascending, without the upper tenth."""
         return sorted({at for c, _, at in self.reliability if c == column and at is not None})
 
     def share(self, kind: str, entrant: str, draws: np.ndarray | None = None) -> np.ndarray | None:
-        """Return the share of each bin of a histogram.
+        """Return the share of each bin of a histogram, (C, K), NaN where no point was counted.
 
-        Args:
-            kind: "pit" or "rank".
-            entrant: Forecast or raw ensemble.
-            draws: (B, D) how often each draw counts each date; None counts every date once.
-
-        Returns:
-            (C, K) shares, or (B, C, K) with draws, NaN where no point was counted; None if there is no such histogram.
+        It is (B, C, K) with `draws` (B, D), which say how often each draw counts each date; None counts every date
+        once. If there is no such histogram, the result is None.
         """
         table = self.histograms.get((kind, entrant))
         if table is None:
@@ -345,16 +273,7 @@ class Calibration:
         return shares(table.sum(0) if draws is None else np.tensordot(draws, table, axes=1))
 
     def known(self, kind: str, entrant: str, column: int) -> np.ndarray:
-        """Return the dates that a histogram of a column was made of, (D,) bool.
-
-        Args:
-            kind: "pit" or "rank".
-            entrant: Forecast or raw ensemble.
-            column: Position on C.
-
-        Raises:
-            KeyError: There is no such histogram.
-        """
+        """Return the dates that a histogram of a column was made of, (D,) bool."""
         return self.histograms[kind, entrant][:, column].sum(-1) > 0
 
     def _count(
@@ -367,7 +286,7 @@ class Calibration:
 
     def _uniform(self, date: int, columns: slice, shape: tuple[int, ...]) -> np.ndarray:
         """Return random numbers that are the same for every entrant, so that ties are broken alike."""
-        return np.random.default_rng((self.seed, date, columns.start)).random(shape)
+        return np.random.default_rng((0, date, columns.start)).random(shape)
 
 
 def threshold(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -375,22 +294,12 @@ def threshold(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
 
     Where the climate never varies, its deviation is zero or a rounding error, and rounding could make the constant
     value exceed its own mean. The deviation is therefore taken as at least 1e-9 of the mean.
-
-    Args:
-        mean: Climatological mean at each cell.
-        deviation: Climatological standard deviation at each cell.
     """
     return mean + UPPER_TENTH * np.maximum(deviation, 1e-9 * np.abs(mean))
 
 
 def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Return the probability that a distribution exceeds a value.
-
-    Args:
-        family: Family of the distribution.
-        location: Location in the units of the variable.
-        scale: Scale in the units of the variable.
-        value: The value to exceed.
 
     Raises:
         UserError: A scale is negative.
@@ -400,12 +309,8 @@ def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np
 
 
 def members_exceeding(members: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return the share of the members that exceed a value.
+    """Return the share of the members (M, ...) that exceed a value (...).
 
     A comparison with NaN is false, so a missing member counts as not exceeding the value, and no member exceeds NaN.
-
-    Args:
-        members: (M, ...) members.
-        value: (...) the value to exceed.
     """
     return (members > value).mean(0)

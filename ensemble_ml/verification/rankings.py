@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import METRICS, Column
+from ensemble_ml.verification.aggregation import METRICS, Column, geometric_mean
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.page import FIELD, LEAD, REGION, SCORE, choice, note, number, table
 from ensemble_ml.verification.scores import Scores, gain
@@ -21,11 +21,7 @@ _NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings that do not stand for a 
 
 
 def regions(scores: Scores) -> dict[str, str]:
-    """Return the weightings of regions, by the name of the region in the report.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the weightings of regions, by the name of the region in the report."""
     found = [weighting for weighting in scores.state.weightings if weighting not in _NO_REGION]
     return {"all points" if weighting == "area" else weighting: weighting for weighting in found}
 
@@ -36,12 +32,7 @@ def scorecard(scores: Scores) -> str:
     Rows are fields and columns are leads, with a group of columns for each forecast. A cell shows the gain in percent
     and the two scores that it is computed from. It is coloured by the sign of the gain, darker where the gain is
     significant. All comparisons, also those between forecasts, use the same bootstrap draws of init times.
-
-    Args:
-        scores: The scores.
-
-    Returns:
-        HTML; empty if nothing can be compared.
+    The result is empty if nothing can be compared.
     """
     m, n, best = scores.reduced, scores.full, scores.best_baseline(scores.headline_lead)
     several = scores.forecasts if len(scores.forecasts) > 1 else ()
@@ -124,12 +115,7 @@ def _mark(found: Interval) -> str | None:
 def entrants(scores: Scores, first: Column) -> str:
     """Return tables of all entrants: ratios to a reference, area-weighted and unweighted, and the scores of each field.
 
-    Args:
-        scores: The scores.
-        first: The field and lead to show first.
-
-    Returns:
-        HTML; empty if nothing can be compared.
+    The page begins with the field and lead `first`. The result is empty if nothing can be compared.
     """
     full, regression = f"raw_{scores.full}", f"spread_regression_{scores.reduced}"
     pairs = (("crps", full), ("rmse", full), ("spread_rmse", regression), ("held_out_rmse", regression))
@@ -186,9 +172,8 @@ def _raw_table(scores: Scores, lead: int) -> str:
                 cells.append("")
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = (score.value / base.value)[columns]
-            ratios = ratios[np.isfinite(ratios) & (ratios > 0)]
-            cells.append(f"{np.exp(np.log(ratios).mean()):.3f}" if ratios.size else "")
+                mean = float(geometric_mean(score.value / base.value, columns))
+            cells.append(f"{mean:.3f}" if np.isfinite(mean) else "")
         lines.append([f"raw {size}", *cells])
     if not any(cell for line in lines for cell in line[1:]):
         return ""
@@ -198,10 +183,7 @@ def _raw_table(scores: Scores, lead: int) -> str:
 
 
 def _all_scores(scores: Scores, column: int) -> str:
-    """Return a table of the scores of all entrants in one field, with intervals.
-
-    They are in the units of the field, apart from `spread_skill`, which has none.
-    """
+    """Return a table of the scores of all entrants in one field with intervals, in its units but `spread_skill`."""
     shown = ("crps", "rmse", "bias", "spread_skill", "spread_rmse", "held_out_rmse")
     heads, lines = ["", *(METRICS[name].long_name for name in shown)], []
     for entrant in scores.entrants():

@@ -17,7 +17,7 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.verification import charts, rankings
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.page import FORECAST, LEAD, choice, note, number, page, table
-from ensemble_ml.verification.scores import Scores
+from ensemble_ml.verification.scores import Scores, gain
 from ensemble_ml.verification.scoring import Tables
 from ensemble_ml.verification.strata import Case, region_masks
 from ensemble_ml.verification.summary import explained, short_name
@@ -31,18 +31,10 @@ _DIGEST = 12  # hex digits of a checkpoint's checksum
 def write_report(
     content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None, grid: Grid, land: np.ndarray | None
 ) -> str:
-    """Compose the page.
+    """Return the page as HTML, given the content of scores.json and what it was made from.
 
-    Args:
-        content: The content of scores.json.
-        scores: The scores with their draws.
-        tables: Histograms, and sums for maps and bins.
-        case: The most unusual weather of the test dates, or None.
-        grid: Grid of the fields.
-        land: (Y, X) land fraction for coasts and for the regions land and sea, or None.
-
-    Returns:
-        The text of an HTML page.
+    `case` is the most unusual weather of the test dates, or None. `land` is the land fraction (Y, X) for coasts and for
+    the regions land and sea, or None.
     """
     pictures, first = tables.pictures, scores.columns[tables.pictures.headline[0]]
     atlas = Atlas(grid, pictures.size, land, region_masks(grid, land, content["settings"]["regions"]))
@@ -148,15 +140,7 @@ def _dates(dates: list[str]) -> str:
 
 
 def _strata(content: dict[str, Any], scores: Scores) -> str:
-    """Return a section on the gain in regions, seasons and unusual weather.
-
-    Args:
-        content: The content of scores.json.
-        scores: The scores.
-
-    Returns:
-        HTML; empty if there are no strata.
-    """
+    """Return a section on the gain in regions, seasons and unusual weather; empty if there are no strata."""
     cards = {}
     for forecast in scores.forecasts:
         for lead in scores.leads:
@@ -177,9 +161,10 @@ def _strata_table(scores: Scores, forecast: str, rows: list[dict[str, Any]]) -> 
         by_head = {
             (row["metric"], row["reference"]): row for row in rows if (row["kind"], row["stratum"]) == (kind, name)
         }
+        found = [(by_head.get(head), barred) for head, barred in barred_of.items()]
         gains = [
-            _gain(row["ratio"], row["low"], row["high"], row["blocks"], barred) if (row := by_head.get(head)) else None
-            for head, barred in barred_of.items()
+            gain(Interval(row["ratio"], row["low"], row["high"], row["blocks"], barred)) if row else None
+            for row, barred in found
         ]
         first = next(iter(by_head.values()))
         dates = f"{first['dates']} ({first['blocks']})"
@@ -192,15 +177,7 @@ def _strata_table(scores: Scores, forecast: str, rows: list[dict[str, Any]]) -> 
 
 
 def _together(content: dict[str, Any], scores: Scores) -> str:
-    """Return a section on the scores of members as vectors.
-
-    Args:
-        content: The content of scores.json.
-        scores: The scores.
-
-    Returns:
-        HTML; empty if no forecast holds members.
-    """
+    """Return a section on the scores of members as vectors; empty if no forecast holds members."""
     cards = {}
     for lead in scores.leads:
         rows = [row for row in content["vectors"] if row["lead_hours"] == lead]
@@ -218,10 +195,10 @@ def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
     for entrant in dict.fromkeys(row["entrant"] for row in found):
         mine = {row["metric"]: row for row in found if row["entrant"] == entrant}
         gains = [
-            _gain(
+            gain(Interval(
                 row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"], row["blocks"],
                 scores.barred(row["metric"], entrant, o),
-            )
+            ))
             if f"over_{o}" in row else None
             for row in mine.values() for o in others
         ]  # fmt: skip
@@ -239,11 +216,6 @@ def _vector_table(scores: Scores, found: list[dict[str, Any]]) -> str:
     return table(["members", *heads], lines, caption=caption, classes=marks)
 
 
-def _gain(ratio: float, low: float, high: float, blocks: int, barred: int) -> Interval:
-    """Convert a ratio of scores with its interval to a gain in percent."""
-    return Interval(ratio, low, high, blocks, barred).map(lambda r: 100 * (1 - r))
-
-
 def _mark(gain: Interval | None) -> str | None:
     """Return the CSS class of a gain that is surely positive ("b") or negative ("w"), None for any other."""
     if gain is None or not gain.excludes(0):
@@ -254,13 +226,8 @@ def _mark(gain: Interval | None) -> str | None:
 def _by_members(scores: Scores) -> str:
     """Return a section with scores plotted against the number of members that forecasts were made from.
 
-    Baselines, and forecasts that do not state their members, are not shown.
-
-    Args:
-        scores: The scores.
-
-    Returns:
-        HTML; empty if fewer than two different numbers of members are stated.
+    Baselines, and forecasts that do not state their members, are not shown. It is empty if fewer than two different
+    numbers are stated.
     """
     sizes = {label: scores.given[label] for label in scores.forecasts if label in scores.given}
     if len(set(sizes.values())) < 2:
@@ -282,13 +249,7 @@ def _by_members(scores: Scores) -> str:
 def extreme_section(case: Case | None, scores: Scores, atlas: Atlas) -> str:
     """Return a section with maps of the most unusual weather: raw ensembles, forecasts and truth side by side.
 
-    Args:
-        case: The extreme case, or None.
-        scores: The scores.
-        atlas: Grid and coasts of the maps of the whole report.
-
-    Returns:
-        HTML; empty without a case, or if the part of the grid that it shows has a single row or column.
+    It is empty without a case, or if the part of the grid that it shows has a single row or column.
     """
     if case is None or min(case.grid.shape) < 2:
         return ""

@@ -1,6 +1,7 @@
 """Read one variable and lead of one initialisation time, from the ensemble, the truth and the forecasts.
 
-All work in verification goes by these units. This file also decides which members a forecast has seen.
+All work in verification goes by these units. This file also decides which members a forecast has seen. A `date` is the
+position of an initialisation time in the source.
 
 Axes: W weighting, M member, Z level, Y latitude, X longitude.
 """
@@ -83,11 +84,7 @@ class Setting:
         return self.full - self.reduced
 
     def thresholds(self, variable: str) -> list[float]:
-        """Return the thresholds of a variable of which any forecast holds probabilities, ascending.
-
-        Args:
-            variable: Short name.
-        """
+        """Return the thresholds of a variable of which any forecast holds probabilities, ascending."""
         return sorted({value for one in self.forecasts for value in one.thresholds.get(variable, ())})
 
     @cached_property
@@ -100,14 +97,9 @@ class Setting:
         return frozenset(one.label for one in self.forecasts if held & one.seen or one.silent)
 
     def given(self, date: int) -> dict[str, list[int]]:
-        """Return the positions of the members that each forecast of a date was made from.
+        """Return the positions of the members that each forecast of a date was made from, by label.
 
-        Args:
-            date: Position of the init time in the source.
-
-        Returns:
-            Positions by label. A forecast is missing if it names a member that the ensemble lacks, and its list is
-            empty if it states none.
+        A forecast is missing if it names a member that the ensemble lacks, and its list is empty if it states none.
         """
         start = self.source.layout.init_time[date]
         stated = {one.label: one.made_of.get(start, ()) for one in self.forecasts}
@@ -147,16 +139,7 @@ class Sample:
 
 
 def read_sample(setting: Setting, group: Group, date: int) -> Sample:
-    """Read the members and the truth of one initialisation time.
-
-    Args:
-        setting: The setting that all groups share.
-        group: One variable and lead.
-        date: Position of the init time in the source.
-
-    Returns:
-        The data, with masks of where they are complete.
-    """
+    """Read the members and the truth of a group on one date, with masks of where they are complete."""
     members = read_group(setting.source, Part.FORECAST, date, group)
     # A spread of fewer members would be another quantity, so a point counts only if every member has a value.
     whole, given = np.isfinite(members).all(0), setting.given(date)
@@ -175,14 +158,8 @@ def on_truths_ground(
 ) -> np.ndarray:  # fmt: skip
     """Return the members of a group at the height of the truth's ground.
 
-    They are returned unchanged if the heights are not known, or if the variable is not among those to correct.
-
-    Args:
-        source: The full ensemble, which may hold the 2 m temperature that pressure needs.
-        heights: Heights of the ground; None where they are not known.
-        group: One variable and lead.
-        date: Position of the init time in the source.
-        members: (M, Z, Y, X) members of the group.
+    The members (M, Z, Y, X) are returned unchanged if the heights are not known (None), or if the variable is not among
+    those to correct.
     """
     if heights is None or group.variable not in heights.variables:
         return members
@@ -196,20 +173,11 @@ def on_truths_ground(
 def settled(
     source: Source, heights: Heights, groups: Sequence[Group], dates: Sequence[int], area: np.ndarray
 ) -> Heights:  # fmt: skip
-    """Decide for which variables the correction for height is used.
+    """Return the same heights with the variables to correct.
 
     A correction is used if it does not raise the RMSE of the ensemble mean on the fit dates, over all leads together.
-
-    Args:
-        source: The full ensemble and the truth.
-        heights: Heights of the ground.
-        groups: The groups that are scored.
-        dates: Positions of the fit dates; without any, all variables are corrected.
-        area: (Y, X) cell areas.
-
-    Returns:
-        The same heights with the variables to correct, and the RMSE with correction over that without, for each
-        scored variable that could be corrected.
+    Without any dates, all variables are corrected. The heights also get the RMSE with correction over that without, for
+    each scored variable that could be corrected.
     """
     # Two sums of squared errors for each variable: without and with the correction.
     squares = {name: np.zeros(2) for name in OF_THE_GROUND if any(group.variable == name for group in groups)}
@@ -228,11 +196,6 @@ def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None
     """Return the spread of the reduced ensemble at lead 0, (Z, Y, X).
 
     It is None if there is no lead 0, if the group itself is at lead 0, or if the reduced ensemble has one member.
-
-    Args:
-        setting: The setting that all groups share.
-        group: One variable and lead.
-        date: Position of the init time in the source.
     """
     layout = setting.source.layout
     if group.lead_hours == 0 or 0 not in layout.lead_hours or setting.reduced < 2:
@@ -245,27 +208,14 @@ def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None
 def read_group(
     source: Source, part: Part, date: int, group: Group, members: tuple[int, ...] | None = None
 ) -> np.ndarray:
-    """Read the fields of a group, (M, Z, Y, X) float64. The truth has M = 1.
-
-    Args:
-        source: A store or an archive.
-        part: Forecast or truth.
-        date: Position of the init time in the source.
-        group: One variable and lead.
-        members: Numbers of the members to read; None reads all.
-    """
+    """Read the fields of a group, (M, Z, Y, X) float64, of members by number or of all. The truth has M = 1."""
     return np.asarray(source.read(part, date, replace(group.selection, realization=members)).one(), np.float64)
 
 
 def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
-    """Return the spread of the held-out members, corrected to the size of the full ensemble: s_H c4(N) / c4(H).
+    """Return the spread (...) of the held-out members, corrected to the size of the full ensemble: s_H c4(N) / c4(H).
 
-    Args:
-        members: (N, ...) all members.
-        reduced: Number of the first members that are not held out.
-
-    Returns:
-        (...) spread; None if fewer than two members are held out.
+    The first `reduced` of the members (N, ...) are not held out. The result is None if fewer than two are.
     """
     if len(members) - reduced < 2:
         return None
@@ -276,17 +226,11 @@ def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
 def held_out_error(
     predicted: np.ndarray, members: np.ndarray, reduced: int, given: Sequence[int] = ()
 ) -> np.ndarray | None:
-    """Return the error of the spread that a forecast implies for the held-out members.
+    """Return the error (Z, Y, X) of the spread that a forecast implies for the held-out members.
 
-    Args:
-        predicted: (Z, Y, X) predicted spread of the full ensemble.
-        members: (N, Z, Y, X) all members, of which the first `reduced` are not held out.
-        reduced: Number of members of the reduced ensemble.
-        given: Positions of the members that the forecast was made from. With them, the predicted spread is converted to
-            what it implies for the rest (`baselines.spread_of_the_rest`). Without any, it is compared as it is.
-
-    Returns:
-        (Z, Y, X) error; None if fewer than two members are held out, or the forecast has seen one of them.
+    `given` are the positions of the members that the forecast was made from. With them, the predicted spread of the
+    full ensemble is converted to what it implies for the rest (`baselines.spread_of_the_rest`). Without any, it is
+    compared as it is. The result is None if fewer than two members are held out, or the forecast has seen one of them.
     """
     held = held_out_spread(members, reduced)
     if held is None or any(place >= reduced for place in given):
@@ -297,16 +241,7 @@ def held_out_error(
 
 
 def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicted]:
-    """Read the prediction of each forecast for a group on one initialisation time, by label.
-
-    Args:
-        setting: The setting that all groups share.
-        group: One variable and lead.
-        date: Position of the init time in the source.
-
-    Raises:
-        UserError: A file lacks the lead or cannot be read (see `ForecastSet.predicted`).
-    """
+    """Read the prediction of each forecast for a group on one date, by label (see `ForecastSet.predicted`)."""
     start = setting.source.layout.init_time[date]
     return {
         one.label: one.predicted(start, group.variable, group.lead_hours, group.levels) for one in setting.forecasts
@@ -314,14 +249,9 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
 
 
 def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> None:
-    """Read everything of the forecasts that is scored, for one initialisation time.
+    """Read everything of the forecasts that is scored, for one date.
 
     An error that all files share is thus found before the fits, which may take hours.
-
-    Args:
-        setting: The setting that all groups share.
-        groups: All groups.
-        date: Position of the init time in the source.
 
     Raises:
         UserError: A file lacks a lead or cannot be read, units are not known, or a scale or spread is below zero.
@@ -336,11 +266,7 @@ def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> N
 
 
 def check_members(source: Source, members_in: int | None) -> None:
-    """Refuse a reduced ensemble that is larger than the full one.
-
-    Args:
-        source: The full ensemble.
-        members_in: Number of members of the reduced ensemble; None passes.
+    """Refuse a reduced ensemble that is larger than the full one; None passes.
 
     Raises:
         UserError: The ensemble has fewer members.

@@ -41,6 +41,9 @@ class Score:
 class Scores:
     """A lazy table of all scores of an evaluation. Each score is computed when it is first asked for.
 
+    In methods, `metric` is a name in `METRICS`. `entrant` and `other` are forecasts, raw ensembles or baselines.
+    `weighting` names the weighting of the points, such as a region. `columns` are positions on C. `lead` is in hours.
+
     Attributes:
         state: Sums of all statistics.
         columns: The fields that are scored.
@@ -70,17 +73,10 @@ class Scores:
 
     def entrants(self) -> list[str]:
         """Return the names of the forecasts, and then of all other entrants that have a statistic."""
-        found = dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total)
-        return list(found)
+        return list(dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total))
 
     def score(self, metric: str, entrant: str, weighting: str = "area") -> Score | None:
-        """Return the values of a metric for an entrant, or None if the entrant has no such score.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline.
-            weighting: Name of the weighting of the points, such as a region's.
-        """
+        """Return the values of a metric for an entrant, or None if the entrant has no such score."""
         name = metric, entrant, weighting
         if name not in self._cache:
             rule, found = METRICS[metric], None
@@ -91,25 +87,15 @@ class Scores:
             self._cache[name] = found
         return self._cache[name]
 
-    def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
-        """Return the interval of a value from its draws, at the confidence of this evaluation.
+    def interval(self, value: float, draws: np.ndarray, blocks: int) -> Interval:
+        """Return the interval of a value from its draws (B,), at the confidence of this evaluation.
 
-        Args:
-            value: The estimate from all dates.
-            draws: (B,) the estimate from each draw.
-            blocks: Number of blocks that the value depends on; None takes all.
+        `blocks` is the number of blocks that the value depends on.
         """
-        return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
+        return interval(value, draws, self.confidence, blocks)
 
     def interval_of(self, metric: str, entrant: str, column: int, weighting: str = "area") -> Interval | None:
-        """Return a metric of an entrant in one column with its interval, or None if it has no such score there.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline.
-            column: Position on C.
-            weighting: Name of the weighting of the points.
-        """
+        """Return a metric of an entrant in one column with its interval, or None if it has no such score there."""
         score = self.score(metric, entrant, weighting)
         if score is None or not np.isfinite(score.value[column]):
             return None
@@ -117,19 +103,11 @@ class Scores:
         return self.interval(score.value[column], score.draws[:, column], blocks)
 
     def advantage(self, metric: str, entrant: str, other: str) -> str:
-        """Describe the input that a forecast has and `other` lacks. Return "" if there is none.
+        """Describe the input that a forecast has and `other` lacks, in words. Return "" if there is none.
 
         With such an advantage, a better score by `metric` is not called sure. There are three cases: the forecast does
         not state its members; it is scored on the full ensemble's spread and was made from all members; it was made
         from more members than `other`.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline. Only a forecast can have an advantage.
-            other: The entrant that it is compared with.
-
-        Returns:
-            The input in words, or "".
         """
         if entrant in self.forecasts and entrant not in self.given:
             return f"made from {self.made_from(entrant)}"
@@ -143,11 +121,7 @@ class Scores:
         return f"made from {mine} members, compared with {theirs}" if mine > theirs else ""
 
     def made_from(self, label: str) -> str:
-        """Return in words from how many members a forecast was made.
-
-        Args:
-            label: Label of a forecast.
-        """
+        """Return in words from how many members a forecast was made."""
         found = self.given.get(label)
         return "members that it does not state" if found is None else f"{found} of {self.full} members"
 
@@ -155,27 +129,17 @@ class Scores:
         """Return the side that is never sure in a comparison, in the form of `Interval.barred`.
 
         Smaller scores are better, so an advantage bars the side below.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline.
-            other: The entrant that it is compared with.
         """
         return -1 if self.advantage(metric, entrant, other) else 0
 
     def blocks_among(self, dates: np.ndarray) -> int:
-        """Return the number of blocks that contain any of some dates.
-
-        Args:
-            dates: (D,) bool, true for these dates.
-        """
+        """Return the number of blocks that contain any of some dates, (D,) bool."""
         return len(np.unique(self._block[dates]))
 
     def fewest_blocks(self, known: np.ndarray) -> int:
-        """Return the smallest number of blocks that any column has values in; all blocks if no column has a date.
+        """Return the smallest number of blocks with values in any column; all blocks if no column has a date.
 
-        Args:
-            known: (D, C) bool, true where a column has a value on a date.
+        `known` (D, C) is true where a column has a value on a date.
         """
         return fewest_blocks(self._block, known, self.blocks)
 
@@ -183,28 +147,14 @@ class Scores:
         """Return the smallest number of blocks in which any of some columns has a metric of an entrant.
 
         A column that is known in only one block has no interval. A mean that depends on it has none either.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline.
-            columns: Positions on C.
-            weighting: Name of the weighting of the points.
         """
         return min([self.blocks, *(self._blocks_of(metric, entrant, int(c), weighting) for c in columns)])
 
     def least_known(self, metric: str, entrants: Iterable[str], columns: Iterable[int]) -> dict[int, int]:
-        """Return the columns that are known in too few blocks, with the number of these blocks.
+        """Return the columns that are known in too few blocks: the number of these blocks by position on C.
 
         Entrants without the metric are ignored. Only columns in which all others have it are considered. A column is
         returned if it is known in fewer blocks than another one, and in fewer than FEWEST_BLOCKS.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrants: Forecasts, raw ensembles or baselines.
-            columns: Positions on C.
-
-        Returns:
-            Number of blocks by position on C.
         """
         of = {one: score.value for one in entrants if (score := self.score(metric, one)) is not None}
         there = [int(c) for c in columns if of and all(np.isfinite(value[c]) for value in of.values())]
@@ -229,20 +179,13 @@ class Scores:
         return np.unique(self.counts, axis=1, return_inverse=True)[1].reshape(-1)
 
     def at_lead(self, lead: int) -> np.ndarray:
-        """Return the positions on C of the columns at a lead.
-
-        Args:
-            lead: Lead time in hours.
-        """
+        """Return the positions on C of the columns at a lead."""
         return np.array([c for c, column in enumerate(self.columns) if column.lead_hours == lead], int)
 
     def without_sp(self, lead: int) -> np.ndarray:
         """Return the columns at a lead without surface pressure; none if the lead has no surface pressure.
 
         Much of a gain in surface pressure may come from different heights of the ground in model and truth.
-
-        Args:
-            lead: Lead time in hours.
         """
         columns = self.at_lead(lead)
         others = np.array([c for c in columns if self.columns[c].variable != "sp"], int)
@@ -263,15 +206,7 @@ class Scores:
     ) -> Interval | None:
         """Return the geometric mean over columns of an entrant's score divided by that of another.
 
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline; the numerator.
-            other: Forecast, raw ensemble or baseline; the denominator.
-            columns: Positions on C.
-            weighting: Name of the weighting of the points, such as a region's.
-
-        Returns:
-            The ratio with its interval; None if the two share no field with a score.
+        The ratio is None if the two share no field with a score.
         """
         first, second = self.score(metric, entrant, weighting), self.score(metric, other, weighting)
         if first is None or second is None:
@@ -289,17 +224,7 @@ class Scores:
         return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
-        """Return the ratio as `ratio` does, but with equal weights for all points and without an interval.
-
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline; the numerator.
-            other: Forecast, raw ensemble or baseline; the denominator.
-            columns: Positions on C.
-
-        Returns:
-            The ratio; NaN if the two share no field with a score.
-        """
+        """Return the ratio as `ratio` does, but with equal weights for all points and without an interval, or NaN."""
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return float("nan")
@@ -311,15 +236,8 @@ class Scores:
     ) -> list[tuple[Interval, Interval]]:
         """Return the difference of two entrants' scores in each column, and the gain in percent.
 
-        Args:
-            metric: Name in `METRICS`.
-            entrant: Forecast, raw ensemble or baseline.
-            other: Forecast, raw ensemble or baseline; the reference.
-            weighting: Name of the weighting of the points, such as a region's.
-
-        Returns:
-            For each column, the score of `entrant` minus that of `other` in the units of the metric, and 100 (1 - score
-            / other's score). Empty if one of the two lacks the metric.
+        These are the score of `entrant` minus that of `other`, in the units of the metric, and 100 (1 - score / other's
+        score). The list is empty if one of the two lacks the metric.
         """
         first, second = self.score(metric, entrant, weighting), self.score(metric, other, weighting)
         if first is None or second is None:
@@ -340,12 +258,7 @@ class Scores:
 
         Candidates are the corrections of the reduced ensemble, climatology and the forecasts in `baselines`. The choice
         is made on the test dates themselves, which favours the baseline.
-
-        Args:
-            lead: Lead time in hours.
-
-        Returns:
-            Name of the baseline; None if no baseline has a CRPS, or if they share no field at the lead.
+        The result is None if no baseline has a CRPS, or if they share no field at the lead.
         """
         names = [*(f"{name}_{self.reduced}" for name in CORRECTIONS), CLIMATOLOGY, *self.baselines]
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
@@ -364,9 +277,5 @@ class Scores:
 
 
 def gain(ratio: Interval | None) -> Interval | None:
-    """Convert a ratio of scores to a gain in percent, 100 (1 - ratio); None stays None.
-
-    Args:
-        ratio: Ratio with its interval, or None.
-    """
+    """Convert a ratio of scores to a gain in percent, 100 (1 - ratio); None stays None."""
     return None if ratio is None else ratio.map(lambda r: 100 * (1 - r))

@@ -60,15 +60,7 @@ class Tables:
 
 
 def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tables: Tables) -> None:
-    """Score one group on all test dates and add the results to `tables`.
-
-    Args:
-        setting: The setting that all groups share.
-        group: One variable and lead.
-        fit: Baselines of the group.
-        dates: Positions of the test dates in the source.
-        tables: Results, which are changed in place.
-    """
+    """Score one group on all test dates, given as positions in the source, and add the results to `tables`."""
     state, pictures, climate = tables.state, tables.pictures, model_climate(setting)
     for position, date in enumerate(dates):
         # Everything about one date is computed while it is in memory, so that each field is read only once here.
@@ -103,11 +95,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
 def model_climate(setting: Setting) -> ModelClimate | None:
     """Return the model climate of the ensemble.
 
-    Args:
-        setting: The setting that all groups share.
-
-    Returns:
-        The climate; None if it is turned off, or if all init times are of one calendar year.
+    It is None if it is turned off, or if all init times are of one calendar year.
     """
     times = setting.source.layout.init_time
     if not setting.climate_days or len(np.unique(times.astype("datetime64[Y]"))) < 2:
@@ -116,11 +104,7 @@ def model_climate(setting: Setting) -> ModelClimate | None:
 
 
 def climate_note(setting: Setting) -> str:
-    """Return a sentence on the model climate that the extreme forecast index is measured against.
-
-    Args:
-        setting: The setting that all groups share.
-    """
+    """Return a sentence on the model climate that the extreme forecast index is measured against."""
     climate = model_climate(setting)
     if climate is None:
         return "There is no extreme forecast index: it needs init times of two years, and climate_days above 0."
@@ -130,16 +114,9 @@ def climate_note(setting: Setting) -> str:
 
 
 def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, members: np.ndarray) -> np.ndarray | None:
-    """Compute the extreme forecast index of the full ensemble.
+    """Return the extreme forecast index (Z, Y, X) of the full ensemble (M, Z, Y, X), NaN where a value is missing.
 
-    Args:
-        climate: The model climate.
-        group: One variable and lead.
-        date: Position of the init time in the source.
-        members: (M, Z, Y, X) all members.
-
-    Returns:
-        (Z, Y, X) index, NaN where a value is missing; None if the climate has too few dates.
+    It is None if the climate has too few dates.
     """
     if not climate.enough(date):
         return None
@@ -172,21 +149,19 @@ def _calibrate(
     limits: dict[float | None, tuple[Any, np.ndarray]] = {at: (at, mask) for at in setting.thresholds(group.variable)}
     if fit.climatology is not None:
         limits[None] = threshold(*fit.climatology), mask & _meaningful(fit, group)
-    distributions = {
-        label: (one.family, one.location, one.scale)
-        for label, one in said.items()
-        if one.location is not None and one.scale is not None
-    }
     for size in sorted({setting.reduced, setting.full}):
         members = sample.raw[:size]
         calibration.record_ranks(f"raw_{size}", position, group.columns, members, truth, mask)
         for at, (limit, known) in limits.items():
             chance = members_exceeding(members, limit)
             calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known, at)
-    for entrant, distribution in distributions.items():
-        calibration.record_pit(entrant, position, group.columns, distribution, truth, mask)
-        for at, (limit, known) in limits.items():
-            calibration.record_event(entrant, group.columns, exceeding(*distribution, limit), truth > limit, known, at)
+    for label, one in said.items():
+        if one.location is not None and one.scale is not None:
+            predicted = one.family, one.location, one.scale
+            calibration.record_pit(label, position, group.columns, predicted, truth, mask)
+            for at, (limit, known) in limits.items():
+                chance = exceeding(*predicted, limit)
+                calibration.record_event(label, group.columns, chance, truth > limit, known, at)
 
 
 def _meaningful(fit: Fit, group: Group) -> np.ndarray | bool:
@@ -211,13 +186,9 @@ def _finite(arrays) -> np.ndarray | bool:
 
 
 def unfitted(scores: Scores, dates: int) -> list[str]:
-    """Return sentences on fields for which a baseline is missing.
+    """Return sentences on fields for which a baseline is missing. `dates` is the number of fit dates.
 
     If a baseline lacks a value at any point that counts, its mean is NaN and the field is left out of comparisons.
-
-    Args:
-        scores: The scores.
-        dates: Number of fit dates.
     """
     found, state = [], scores.state
 
@@ -229,9 +200,8 @@ def unfitted(scores: Scores, dates: int) -> list[str]:
         if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
             found.append(f"{short_name(key.entrant)} is left out where {why}: {lacking}.")
     # Raw members need no fit. If they are scored on a field and corrections are not, too few dates could be fitted.
-    raw, corrected = (
-        Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
-    )
+    raw = Key(f"raw_{scores.reduced}", Statistic.SQUARED_ERROR)
+    corrected = Key(f"{next(iter(CORRECTIONS))}_{scores.reduced}", Statistic.SQUARED_ERROR)
     if raw in state.total and dates >= FEWEST_DATES:  # with fewer dates the plan has a note already
         if corrected not in state.total:
             found.append(
@@ -252,14 +222,7 @@ def _names(scores: Scores, columns: np.ndarray) -> str:
 
 
 def left_out(scores: Scores) -> list[dict[str, Any]]:
-    """Return the points that a mask left out, with their share of the area of all points.
-
-    Args:
-        scores: The scores.
-
-    Returns:
-        An entry of scores.json for each entrant, statistic and field with such points.
-    """
+    """Return the points that a mask left out, with their share of the area of all points, for scores.json."""
     found = []
     area = WEIGHTINGS.index("area")
     for key, counts in scores.state.left_out.items():

@@ -70,14 +70,8 @@ def c4(n: int) -> float:
 
         c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
 
-    The sample standard deviation has ddof = 1. The formula is that of Holtzman (1950), American Journal of Psychology
-    63, 615-617.
-
-    Args:
-        n: Number of draws, two or more.
-
-    Returns:
-        The ratio, between 0.798 (n = 2) and 1.
+    The sample standard deviation has ddof = 1. The ratio lies between 0.798 (n = 2) and 1. The formula is that of
+    Holtzman (1950), American Journal of Psychology 63, 615-617.
 
     Raises:
         UserError: `n` is below two.
@@ -89,13 +83,9 @@ def c4(n: int) -> float:
 
 
 def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the variance (ddof = 1) over members.
+    """Return the mean and the variance (ddof = 1) over members (M, ...), each (...) float64.
 
-    Args:
-        members: (M, ...) values.
-
-    Returns:
-        Mean and variance, each (...) float64. The variance of a single member is NaN.
+    The variance of a single member is NaN.
     """
     mean = members.mean(0, dtype=np.float64)
     if len(members) < 2:
@@ -103,20 +93,11 @@ def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, ((members - mean) ** 2).sum(0) / (len(members) - 1)
 
 
-def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic, np.ndarray]:
-    """Return the errors, the CRPS and the predicted variance of a raw ensemble.
+def raw_statistics(members: np.ndarray, y: np.ndarray) -> dict[Statistic, np.ndarray]:
+    """Return the errors, the CRPS and the predicted variance (...) of a raw ensemble (M, ...), by statistic.
 
     A single member has no spread. It therefore has no variance, no fair CRPS and no CRPS of a normal distribution.
-
-    Args:
-        members: (M, ...) raw, exchangeable members.
-        y: (...) truth, or None where there is none.
-
-    Returns:
-        (...) values by statistic; empty without truth.
     """
-    if y is None:
-        return {}
     m = len(members)
     mean, variance = ensemble_moments(members)
     error = mean - y
@@ -137,11 +118,7 @@ def spread_statistics(
 ) -> dict[Statistic, np.ndarray]:
     """Return the errors of a predicted spread of the full ensemble, (...) by statistic.
 
-    Args:
-        predicted: (...) predicted spread of all members.
-        actual: (...) spread of all members.
-        apart: (...) error of the spread that the forecast implies for the held-out members, or None where it implies
-            none.
+    `apart` is the error of the spread that the forecast implies for the held-out members; None where it implies none.
     """
     error = predicted - actual
     found = {Statistic.SPREAD_ERROR: error, Statistic.SPREAD_SQUARED_ERROR: error**2}

@@ -31,13 +31,7 @@ SEASONS = ("DJF", "MAM", "JJA", "SON")
 
 
 def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> list[dict]:
-    """Return the `strata` of scores.json.
-
-    Args:
-        scores: The scores of all dates.
-        times: (D,) init times.
-        regions: Names of the weightings that are regions.
-    """
+    """Return the `strata` of scores.json. `regions` are the names of the weightings that are regions."""
     everywhere = np.ones(len(times))
     parts = [("region", name, name, everywhere) for name in regions]
     seasons = season_of(times)
@@ -68,18 +62,9 @@ def stratum_ratio(
 ) -> tuple[Interval | None, np.ndarray]:
     """Return the geometric mean of score ratios over variables and levels within a stratum.
 
-    Args:
-        scores: The scores of all dates.
-        metric: Name in `METRICS`.
-        forecast: Label of a forecast; the numerator.
-        reference: The entrant that it is compared with; the denominator.
-        lead: Lead time in hours.
-        weighting: Name of the weighting whose points form the stratum.
-        dates: (D,) one for dates of the stratum, zero for others.
-
-    Returns:
-        The ratio with its interval, or None if the two share no field with a score in the stratum; and the dates on
-        which the stratum has points of the forecast, (D,) bool, none if an entrant lacks the metric.
+    `dates` (D,) is one for dates of the stratum and zero for others. The points of `weighting` form the stratum. The
+    ratio is None if the two entrants share no field with a score in the stratum. Also return the dates on which the
+    stratum has points of the forecast, (D,) bool, none if an entrant lacks the metric.
     """
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
@@ -102,12 +87,7 @@ def stratum_ratio(
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
-    """Return the `calibration` of scores.json: histograms of forecasts and raw ensembles, with intervals of all bins.
-
-    Args:
-        scores: The scores, whose draws are used.
-        calibration: The histograms.
-    """
+    """Return the `calibration` of scores.json: histograms of forecasts and raw ensembles, with intervals of bins."""
     found = []
     # PIT histograms of forecasts that count as baselines are left out.
     keys = [key for key in calibration.histograms if key[1] in scores.forecasts or key[0] == "rank"]
@@ -134,17 +114,11 @@ def region_masks(
     boxes: Mapping[str, Sequence[float]] | None = None,
     taken: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Return the masks of the regions that the grid reaches: extratropics, tropics, land, sea, and boxes.
+    """Return masks (Y, X) of the regions that the grid reaches: extratropics, tropics, land, sea, and boxes, by name.
 
-    Args:
-        grid: Grid of the fields.
-        land: (Y, X) land fraction. A point is land from one half on. None leaves out land and sea.
-        boxes: [north, west, south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the
-            date line.
-        taken: Names that boxes may not have, besides those of the other regions that the grid reaches.
-
-    Returns:
-        (Y, X) bool masks by name.
+    A point is land where `land` (Y, X) is at least one half; None leaves out land and sea. `boxes` are [north, west,
+    south, east] in degrees by name. If west exceeds east, the box crosses Greenwich or the date line. `taken` are names
+    that boxes may not have, besides those of the other regions that the grid reaches.
 
     Raises:
         UserError: A box holds no point of the grid, or its name is taken.
@@ -161,27 +135,18 @@ def region_masks(
     for name, box in (boxes or {}).items():
         if name in found or name in taken:
             raise UserError(f"regions.{name}={list(box)}: the name stands for something else in scores; give another")
-        found[name] = _box(grid, name, box)
+        mask = np.zeros(grid.shape, bool)
+        mask[np.ix_(*points_within(grid, box))] = True
+        if not mask.any():
+            raise UserError(
+                f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"
+            )
+        found[name] = mask
     return found
 
 
-def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
-    """Return the mask of a box, (Y, X); raise a UserError if it holds no point of the grid."""
-    mask = np.zeros(grid.shape, bool)
-    mask[np.ix_(*points_within(grid, box))] = True
-    if not mask.any():
-        raise UserError(
-            f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"
-        )
-    return mask
-
-
 def season_of(times: np.ndarray) -> np.ndarray:
-    """Return the meteorological season of each time, (D,) positions in `SEASONS`.
-
-    Args:
-        times: (D,) datetime64.
-    """
+    """Return the meteorological season of each time (datetime64), (D,) positions in `SEASONS`."""
     month = times.astype("datetime64[M]").astype(int) % 12
     return ((month + 1) // 3) % 4
 
@@ -232,16 +197,8 @@ class Case:
 def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
     """Find and read the test date and the region with the largest mean |EFI| at the headline lead.
 
-    Fields on pressure levels are searched only if no surface variable has an EFI.
-
-    Args:
-        setting: The setting that all groups share.
-        plan: The plan of the evaluation.
-        pictures: Sums that hold the mean |EFI| of each date.
-
-    Returns:
-        The case; None if no field has an EFI at that lead (for example without a model climate), or if no ensemble and
-        no forecast has a standard deviation.
+    Fields on pressure levels are searched only if no surface variable has an EFI. The case is None if no field has an
+    EFI at that lead (for example without a model climate), or if no ensemble and no forecast has a standard deviation.
     """
     chosen = _most_unusual(plan, pictures)
     if chosen is None:
@@ -294,11 +251,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
 
 
 def box_of(grid: Grid) -> tuple[int, int]:
-    """Return how many rows and columns make a box of 30 by 60 degrees. Boxes are searched for the most unusual weather.
-
-    Args:
-        grid: Grid of the fields.
-    """
+    """Return how many rows and columns make a box of 30 by 60 degrees, in which unusual weather is searched."""
     spans = np.ptp(grid.latitude_bounds()), np.ptp(grid.longitude_bounds())
     rows, columns = (
         max(1, round(width / (span / n))) for width, span, n in zip((30, 60), spans, grid.shape, strict=True)

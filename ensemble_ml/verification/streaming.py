@@ -53,11 +53,7 @@ class EnsembleSums:
 
     @classmethod
     def zeros(cls, members: int) -> EnsembleSums:
-        """Return empty sums.
-
-        Args:
-            members: Number of members of the ensembles to be scored.
-        """
+        """Return empty sums for ensembles of some number of members."""
         return cls(members, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.zeros(members + 1), 0, 0)
 
     def __add__(self, other: EnsembleSums) -> EnsembleSums:
@@ -151,15 +147,7 @@ class _Buffers:
         self.rank = np.empty(_BLOCK, np.uint16)
 
     def add(self, x: np.ndarray, y: np.ndarray, w: np.ndarray, rng: np.random.Generator, total: EnsembleSums) -> None:
-        """Add the scores of a block of points to `total`.
-
-        Args:
-            x: (M, n) members, where n is at most `_BLOCK`.
-            y: (n,) truth.
-            w: (n,) float64 weights.
-            rng: Generator that breaks ties.
-            total: Sums, which are changed in place.
-        """
+        """Add the scores of a block of at most `_BLOCK` points: members (M, n), truth and float64 weights (n,)."""
         m, n = x.shape
         distance, spare, absolute = self.distance[:, :n], self.spare[:n], self.absolute[:n]
         # Most results go into the same buffers in every block, so that these stay in the processor's cache.

@@ -13,7 +13,7 @@ import numpy as np
 from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.aggregation import METRICS
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
-from ensemble_ml.verification.scores import Score, Scores, gain
+from ensemble_ml.verification.scores import Scores, gain
 from ensemble_ml.wording import shortened
 
 _NAMED = 3  # number of fields that a sentence names
@@ -65,11 +65,7 @@ class Claim:
 
 
 def claims(scores: Scores) -> list[Claim]:
-    """Return the claims on each forecast at the headline lead, for the scores that it has.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the claims on each forecast at the headline lead, for the scores that it has."""
     return [claim for label in scores.forecasts for claim in _claims_of(scores, label)]
 
 
@@ -106,12 +102,7 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
 
 
 def headline(scores: Scores, test_dates: int) -> list[str]:
-    """Return sentences for the terminal and the top of the report: better or not, by how much, where, and how sure.
-
-    Args:
-        scores: The scores.
-        test_dates: Number of test dates.
-    """
+    """Return sentences for the terminal and the top of the report: better or not, by how much, where, and how sure."""
     lines = []
     # With several forecasts the first question is which of them is better, so these sentences come first.
     first = scores.forecasts[0]
@@ -188,11 +179,7 @@ def _without_sp(claim: Claim) -> str:
 
 
 def known_in_few(scores: Scores) -> list[str]:
-    """Return sentences on fields with values in fewer blocks than others, and too few to be sure of any mean over them.
-
-    Args:
-        scores: The scores.
-    """
+    """Return sentences on fields known in fewer blocks than others, and in too few to be sure of any mean over them."""
     found = []
     for metric, words in (("crps", "CRPS"), ("spread_rmse", "The spread")):
         blocks = scores.least_known(metric, scores.forecasts, range(len(scores.columns)))
@@ -274,17 +261,9 @@ def _furthest(
     """Find the field at the headline lead in which a metric of a forecast is furthest from its right value.
 
     Fields whose interval excludes the right value come first, because the largest deviation of all may be by chance.
-
-    Args:
-        scores: The scores.
-        metric: Name in `METRICS`.
-        label: Label of the forecast.
-        right: The right value.
-        distance: A function that returns how far the values of all columns (C,) are off, NaN where it is not defined.
-
-    Returns:
-        The position of the column on C, its interval, and a text with `{}` for an adjective, which tells how many
-        fields are surely off; None if no field has the metric.
+    `distance` returns how far the values of all columns (C,) are off, NaN where it is not defined. The result is the
+    position of the column on C, its interval, and a text with `{}` for an adjective, which tells how many fields are
+    surely off; it is None if no field has the metric.
     """
     score = scores.score(metric, label)
     if score is None:
@@ -307,12 +286,7 @@ def _furthest(
 
 
 def certainty(blocks: int, dates: int) -> str:
-    """Return a sentence on how far the intervals can be trusted.
-
-    Args:
-        blocks: Number of blocks of dates.
-        dates: Number of test dates.
-    """
+    """Return a sentence on how far the intervals can be trusted, given the numbers of blocks and of test dates."""
     counted = f"{dates} test date{'s' * (dates != 1)} in {blocks} independent block{'s' * (blocks != 1)}"
     if blocks < 2:
         return f"{counted}: too few for any interval."
@@ -322,11 +296,7 @@ def certainty(blocks: int, dates: int) -> str:
 
 
 def describe(entrant: str) -> str:
-    """Return the name of an entrant in words.
-
-    Args:
-        entrant: Forecast, raw ensemble or baseline.
-    """
+    """Return the name of an entrant in words."""
     kind, _, members = entrant.rpartition("_")
     words = {
         "raw": "the raw {} members",
@@ -349,20 +319,12 @@ def describe(entrant: str) -> str:
 
 
 def short_name(entrant: str) -> str:
-    """Return a short name of an entrant, for charts and tables.
-
-    Args:
-        entrant: Forecast, raw ensemble or baseline. The label of a forecast is returned unchanged.
-    """
+    """Return a short name of an entrant, for charts and tables. The label of a forecast is returned unchanged."""
     return entrant.replace("_", " ") if describe(entrant) != entrant else entrant
 
 
 def explained(entrants: Iterable[str | None]) -> str:
-    """Return a sentence that explains the short names of raw ensembles and baselines; empty if there are none.
-
-    Args:
-        entrants: Forecasts, raw ensembles or baselines. Forecasts and None are left out.
-    """
+    """Return a sentence that explains the short names of raw ensembles and baselines; empty if there are none."""
     names = {short_name(one): describe(one) for one in dict.fromkeys(entrants) if one and describe(one) != one}
     return "; ".join(f"{short}: {words}" for short, words in names.items()) + "." * bool(names)
 
@@ -371,33 +333,25 @@ def rows(scores: Scores) -> list[dict]:
     """Return the `scores` of scores.json, one entry for each entrant and column.
 
     An entry has only the metrics that are defined for it. If there is none, there is no entry.
-
-    Args:
-        scores: The scores.
     """
     found = []
     for entrant in scores.entrants():
         per_metric = {name: score for name in METRICS if (score := scores.score(name, entrant)) is not None}
         for c, column in enumerate(scores.columns):
-            entry: dict = {"entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable}
-            entry["level"] = column.level
-            known = {name: score for name, score in per_metric.items() if np.isfinite(score.value[c])}
-            if known:
-                found.append(entry | {name: _figure(scores, name, entrant, score, c) for name, score in known.items()})
+            figures = {}
+            for name, score in per_metric.items():
+                ends = scores.interval_of(name, entrant, c)
+                if ends is not None:
+                    plain = float(score.unweighted[c])
+                    figures[name] = {"value": ends.value, "low": ends.low, "high": ends.high, "unweighted": plain}
+            if figures:
+                entry: dict = {"entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable}
+                found.append(entry | {"level": column.level} | figures)
     return found
 
 
-def _figure(scores: Scores, metric: str, entrant: str, score: Score, column: int) -> dict:
-    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(metric, entrant, [column]))
-    return {"value": ends.value, "low": ends.low, "high": ends.high, "unweighted": float(score.unweighted[column])}
-
-
 def summary_rows(scores: Scores) -> list[dict]:
-    """Return the `summary` of scores.json: the geometric mean ratio of each entrant to each reference at each lead.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the `summary` of scores.json: the geometric mean ratio of each entrant to each reference at each lead."""
     m, n = scores.reduced, scores.full
     references = {
         "crps": (f"raw_{n}", f"raw_{m}"),
@@ -424,11 +378,7 @@ def summary_rows(scores: Scores) -> list[dict]:
 
 
 def comparison_rows(scores: Scores) -> list[dict]:
-    """Return the `comparisons` of scores.json: each forecast against its main references in each field.
-
-    Args:
-        scores: The scores.
-    """
+    """Return the `comparisons` of scores.json: each forecast against its main references in each field."""
     m, n = scores.reduced, scores.full
     found = []
     for label in scores.forecasts:

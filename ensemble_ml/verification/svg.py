@@ -119,7 +119,7 @@ def chart(
     level: float | None = None,
     diagonal: bool = False,
 ) -> str:
-    """Draw curves with their intervals, and a legend.
+    """Return a figure of curves with their intervals, and a legend, as HTML; empty without a finite value.
 
     Args:
         curves: Curves by name.
@@ -128,9 +128,6 @@ def chart(
         ticks: The only values of x, such as leads; curves then stand side by side there. None chooses ticks.
         level: A value of y to mark by a dashed line.
         diagonal: Whether to mark where x and y are equal. Both axes then include zero.
-
-    Returns:
-        HTML of a figure; empty without a finite value.
     """
     x = np.concatenate([np.asarray(curve.x, float) for curve in curves.values()] or [np.empty(0)])
     y = np.array([(p.value, p.low, p.high) for curve in curves.values() for p in curve.y]).ravel()
@@ -155,14 +152,9 @@ def chart(
 
 
 def gains(entries: Sequence[tuple[str, Interval]], title: str) -> str:
-    """Draw gains in percent with their intervals, one line each. A dot is filled if its gain is surely not zero.
+    """Return a figure of gains in percent with their intervals as HTML, one line for each name and gain.
 
-    Args:
-        entries: Name and gain of each line.
-        title: Title of the chart.
-
-    Returns:
-        HTML of a figure.
+    A dot is filled if its gain is surely not zero.
     """
     ends = [end for _, one in entries for end in (one.value, one.low, one.high) if np.isfinite(end)]
     frame = _Frame(_range([0.0, *ends]), (0.0, 1.0))
@@ -240,7 +232,7 @@ class Atlas:
         units: str,
         place: tuple[float, float] | None = None,
     ) -> str:
-        """Draw a field with its colour bar. Missing values show as grey.
+        """Return a figure of a field with its colour bar as HTML. Missing values show as grey.
 
         Args:
             title: Title of the map.
@@ -249,27 +241,17 @@ class Atlas:
             ends: Values of the first and the last colour.
             units: Units of the values.
             place: Latitude and longitude of a cross in degrees; None draws none.
-
-        Returns:
-            HTML of a figure.
         """
         cross = "" if place is None else f'<path class="x" d="M{place[1] - 1:g},{-place[0] - 1:g}l2,2m0-2l-2,2"/>'
-        return self._figure(title, _level(values, ends, _LEVELS), palette, ends, units, cross)
+        return self._figure(title, _level(values, ends), palette, ends, units, cross)
 
     def gain_map(self, title: str, gain: np.ndarray, sure: np.ndarray | None, limit: float) -> str:
-        """Draw a map of gain in percent, with dots where it is significant.
+        """Return a figure of gain (y, x) in percent as HTML, with dots where it is significant.
 
-        Args:
-            title: Title of the map.
-            gain: (y, x) gain in percent.
-            sure: (y, x) bool, true where the gain is significant; None if that was not tested.
-            limit: End of the scale of colours in percent.
-
-        Returns:
-            HTML of a figure.
+        `sure` (y, x) is None if that was not tested. `limit` is the end of the scale of colours in percent.
         """
         # Where the gain is minus infinity, the reference is perfect and the forecast is not.
-        level = _level(np.where(np.isneginf(gain), -limit, gain), (-limit, limit), _LEVELS)
+        level = _level(np.where(np.isneginf(gain), -limit, gain), (-limit, limit))
         if sure is not None:
             # On a small map, each significant point has a dot of a ninth of its area. On large or coarse maps, only one
             # point in nine may be a dot, as a whole: a dot in each point would double the bytes of a map.
@@ -324,8 +306,7 @@ class Atlas:
 def natural_coasts() -> list[np.ndarray]:
     """Return the coasts of Natural Earth (1:110 million, `scripts/coasts.py`) as lines.
 
-    Returns:
-        (N, 2) longitude and latitude of the points of each line, in degrees.
+    A line (N, 2) holds longitude and latitude of its points, in degrees.
     """
     stored = np.load(Path(__file__).with_name("coasts.npz"))["points"]
     marker = np.iinfo(stored.dtype).max  # separates the lines
@@ -341,11 +322,11 @@ def _colours(palette: str) -> list[tuple[int, int, int]]:
     return [(int(r), int(g), int(b)) for r, g, b, _ in table]
 
 
-def _level(values: np.ndarray, ends: tuple[float, float], levels: int) -> np.ndarray:
-    """Return the number of the colour of each value, from 0 to levels - 1; `levels` for a missing value."""
+def _level(values: np.ndarray, ends: tuple[float, float]) -> np.ndarray:
+    """Return the number of the colour of each value, from 0 to `_LEVELS` - 1; `_LEVELS` for a missing value."""
     there = np.isfinite(values)
     share = (np.where(there, values, ends[0]) - ends[0]) / (ends[1] - ends[0])
-    return np.where(there, np.clip(share * levels, 0, levels - 1), levels).astype(np.uint8)
+    return np.where(there, np.clip(share * _LEVELS, 0, _LEVELS - 1), _LEVELS).astype(np.uint8)
 
 
 def _png(indices: np.ndarray, colours: Sequence[tuple[int, ...]]) -> str:

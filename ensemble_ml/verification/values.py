@@ -44,24 +44,16 @@ _BY_FAMILY = {
 
 
 def spread_values(
-    setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None = None
+    setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None
 ) -> Values:
     """Score every predicted spread against that of the full ensemble, and against that of the held-out members.
 
     A forecast of the full spread that was made from known members implies a spread of the held-out ones
     (`baselines.spread_of_the_rest`). If the reduced ensemble is the full one, its spread at the same lead is the answer
     itself, so raw, size-corrected and regressed spreads are left out. A reduced ensemble of one member has no raw and
-    no size-corrected spread.
+    no size-corrected spread. `start` (Z, Y, X) is the spread of the reduced ensemble at lead 0, or None.
 
-    Args:
-        setting: The setting that all groups share.
-        fit: Baselines of the group.
-        sample: Members and truth of one initialisation time.
-        said: Predictions by label.
-        start: (Z, Y, X) spread of the reduced ensemble at lead 0, or None.
-
-    Returns:
-        (Z, Y, X) values by entrant and statistic; empty if the full ensemble has one member.
+    The values are (Z, Y, X). There are none if the full ensemble has one member.
     """
     m, n = setting.reduced, setting.full
     if n < 2:
@@ -83,12 +75,11 @@ def spread_values(
         entrants[CLIMATOLOGY] = fit.spread.climate
     # The spread regression is made from the reduced ensemble, so it also implies a spread of the held-out members.
     known = {f"spread_regression_{m}": list(range(m)), **sample.given}
-    found = {}
+    found = Values()
     for name, predicted in entrants.items():
         seen = name in setting.informed
         apart = None if seen else held_out_error(predicted, sample.members, m, known.get(name, ()))
-        for statistic, value in spread_statistics(predicted, actual, apart).items():
-            found[Key(name, statistic)] = value
+        _put(found, name, spread_statistics(predicted, actual, apart))
         draws = m if name == f"raw_{m}" else n
         # For ddof = 0, each spread is converted with the number of members that it stands for.
         error = predicted * np.sqrt((draws - 1) / draws) - actual * np.sqrt((n - 1) / n)
@@ -100,18 +91,7 @@ def spread_values(
 
 
 def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], family: Family) -> Values:
-    """Score raw ensembles, their corrections, climatology and forecasts against the truth.
-
-    Args:
-        setting: The setting that all groups share.
-        fit: Baselines of the group.
-        sample: Members and truth of one initialisation time.
-        said: Predictions by label.
-        family: Distribution family of the variable.
-
-    Returns:
-        (Z, Y, X) values by entrant and statistic.
-    """
+    """Score raw ensembles, their corrections, climatology and forecasts against the truth, at each point (Z, Y, X)."""
     truth, found = np.asarray(sample.truth), Values()
     limit = None if fit.climate is None else threshold(*fit.climate)
     least = None if fit.climate is None else _POINT * np.sqrt((fit.climate[1] ** 2).mean((-2, -1), keepdims=True))
@@ -208,13 +188,8 @@ def _of_points(
 def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:
     """Choose for each baseline and column the distribution with the lower CRPS on the test dates.
 
-    Args:
-        state: Sums of all statistics, to which those of the chosen distribution are added.
-        columns: The fields that are scored.
-        entrants: Names of the baselines.
-
-    Returns:
-        The chosen family by entrant, then by field and lead. Baselines with a single distribution are missing.
+    Their sums are added to `state`. Return the chosen family by entrant, then by field and lead. Baselines with one
+    distribution are missing.
     """
     chosen = {}
     for entrant in entrants:

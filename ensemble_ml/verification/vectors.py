@@ -54,12 +54,7 @@ class Known:
 
     @classmethod
     def of(cls, setting: Setting, fit: Fit) -> Known | None:
-        """Return the needed parts of a fit; None for a reduced ensemble of one member, or if there were too few dates.
-
-        Args:
-            setting: The setting that all groups share.
-            fit: Baselines of the group.
-        """
+        """Return the needed parts of a fit; None for a reduced ensemble of one member, or with too few dates."""
         corrections = fit.corrections.get(setting.reduced, {})
         if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
             return None
@@ -75,7 +70,6 @@ class Vectors:
 
     Attributes:
         lead: Lead time in hours.
-        dates: Length of D.
         fields: Number of fields V.
         paired: Names of the fields of the variogram.
         without_scale: Names of the fields that are left out, because they have no fit or `Known.scale` is zero.
@@ -84,24 +78,15 @@ class Vectors:
     """
 
     lead: int
-    dates: int
-    fields: int = 0
-    paired: tuple[str, ...] = ()
-    without_scale: tuple[str, ...] = ()
-    covered: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    fields: int
+    paired: tuple[str, ...]
+    without_scale: tuple[str, ...]
+    covered: np.ndarray
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
-        """Add the score of one initialisation time.
-
-        Args:
-            entrant: Forecast, raw or coupled ensemble.
-            metric: Name in `METRICS`.
-            date: Position on D.
-            values: (Y, X) score.
-            weight: (Y, X) weights, zero at points that are left out.
-        """
-        found = self.means.setdefault((entrant, metric), np.full(self.dates, np.nan))
+        """Add the scores (Y, X) of one date, a position on D. Weights (Y, X) are zero at points that are left out."""
+        found = self.means.setdefault((entrant, metric), np.full(len(self.covered), np.nan))
         if weight.any():
             found[date] = (np.where(weight > 0, values, 0.0) * weight).sum() / weight.sum()
 
@@ -109,17 +94,10 @@ class Vectors:
 def score_vectors(
     setting: Setting, groups: Sequence[tuple[Group, Known | None]], dates: np.ndarray, lead: int
 ) -> Vectors | None:
-    """Score all members at one lead on the test dates.
+    """Return the mean scores of all members at one lead on the test dates, given as positions in the source.
 
-    Args:
-        setting: The setting that all groups share.
-        groups: Groups with the results of their fits; None leaves out a group.
-        dates: Positions of the test dates in the source.
-        lead: Lead time in hours.
-
-    Returns:
-        The mean scores; None if there is no truth, no forecast has members of all fields, or no field has a fit and a
-        scale above zero.
+    A group without results of its fits (None) is left out. The result is None if there is no truth, no forecast has
+    members of all fields, or no field has a fit and a scale above zero.
     """
     every = [(group, known) for group, known in groups if group.lead_hours == lead]
     mine = [(group, known) for group, known in every if known is not None]
@@ -134,8 +112,9 @@ def score_vectors(
     if not len(there):
         return None
     pairs = _paired([levels[i] for i in there])
-    found = Vectors(lead, len(dates), len(there), tuple(names[there[i]] for i in pairs))
-    found.without_scale, found.covered = tuple(names[i] for i in np.flatnonzero(~kept)), np.zeros(len(dates))
+    paired = tuple(names[there[i]] for i in pairs)
+    without_scale = tuple(names[i] for i in np.flatnonzero(~kept))
+    found = Vectors(lead, len(there), paired, without_scale, np.zeros(len(dates)))
     for position, date in enumerate(dates.tolist()):
         given, truth, whole = _date(setting, mine, labels, date, kept)
         # One mask for all entrants and fields: a vector with a missing component has no score.
@@ -166,11 +145,7 @@ def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Se
 
 
 def _paired(every: Sequence[int | None]) -> list[int]:
-    """Choose the fields of the variogram by their levels.
-
-    All fields are chosen if they are few. Otherwise the first `_MOST_FIELDS` of those at the surface and at the level
-    nearest to 500 hPa are.
-    """
+    """Choose the fields of the variogram: all if they are few, else those at the surface and nearest to 500 hPa."""
     if len(every) <= _MOST_FIELDS:
         return list(range(len(every)))
     upper = sorted({level for level in every if level is not None}, key=lambda level: abs(level - 500))
@@ -218,10 +193,6 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
     """Return the `vectors` of scores.json.
 
     Each entry holds the mean score of an entrant, and its ratios to the coupled and to the raw full ensemble.
-
-    Args:
-        scores: The scores, whose draws are used.
-        found: The mean scores of each lead.
     """
     made = []
     for one in found:
@@ -244,10 +215,7 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
 
 
 def _mean(values: np.ndarray, covered: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the mean over dates, followed by that of each draw, (1 + B,).
-
-    Dates are weighted by the area that they have values of.
-    """
+    """Return the mean over dates, weighted by their covered area, followed by that of each draw, (1 + B,)."""
     # A date with few complete points must not weigh as much as a whole one.
     draws = np.vstack([np.ones(len(values)), counts]) * covered
     there = np.isfinite(values)
