@@ -195,26 +195,18 @@ def trace(
 
 
 def _loading(config: TrainConfig, batch: int) -> int:
-    """Return the bytes that the loader takes, at least those of two batches.
-
-    The clairvoyant loader takes `loading.ram`, or else the current batch and the batches read ahead.
-    """
-    ours = config.loading.name is LoaderName.clairvoyant
-    return max(2 * batch, (config.loading.ram_bytes or (1 + config.loading.ahead) * batch) if ours else 0)
+    """Return the bytes that the loader takes, at least those of two batches of `batch` bytes."""
+    if config.loading.name is not LoaderName.clairvoyant:
+        return 2 * batch
+    # It takes `loading.ram`, or else the current batch and the batches read ahead.
+    return max(2 * batch, config.loading.ram_bytes or (1 + config.loading.ahead) * batch)
 
 
 def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:
-    """Make a batch of random numbers from 1 to 2.
-
-    Args:
-        spec: the model's spec.
-        cells: (Y, X) of the shard.
-        samples: number of samples.
-    """
+    """Make a batch of random numbers from 1 to 2 on a shard of `cells`, (Y, X)."""
     ins, outs, config = len(spec.leads_in), len(spec.leads_out), spec.config
 
     def values(leads: int, fields: int) -> Tensor:
-        """Return random values."""
         return 1 + torch.rand(samples, leads, fields, *cells)
 
     given: dict[str, Any] = {"mean": values(ins, spec.fields), "spread": values(ins, spec.fields)}
