@@ -203,7 +203,7 @@ class Estimate:
     def without(self, z: Tensor) -> Tensor:
         """Return `map` as it would be without the date of map `z`, (T, F, Y, X). The weights stay as they are."""
         n = self.dates[..., None, None].clamp(min=1.5)
-        # The effective number stands for n, because dates resemble their neighbours.
+        # (n mean - map) / (n - 1), with the effective number for n, because dates resemble their neighbours.
         own = zip(n, self.parts, self.scales.split(z), strict=True)
         return self._weighed((n * part - mine) / (n - 1) for n, part, mine in own)
 

@@ -57,35 +57,23 @@ class Spread:
     start: Start | None = None
 
     def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """Return the prior spread s0, of which sigma is a multiple, (T, F, Y, X).
-
-        Args:
-            followed: (T, F, Y, X) the spread that sigma follows.
-            shrink: (T, F) k; the fitted one if None.
-        """
+        """Return the prior spread s0 from the result of `followed`, with k = `shrink` (T, F) or the fitted one."""
         k = (self.shrink if shrink is None else shrink)[..., None, None]
         # A corrected spread stands for `FOLLOWED` members whatever M is (`models.heads`).
         count = torch.tensor([float(self.members if self.start is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
     def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """Return the spread that sigma follows: the members' own, or the linearly corrected s1.
+        """Return the spread that sigma follows, (T, F, Y, X): the members' own, or the linearly corrected s1.
 
-        Args:
-            sample: a date.
-            more: (T, F, Y, X) linear correction of s1.
-
-        Returns:
-            (T, F, Y, X).
+        `more` is the linear correction of s1, (T, F, Y, X).
         """
         return sample.spread if self.start is None else widened(self.s1(sample.spread), more)
 
     def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
         """Return s1, the expected spread of the full ensemble, (T, F, Y, X).
 
-        Args:
-            spread: (T, F, Y, X) spread of the M members.
-            shrink: (T, F) k; the fitted one if None.
+        `spread` is that of the M members, (T, F, Y, X), and `shrink` is k, (T, F); None takes the fitted one.
         """
         k = self.full_shrink if shrink is None else shrink
         count = torch.tensor([float(self.members)])
@@ -93,11 +81,7 @@ class Spread:
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the linear corrections of mean and s1, (T, F, Y, X) each in physical units; zeros if there is none.
-
-        Args:
-            sample: a date.
-        """
+        """Return the linear corrections of mean and s1, (T, F, Y, X) each in physical units; zeros if there is none."""
         if self.start is None:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
         mean, spread, count, _ = sample.batch(self.members)
@@ -109,9 +93,6 @@ class Spread:
         """Return d'' (in typical spreads), v and w of the point network, (3, T, F, Y, X); zeros if there is none.
 
         A model that does not predict the truth has d'' alone, (1, T, F, Y, X).
-
-        Args:
-            sample: a date.
         """
         if self.start is None or self.start.points is None:
             return sample.mean.new_zeros(3, *sample.mean.shape)
@@ -119,11 +100,7 @@ class Spread:
         return self.start.point_part(self.start.anomalies(mean, spread, count), count, day)[0]
 
     def expected(self, sample: Sample) -> Tensor:
-        """Return the spread of the full ensemble that the untrained model predicts, (T, F, Y, X).
-
-        Args:
-            sample: a date.
-        """
+        """Return the spread of the full ensemble that the untrained model predicts, (T, F, Y, X)."""
         linear = widened(self.s1(sample.spread), self.correction(sample)[1])
         if self.start is None:
             return linear
@@ -131,7 +108,7 @@ class Spread:
 
 
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
-    """Fit s_clim: the root of the mean variance of the full ensemble, smoothed by one cell if dates are few.
+    """Fit s_clim, (T, F, Y, X): the root of the full ensemble's mean variance, smoothed by one cell if dates are few.
 
     It is at least `_LEAST_SPREAD` times the root mean square of its field, or times the standard deviation of the field
     itself if its members never differ.
@@ -141,9 +118,6 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
         chosen: indices of the dates.
         scales: means and smoothing on the grid.
         std: (F,) standard deviation of each field.
-
-    Returns:
-        (T, F, Y, X).
 
     Raises:
         UserError: a field exists on no date.
