@@ -456,7 +456,7 @@ class Trainer:
         return reached
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
-        """Score the validation dates, hold the tournament that is due, and return whether the score is the best so far."""
+        """Score the validation dates, hold the tournament that is due, and return whether the score is the best."""
         self.mllog.validates(self.state.step)
         try:
             found = self.judge.scores(self.loader)
