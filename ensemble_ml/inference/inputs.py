@@ -86,9 +86,6 @@ class Samples:
     def read(self, start: Start) -> Sample:
         """Read one init time.
 
-        Args:
-            start: the init time and its members.
-
         Raises:
             UserError: a field is missing, or a value is infinite, or NaN where its variable has no mask. The message
                 names the variable, level, lead, date and member.
@@ -108,10 +105,6 @@ class Samples:
 
         One rank alone cannot decide this, because its part of the grid may be all land, where sea surface temperature
         has no value.
-
-        Args:
-            sample: this rank's part of an init time.
-            spatial: the ranks that share the date.
 
         Raises:
             UserError: there is such a field. All ranks raise it.
@@ -151,15 +144,9 @@ class Samples:
 
 
 def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
-    """Collect samples into one batch. Their numbers of members may differ.
+    """Collect samples, whose numbers of members may differ, into one batch of inputs, with the axis B in front.
 
-    Args:
-        samples: the init times of the batch.
-        spec: the inputs and outputs of the model.
-
-    Returns:
-        The inputs of the model, with the axis B in front. Members are included only if the model takes them, and filled
-        up with zeros to the largest number.
+    Members are included only if the model takes them, and filled up with zeros to the largest number.
     """
 
     def stack(arrays: Iterable[np.ndarray]) -> torch.Tensor:
@@ -181,10 +168,6 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
 
 def replace_static(model: AnyModel, source: Source) -> None:
     """Replace the static fields of the checkpoint in `model` by those of `source`.
-
-    Args:
-        model: the loaded model, which is changed.
-        source: a source with static fields (orography, land mask).
 
     Raises:
         UserError: the source lacks a static field that the model takes.
