@@ -185,11 +185,7 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
 
 
 def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) -> Any:
-    """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text.
-
-    Raises:
-        UserError: the value is not one of the choices, or is of another type.
-    """
+    """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text."""
     if isinstance(default, Enum) and not isinstance(value, Enum):
         return choice_of(type(default), name, value)
     if kind is Any:

@@ -43,8 +43,7 @@ class _Opening:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings with which a task reads the same data."""
-        stated = {"names": self.names, "units": self.units, "intervals": self.intervals}
-        return {"static": self.static, "control": self.control, **stated}
+        return {name: value for name, value in vars(self).items() if name != "paths"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -286,11 +286,7 @@ def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dic
     """Return the hours at which sums of each variable began or ended in training, if the checkpoint states them.
 
     An archive may hold sums since the start, and more leads than training had. Differences between neighbouring leads
-    would then be sums over other, shorter intervals.
-
-    Args:
-        spec: the inputs and outputs of the model.
-        bounds: intervals of the training data, as in `check_source`.
+    would then be sums over other, shorter intervals. `bounds` are as in `check_source`.
     """
     known = bounds or {}
     return {name: [*spec.leads_in, *(hour for pair in known[name] if pair for hour in pair)] for name in known}
@@ -372,13 +368,10 @@ def plan_starts(
 
 
 def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict[np.datetime64, str]:
-    """Describe how the hour or the season of init times differs from those of all training dates.
+    """Describe, by init time, how the hour or the season differs from those of all training dates, where it does.
 
     The corrections of a model depend on both: at a given grid point and lead, the hour of the start fixes the local
     time, and biases change with the seasons.
-
-    Returns:
-        Text by init time, only for those that differ.
     """
     if not len(trained):
         return {}

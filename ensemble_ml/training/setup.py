@@ -344,42 +344,41 @@ def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tup
         check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
     check_writable(run, "run")
+    several = config.parallel.trainer > 1
+    folder = trainer_folder(run, trainer) if several else run
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files alone, such as a plan, make no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
-        return trainer_folder(run, trainer) if config.parallel.trainer > 1 else run, None
-    several = config.parallel.trainer > 1
-    checkpoints = (trainer_folder(run, trainer) if several else run) / "checkpoints"
+        return folder, None
+    checkpoints = folder / "checkpoints"
     # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
         mend_links(checkpoints)
-    if several:
-        whole = _refuse_mixed(config, run)
-        run = trainer_folder(run, trainer)
-        if not whole and tidy:  # all checkpoints are of step 0, and this trainer starts anew with the others
-            for link in ("last", "best"):
-                (checkpoints / link).unlink(missing_ok=True)
-            clean(checkpoints)
+    # If all checkpoints are of step 0, this trainer starts anew with the others.
+    if several and not _refuse_mixed(config, run) and tidy:
+        for link in ("last", "best"):
+            (checkpoints / link).unlink(missing_ok=True)
+        clean(checkpoints)
     # A run that was killed before its first checkpoint starts anew.
     if not (checkpoints / "last").exists():
         refuse_unread(checkpoints)
-        log.info("resume: %s holds no checkpoint, so the run starts anew", run)
-        return run, None
+        log.info("resume: %s holds no checkpoint, so the run starts anew", folder)
+        return folder, None
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
     refuse_other_settings(config, checkpoint)
     # The best checkpoint may have been deleted by the user or lost in a copy.
     best = checkpoint.meta["best"]
-    if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
+    if best is not None and not (checkpoints / (kept := step_name(best["step"]))).exists():
         checkpoint.meta["best"] = best = None
         if tidy:
             text = "resume: %s is not there, so the search for the best checkpoint begins again at the next validation"
             log.warning(text, kept)
-    if not tidy:
-        return run, checkpoint
-    if best is not None:  # a run that was killed after it moved `last` and before it moved `best` left an old `best`
-        point(checkpoints, "best", kept)
-    clean(checkpoints)
-    return run, checkpoint
+    if tidy:
+        # A run that was killed after it moved `last` and before it moved `best` left an old `best`.
+        if best is not None:
+            point(checkpoints, "best", kept)
+        clean(checkpoints)
+    return folder, checkpoint
 
 
 def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
