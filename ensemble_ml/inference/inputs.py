@@ -230,9 +230,7 @@ class Start:
     unlike: str = ""
 
 
-def check_source(
-    source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None, *, warn: bool = True
-) -> None:
+def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None, *, warn: bool) -> None:
     """Refuse a source that lacks anything that the model takes.
 
     Args:
@@ -330,19 +328,14 @@ def _list(values: Sequence[Any]) -> str:
 
 
 def plan_starts(
-    source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = (), *, warn: bool = True
+    source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str], *, warn: bool
 ) -> list[Start]:
     """Return the init times to predict, each with the members that are complete at it.
 
     Each init time with missing members gives a warning. All those at an hour of the day, or in a season, that training
     lacked give one warning together.
 
-    Args:
-        source: the reduced ensemble.
-        spec: the inputs and outputs of the model.
-        config: the settings of `ensemble-ml predict`, with `dates` and `members_in`.
-        trained: the training dates, ISO 8601 in UTC; empty if they are not known.
-        warn: whether to log warnings.
+    `trained` are the training dates, ISO 8601 in UTC; empty if they are not known.
 
     Raises:
         UserError: the source holds no forecast, an init time or member is not there, every member asked for lacks a

@@ -69,17 +69,10 @@ class Job:
 def plan_job(
     config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, warn: bool = True
 ) -> tuple[Job, list[Start]]:
-    """Check everything that can be checked before anything is computed, and choose the init times.
+    """Check everything that can be checked before anything is computed, and choose the init times and their members.
 
-    Args:
-        config: the settings of `ensemble-ml predict`; `input` is only quoted, `source` is what is read.
-        source: the reduced ensemble, on the model's grid.
-        spec: the inputs and outputs of the model.
-        meta: the content of checkpoint.json.
-        warn: whether to log warnings, which one rank does for all.
-
-    Returns:
-        The job, and the init times with their members.
+    `config.input` is only quoted; `source`, on the model's grid, is what is read. One rank logs warnings for all
+    (`warn`).
 
     Raises:
         UserError: the source does not fit the model, or something that the settings name is not there.
@@ -267,13 +260,6 @@ def made_already(
     starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source, replace: bool
 ) -> set[Path]:
     """Return the paths whose files exist and equal what would be made now.
-
-    Args:
-        starts: the init times.
-        paths: the file of each init time.
-        same: the result of `identity`.
-        source: the reduced ensemble.
-        replace: whether files that were made in another way may exist, because they will be replaced.
 
     Raises:
         UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or

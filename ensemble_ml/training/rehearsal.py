@@ -90,8 +90,7 @@ class Rehearsal:
         error = self.model.get_buffer("error")
         # The values of the scales do not change what a step costs.
         ones = torch.ones(_MEMBERS + 1, *error.shape, device=self.device)
-        area = torch.from_numpy(self.spec.grid.area_weights()).float()
-        area = self.shard.cut(area).to(self.device)
+        area = self.shard.cut(torch.from_numpy(self.spec.grid.area_weights()).float()).to(self.device)
         return Loss(self.spec, error, ones, area, self.config.spread_weight, self.mesh.model)
 
 
