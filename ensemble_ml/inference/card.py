@@ -20,13 +20,9 @@ _NAMES = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that
 
 
 def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the model card of a checkpoint as Markdown text.
+    """Return the model card of a checkpoint as Markdown text, from the contents of checkpoint.json and scores.json.
 
-    Args:
-        spec: the inputs and outputs of the model.
-        meta: the content of checkpoint.json.
-        scores: the content of scores.json, or None if the model has not been evaluated. Scores of forecasts that other
-            checkpoints made are left out.
+    Scores are None if the model has not been evaluated. Those of forecasts of other checkpoints are left out.
     """
     scores = None if scores is None else _of_checkpoint(scores, meta["sha256"])
     parts = [f"# Model card: {meta['config'].get('run', 'unnamed run')}", _what(spec, meta), _data(spec, meta)]

@@ -146,10 +146,7 @@ class Header:
         return found.pop() if len(found) == 1 else None
 
     def interval(self, name: str) -> tuple[str, str]:
-        """Return how values of `name` relate to time, and over which intervals.
-
-        Args:
-            name: short name of a variable.
+        """Return how values of a variable relate to time, and over which intervals.
 
         Returns:
             Two texts. The first is the method: "sum", "maximum", "point", or empty if no method is stated. The second

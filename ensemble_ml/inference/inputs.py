@@ -233,12 +233,8 @@ class Start:
 def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None, *, warn: bool) -> None:
     """Refuse a source that lacks anything that the model takes.
 
-    Args:
-        source: the reduced ensemble.
-        spec: the inputs and outputs of the model.
-        bounds: intervals (hours) of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`);
-            None if the checkpoint does not state them.
-        warn: whether to log warnings.
+    `bounds` are the intervals (hours) of sums and maxima in the training data at `spec.leads_in`
+    (`store.source.bounds_at`); None if the checkpoint does not state them.
 
     Raises:
         UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums or

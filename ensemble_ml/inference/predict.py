@@ -264,13 +264,9 @@ def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Pat
 
 
 def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, device: torch.device) -> None:
-    """Move `model` to a device, in the precision that the user asks for or that the checkpoint was trained in.
+    """Move `model` to a device, in the precision that is `wanted` or that the checkpoint was trained in.
 
-    Args:
-        model: the model, which is changed.
-        meta: the content of checkpoint.json, which states the precision of training.
-        wanted: the precision; `auto` takes that of training if the device has it, and float32 otherwise.
-        device: the device.
+    `auto` takes that of training, from `meta`, if the device has it, and float32 otherwise.
 
     Raises:
         UserError: the device does not have this precision.

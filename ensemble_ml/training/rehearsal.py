@@ -139,15 +139,7 @@ class Tracing:
 def trace(
     config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed, *, gloo: bool = True
 ) -> Tracing:
-    """Count the costs of a step of one rank on fake tensors.
-
-    Args:
-        config: settings of the run.
-        spec: the model's spec.
-        topology: the ranks, seen from this one.
-        samples: samples of this rank in a step.
-        speed: precision and order of axes.
-        gloo: sharded weights are exchanged by gloo on CPUs; False for NCCL on GPUs.
+    """Count the costs of a step of one rank, from which `topology` is seen, on fake tensors (see `Rehearsal`).
 
     Raises:
         UserError: the grid cannot be partitioned in this way, or the model cannot be built.

@@ -57,11 +57,7 @@ class Point:
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
     """Predict strong and weak scaling at powers of two up to plan.devices, except where no partition fits.
 
-    Args:
-        planner: the planner of the run.
-        found: the partitions that fit.
-        pieces: measured local work, by the position of the partition in `found`.
-        links: the links between ranks, by mesh axes.
+    `found` are the partitions that fit, and `pieces` the measured local work by their positions.
     """
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []

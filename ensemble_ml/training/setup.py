@@ -61,10 +61,6 @@ STATIC = ("orog", "lsm")
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices into `init_time` of the training and of the validation dates.
 
-    Args:
-        config: `data` of the settings.
-        init_time: (D,) initialisation times of the store.
-
     Raises:
         UserError: there is no training date, a period has no dates, no date starts at `data.hours`, or a date is both a
             training date and a validation date.
@@ -407,12 +403,8 @@ def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
     """Return the settings of one of several trainers: its own seed, and its values of `tournament.vary`.
 
     The seed gives each trainer its own order of init times and members. The first trainer keeps the seed of the run.
-    Settings of a run with a single trainer are returned unchanged.
-
-    Args:
-        config: settings of the run.
-        trainer: number of the trainer.
-        varied: number of the trainer whose values of `tournament.vary` this trainer uses.
+    The values are those of the trainer with the number `varied`. Settings of a run with a single trainer are returned
+    unchanged.
     """
     if config.parallel.trainer == 1:
         return config
@@ -465,10 +457,8 @@ def refuse_shards(shards: int, ranks: int, session: Session | None = None) -> No
 def forget(folder: Path, *, there: bool) -> None:
     """Remove the files of a run that has no checkpoint, so that it can be started again.
 
-    Args:
-        folder: the run folder.
-        there: whether the folder existed before the run. If so, only the settings, the logs, the checkpoints and the
-            folders of trainers are removed.
+    If the folder existed before the run (`there`), only the settings, the logs, the checkpoints and the folders of
+    trainers are removed.
     """
     # Nothing is removed where somebody keeps the copy of a later checkpoint.
     entries = (path.parent for path in folder.glob(f"**/checkpoints/*/{META}"))
@@ -490,7 +480,7 @@ def _goes_on(config: TrainConfig) -> bool:
 
 
 def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> int:
-    """Set torch's number of threads, and let this process keep memory that it frees.
+    """Set and return torch's number of threads, and let this process keep memory that it frees.
 
     A warning is logged if a resumed run had another number of threads, because that changes the last bits of results.
 
@@ -498,9 +488,6 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
         config: settings of the run.
         was: number of threads before the run was resumed; None for a new run, or to leave the warning to another rank.
         ranks: number of processes that share the cores, with this one.
-
-    Returns:
-        The number of threads.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)

@@ -111,13 +111,7 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
     """Fit s_clim, (T, F, Y, X): the root of the full ensemble's mean variance, smoothed by one cell if dates are few.
 
     It is at least `_LEAST_SPREAD` times the root mean square of its field, or times the standard deviation of the field
-    itself if its members never differ.
-
-    Args:
-        dates: reads dates.
-        chosen: indices of the dates.
-        scales: means and smoothing on the grid.
-        std: (F,) standard deviation of each field.
+    itself, `std` (F,), if its members never differ.
 
     Raises:
         UserError: a field exists on no date.
@@ -151,13 +145,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
 
     g and l are ratios of means over the training dates; g is one for a single member. k is the one of `SHRINK` with the
     least squared error on the validation dates (`_best_shrink`).
-
-    Args:
-        dates: reads dates.
-        sample: indices of training dates.
-        validation: indices of validation dates.
-        climatology: (T, F, Y, X) s_clim.
-        scales: means on the grid.
+    `sample` are the training dates, and `climatology` is s_clim, (T, F, Y, X).
     """
     default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
@@ -216,15 +204,9 @@ def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
 def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
     """Return the mean squared error of the untrained forecast of the spread, for each number of members.
 
-    Args:
-        dates: reads dates.
-        chosen: indices of the dates.
-        spread: the spread of the untrained model.
-        scales: means on the grid.
-        sizes: numbers of members that training samples have. Rows of other numbers repeat that of `dates.members`.
-
     Returns:
-        (N + 1, T, F) float32; row M is for M members.
+        (N + 1, T, F) float32; row M is for M members. Rows of numbers that are not among `sizes`, those of training
+        samples, repeat that of `dates.members`.
     """
     full = dates.reader.full_size
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)

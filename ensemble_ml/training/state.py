@@ -118,14 +118,10 @@ class State:
         return int(self.best["step"]) if self.best else 0
 
     def stalled(self, patience: int, every: int) -> bool:
-        """Return whether the last `patience` validations were no better than the best one before them.
+        """Return whether the last `patience` validations were no better than the best one before them; never for 0.
 
-        The result depends only on the step and on what checkpoints hold, so a resumed run ends at the same step as an
-        uninterrupted one.
-
-        Args:
-            patience: number of validations; 0 for never.
-            every: steps between validations.
+        There are `every` steps between validations. The result depends only on the step and on what checkpoints hold,
+        so a resumed run ends at the same step as an uninterrupted one.
         """
         if not patience or self.best is None or self.step % every:
             return False

@@ -232,16 +232,10 @@ def point_to_best(run: Path) -> int:
 
 
 def take_best(run: Run, judge: Judge, folder: Path, say: Callable[[str], None]) -> bool:
-    """Keep the best trainer, or the mean of all if that is better. All ranks of the job must call this at the end.
+    """Keep the best trainer, or the mean of all if that is better, and log which with `say`.
 
-    Args:
-        run: the run.
-        judge: the validation of the run, which scores the mean.
-        folder: the folder of the run, which holds those of its trainers.
-        say: writes a line into the log.
-
-    Returns:
-        False if a trainer stopped before the end; nothing is chosen then.
+    All ranks of the job must call this at the end. `folder` is that of the run, which holds those of its trainers. The
+    result is False if a trainer stopped before the end; nothing is chosen then.
 
     Raises:
         NotFiniteForecast: a forecast of the mean is not finite.

@@ -352,11 +352,6 @@ class Truth:
         That CRPS becomes the scale of the loss. So it is at least `_LEAST_CRPS` typical spreads, even for a field that
         was dry on all dates, and `_USUAL_CRPS` of them where there is no score.
 
-        Args:
-            chosen: indices of the dates.
-            inflation: (T, F, Y, X) B.
-            stage: name of the stage that progress shows.
-
         Returns:
             Logarithm of the factor, that CRPS in physical units, and the number of dates with a CRPS; (T, F) each.
         """
