@@ -64,7 +64,7 @@ class Forecaster:
         return self.__dict__ | {"_made": None}
 
     def batch(self, starts: Sequence[Start]) -> Batch:
-        """Predict a batch of init times, on the CPU, and return it with what `variable` needs of their samples.
+        """Predict a batch of init times. Return the prediction, on the CPU, and what `variable` needs of the samples.
 
         Raises:
             UserError: an input cannot be read, or is NaN or infinite and the model has no mask there.

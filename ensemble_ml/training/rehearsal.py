@@ -189,7 +189,7 @@ def _loading(config: TrainConfig, batch: int) -> int:
     """Return the bytes that the loader takes, at least those of two batches of `batch` bytes."""
     if config.loading.name is not LoaderName.clairvoyant:
         return 2 * batch
-    # It takes `loading.ram`, or else the current batch and the batches read ahead.
+    # The clairvoyant loader takes `loading.ram`, or else the current batch and the batches read ahead.
     return max(2 * batch, config.loading.ram_bytes or (1 + config.loading.ahead) * batch)
 
 

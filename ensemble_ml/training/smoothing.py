@@ -73,7 +73,7 @@ class Scales:
         return lat @ z @ lon
 
     def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
-        """Return the area mean of `z`, (..., Y, X), over the points `there` or all, (...) float64; NaN if there is none."""
+        """Return the area mean of `z` (..., Y, X) over the points `there` or all, (...) float64; NaN without points."""
         if there is None or bool(there.all()):
             return (z * self.area).sum((-2, -1), dtype=torch.float64)
         area = torch.where(there, self.area, 0.0).sum((-2, -1), dtype=torch.float64)

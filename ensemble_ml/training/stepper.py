@@ -64,7 +64,7 @@ class Stepper:
 
         Args:
             batch: this rank's part of the batch.
-            says: returns numbers of this rank to sum over ranks, such as flags, up to date after the backward pass.
+            says: returns numbers of this rank to sum over ranks, such as flags. It is called after the backward pass.
 
         Returns:
             The loss and its parts, the number of samples of the whole batch, and the sums of the numbers from `says`.

@@ -33,7 +33,7 @@ from ensemble_ml.training.climate_data import (
 from ensemble_ml.training.linear_fit import telling
 from ensemble_ml.training.point_targets import fit_points
 from ensemble_ml.training.progress import NETWORK
-from ensemble_ml.training.smoothing import MapMean, Scales
+from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.spread_fit import SHRINK, Spread
 
 log = logging.getLogger(__name__)
@@ -100,13 +100,16 @@ class Truth:
     def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
         self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
         self.follows = neighbours(dates.reader.source.layout.init_time[chosen])
-        # The mean of the truth minus the mean of all members, in units of s_clim.
-        mean = self._map_mean("bias", self._error)
-        dates.refuse_empty(mean.count, Part.TRUTH)
-        self.bias = mean.estimate()
+        self.bias = self._bias()
         self._known = set(chosen.tolist())
         self.whole_bias = self.bias.map() * spread.climatology
         self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.heads`, (T, F)
+
+    def _bias(self) -> Estimate:
+        """Fit the mean of the truth minus the mean of all members, in units of s_clim."""
+        mean = self._map_mean("bias", self._error)
+        self.dates.refuse_empty(mean.count, Part.TRUTH)
+        return mean.estimate()
 
     def _map_mean(self, stage: str, of: Callable[[int], Tensor]) -> MapMean:
         """Return the mean over the training dates of a map (T, F, Y, X) of each date, NaN where absent."""

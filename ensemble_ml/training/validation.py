@@ -136,8 +136,8 @@ class Scoring:
             errors, variances, truth, told = _squares(model, batch, prediction)
             self._width.add(errors, variances, truth, told, least)
             for width, sums in zip(_TRIED, self._tried, strict=False):
-                maps = (*_at_width(model, batch, prediction, width), truth, told)
-                sums.add(*(values[:, :, bounded] for values in maps), least[:, bounded])
+                maps = _at_width(model, batch, prediction, width)
+                sums.add(*maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
         # Batches have a target for the spread only if the model predicts it.
         if batch.target_spread is not None:
             self._spread.add(*_spread_error(model, batch, prediction, self._full_size))
@@ -274,7 +274,7 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
 
 
 def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> tuple[Tensor, Tensor]:
-    """Return CRPS and variance of the fields that have a bound, with `width` times their scale: (B, T, F, Y, X)."""
+    """Return CRPS and variance of the fields that have a bound, with `width` times their scale: (B, T, G, Y, X)."""
     truth, location, scale = _distribution(batch, prediction)
     scores, variances = torch.empty_like(scale), torch.empty_like(scale)
     for law, at in by_family(model.spec.families):
@@ -282,7 +282,8 @@ def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: floa
             wider = distributions.widen(law, location[:, :, at], scale[:, :, at], truth.new_tensor(width))
             scores[:, :, at] = distributions.crps(law, *wider, truth[:, :, at])
             variances[:, :, at] = distributions.moments(law, *wider)[1] ** 2
-    return scores, variances
+    bounded = [position for position, law in enumerate(model.spec.families) if law is not Family.NORMAL]
+    return scores[:, :, bounded], variances[:, :, bounded]
 
 
 def _least(crps_WTG: Tensor) -> Tensor:
