@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ensemble_ml.verification import Heights
 
 C = TypeVar("C")
+E = TypeVar("E", bound=Enum)
 
 
 def index_in_place(*, look: bool = True) -> FileIndex:
@@ -45,21 +46,12 @@ def holds_dataset(paths: Any) -> bool:
 
     The search for fields that are all NaN would compute every field of a lazy Dataset at once. Opening an archive and
     prediction therefore leave it out for Datasets.
-
-    Args:
-        paths: a path, a Dataset, or a list of either.
     """
     return any(is_dataset(path) for path in as_list(paths))
 
 
 def open_input(config: PredictConfig) -> Pair:
     """Open `config.input` for the checkpoint of `config`, with sums over the same intervals as in its training.
-
-    Args:
-        config: the settings of `ensemble-ml predict`.
-
-    Returns:
-        The opened source, brought to the checkpoint's grid if `config.regrid` is on.
 
     Raises:
         UserError: the checkpoint or the input cannot be read.
@@ -82,13 +74,7 @@ def open_input(config: PredictConfig) -> Pair:
 
 
 def open_verified(config: EvaluateConfig) -> Pair:
-    """Open the ensemble and the truth of `config`.
-
-    Args:
-        config: the settings of `ensemble-ml evaluate`.
-
-    Returns:
-        Both together, brought to the grid of the first forecast if `config.regrid` is on.
+    """Open the ensemble and the truth of `config`, brought to the grid of the first forecast if `regrid` is on.
 
     Raises:
         UserError: an input cannot be read, or the inputs do not fit each other.
@@ -109,15 +95,9 @@ def open_verified(config: EvaluateConfig) -> Pair:
 
 
 def open_ground(config: EvaluateConfig, both: Pair) -> Heights | None:
-    """Open the orographies of forecast model and truth that `config` names.
+    """Open the orographies of forecast model and truth that `config` names; None if it names none.
 
-    Args:
-        config: the settings of `ensemble-ml evaluate`.
-        both: the ensemble and the truth, whose grid the orographies have to fit.
-
-    Returns:
-        The two orographies, or None if `config` names none. If it names only that of the forecast model, the truth's is
-        the one in `both`.
+    They have to fit the grid of `both`. If only that of the forecast model is named, the truth's is the one in `both`.
 
     Raises:
         UserError: a file cannot be read, holds no orography, or one of another grid; or the truth's is missing.
@@ -205,16 +185,9 @@ def settings_of(cls: type[C], given: Mapping[str, Any], ours: Mapping[str, Any],
 
 
 def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) -> Any:
-    """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text.
-
-    Raises:
-        UserError: the value is not one of the choices, or is of another type.
-    """
+    """Convert a value to the type of its setting, as Hydra does; a choice may be given as its text."""
     if isinstance(default, Enum) and not isinstance(value, Enum):
-        try:
-            return type(default)(value)
-        except ValueError:
-            raise UserError(f"{name}={value}: {', '.join(one.value for one in type(default))} are allowed") from None
+        return choice_of(type(default), name, value)
     if kind is Any:
         return list(value) if isinstance(value, tuple) else value
     if isinstance(value, str) and list[str] in (kind, *get_args(kind)):
@@ -225,6 +198,14 @@ def _chosen(name: str, value: Any, default: Any, kind: Any, schema: DictConfig) 
         raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from None
     found = schema[name]
     return OmegaConf.to_object(found) if OmegaConf.is_config(found) else found
+
+
+def choice_of(choices: type[E], name: str, value: Any) -> E:
+    """Return the choice with this value, which may be the choice itself, or raise a UserError."""
+    try:
+        return choices(value)
+    except ValueError:
+        raise UserError(f"{name}={value}: {', '.join(one.value for one in choices)} are allowed") from None
 
 
 def _plain(value: Any) -> Any:

@@ -131,11 +131,6 @@ def load(path: str | os.PathLike[str]) -> Model:
 
 
 def trained(run: Path, *, keep: Any = None) -> Model:
-    """Load the model of a run that has ended: its best checkpoint, or the last one if none could be scored.
-
-    Args:
-        run: the folder of the run.
-        keep: an object that has to live as long as the model.
-    """
+    """Load the model of a run that has ended: its best checkpoint, or the last one if none could be scored."""
     best = run / "checkpoints" / "best"
     return Model(best if best.exists() else run / "checkpoints" / "last", keep=keep)

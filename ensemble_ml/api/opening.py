@@ -17,7 +17,7 @@ import xarray as xr
 
 from data_prep import Overrides, open_archive, open_source
 from data_prep.pairs import pair
-from ensemble_ml.api.inputs import Reopened, holds_dataset, index_in_place, is_store_path
+from ensemble_ml.api.inputs import Reopened, choice_of, holds_dataset, index_in_place, is_store_path
 from ensemble_ml.config import Control, as_list, check_overrides, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, TensorStore
@@ -43,8 +43,7 @@ class _Opening:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings with which a task reads the same data."""
-        stated = {"names": self.names, "units": self.units, "intervals": self.intervals}
-        return {"static": self.static, "control": self.control, **stated}
+        return {name: value for name, value in vars(self).items() if name != "paths"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,18 +108,10 @@ def open(  # hides the builtin, since users call it as `ensemble_ml.open`
         >>> ensemble["t2m"].attrs["units"]
         'K'
     """
-    choice = control if isinstance(control, Control) else _control(control)
+    choice = choice_of(Control, "control", control)
     opening = _Opening(_whole(paths), static and _whole(static), choice, names or {}, units or {}, intervals or {})
     source = Reopened(_open, opening)
     return _remembered(_lazy(source), opening, source)
-
-
-def _control(word: str) -> Control:
-    """Return the member of `Control` with this name, or raise a UserError."""
-    try:
-        return Control(word)
-    except ValueError:
-        raise UserError(f"control={word}: {', '.join(one.value for one in Control)} are allowed") from None
 
 
 def _whole(paths: Any) -> Any:
@@ -201,10 +192,6 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
 
     If no truth is given, a changed Dataset of a tensor store brings its own, in the variables that end in `_truth`. For
     an unchanged Dataset the store itself is read, which holds the truth.
-
-    Args:
-        ensemble: a Dataset, a path, or a list of either.
-        truth: the same for the truth, or None.
     """
     paths, settings = resolve(ensemble)
     if truth is None and is_dataset(paths):
@@ -215,14 +202,10 @@ def resolve_pair(ensemble: Any, truth: Any) -> tuple[tuple[Any, dict[str, Any]],
 
 
 def settings_of_both(of_ensemble: Mapping[str, Any], of_truth: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task from those with which its ensemble and its truth were opened.
+    """Return the settings of a task from those with which its ensemble and its truth were opened (`resolve`).
 
     Names and units of a task are for both inputs. Where the two were opened with different ones, those of the ensemble
     count.
-
-    Args:
-        of_ensemble: the settings that `resolve` returns of the ensemble.
-        of_truth: those of the truth.
     """
     of_task = {"names": "names", "units": "units", "intervals": "truth_intervals"}
     found = {name: of_truth[key] for key, name in of_task.items() if of_truth.get(key)}
@@ -230,12 +213,9 @@ def settings_of_both(of_ensemble: Mapping[str, Any], of_truth: Mapping[str, Any]
 
 
 def notices_of(*inputs: Any) -> set[str]:
-    """Return the texts of the notices that were logged when Datasets were opened.
+    """Return the texts of the notices that were logged when Datasets were opened; paths have none.
 
     A function that opens their paths again does not log these a second time (`data_prep.notices.once`).
-
-    Args:
-        *inputs: Datasets, paths (which have none), or lists of either.
     """
     found: set[str] = set()
     for data in inputs:
@@ -248,14 +228,9 @@ def notices_of(*inputs: Any) -> set[str]:
 
 
 def _base(name: str, *parts: str) -> str:
-    """Return the variable that a name such as `t_truth` belongs to.
+    """Return the variable that a name such as `t_truth` belongs to, or an empty text if it has no such ending.
 
-    Args:
-        name: name of a variable of a Dataset by `open`.
-        *parts: endings to accept; without any, those of truth, control, mean and spread.
-
-    Returns:
-        The part before the ending, or an empty text if the name has no such ending.
+    Endings are `parts`; without any, those of truth, control, mean and spread.
     """
     base, _, last = name.rpartition("_")
     return base if last in (parts or [part.value for part in Part if part is not Part.FORECAST]) else ""

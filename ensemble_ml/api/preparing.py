@@ -149,22 +149,10 @@ def _fits(
         members=[size for size in _SIZES if size < members] or [1],
         validation_members=min(5, max(1, members - 1)),
     )
-    usual = ModelConfig()
     # The U-Net is as small as it can be. Its last layer is zero until it is trained, so it does not change the result.
-    model = ModelConfig(
-        hidden=4,
-        max_hidden=4,
-        depth=0,
-        points=usual.points if networks else 0,
-    )
-    return TrainConfig(
-        run=root.name,
-        output=str(root.parent),
-        steps=0,
-        data=data,
-        model=model,
-        tracking=TrackingConfig(tensorboard=False),
-    )
+    model = ModelConfig(hidden=4, max_hidden=4, depth=0, points=ModelConfig().points if networks else 0)
+    tracking = TrackingConfig(tensorboard=False)
+    return TrainConfig(run=root.name, output=str(root.parent), steps=0, data=data, model=model, tracking=tracking)
 
 
 def split_dates(

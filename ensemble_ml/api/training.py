@@ -89,17 +89,9 @@ def train_config(
     validation: str | list[str] | None,
     settings: Mapping[str, Any],
 ) -> TrainConfig:
-    """Compose the settings of a training as the command line does.
+    """Compose the settings of a training from the arguments of `train`, as the command line does.
 
-    Args:
-        store: path of the tensor store. It is opened only if init times have to be split.
-        run: the folder of the run.
-        train: init times to train on, or None.
-        validation: init times that choose the best checkpoint, or None.
-        settings: the user's settings by their names on the command line.
-
-    Returns:
-        The settings, validated.
+    The store is opened only if init times have to be split.
 
     Raises:
         UserError: there is no such setting or file of `conf/`, a value is not allowed, or there are too few init times

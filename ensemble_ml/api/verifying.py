@@ -227,12 +227,9 @@ def _folders(forecast: Any, folder: Path, name: str) -> list[str]:
 
 
 def _linked(there: Path, folder: Path) -> str:
-    """Make a folder of links to the forecasts of another folder.
+    """Make a folder of links to the forecasts of another folder, which must hold some.
 
     `evaluate` names the scores of forecasts by their folder, so a folder with the wanted name has to exist.
-
-    Raises:
-        UserError: the other folder holds no NetCDF file, or is not there.
     """
     files = sorted(there.glob("*.nc")) if there.is_dir() else [there]
     # Without this check, the error of `evaluate` would name the folder of links.

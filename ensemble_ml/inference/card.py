@@ -20,23 +20,13 @@ _NAMES = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # names that
 
 
 def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the model card of a checkpoint as Markdown text.
+    """Return the model card of a checkpoint as Markdown text, from the contents of checkpoint.json and scores.json.
 
-    Args:
-        spec: the inputs and outputs of the model.
-        meta: the content of checkpoint.json.
-        scores: the content of scores.json, or None if the model has not been evaluated. Scores of forecasts that other
-            checkpoints made are left out.
+    Scores are None if the model has not been evaluated. Those of forecasts of other checkpoints are left out.
     """
-    config = meta["config"]
     scores = None if scores is None else _of_checkpoint(scores, meta["sha256"])
-    parts = [
-        f"# Model card: {config.get('run', 'unnamed run')}",
-        _what(spec, meta),
-        _data(spec, meta),
-        _split(meta, scores),
-    ]
-    parts += [*_tournaments(meta), _scores(scores), _limits(spec, meta, scores), _use(meta)]
+    parts = [f"# Model card: {meta['config'].get('run', 'unnamed run')}", _what(spec, meta), _data(spec, meta)]
+    parts += [_split(meta, scores), *_tournaments(meta), _scores(scores), _limits(spec, meta, scores), _use(meta)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -66,9 +56,12 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     predicts = [f"the full ensemble's spread{f', of {every} members' if every else ''}"] * spec.config.spread
     of = "another member, in place of the truth" if predicts_members(meta) else "the truth"
     predicts += [f"the distribution of {of}"] * spec.config.postprocess
+    # With other numbers of members, a forecast extrapolates.
+    sizes = _sizes(meta)
+    shown = f"; trained with {_listed(sizes)}" if sizes else ""
     rows = [
         ("predicts", " and ".join(predicts)),
-        ("from", f"a reduced ensemble of {spec.config.min_members} or more members{_shown(meta)}"),
+        ("from", f"a reduced ensemble of {spec.config.min_members} or more members{shown}"),
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         *_compacted(meta),
@@ -88,12 +81,6 @@ def _compacted(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     after = meta["scores"].get("crps_ratio") if meta.get("validated_step", meta["step"]) == meta["step"] else None
     text = f"cut out of the checkpoint with sha256 `{facts['from']}`: {described(facts)} there"
     return [("compaction", f"{text}; {in_words(facts, after)}")]
-
-
-def _shown(meta: Mapping[str, Any]) -> str:
-    """Return in words with how many members the model was trained. With other numbers, a forecast extrapolates."""
-    sizes = _sizes(meta)
-    return f"; trained with {_listed(sizes)}" if sizes else ""
 
 
 def _sizes(meta: Mapping[str, Any]) -> list[int]:
@@ -160,10 +147,7 @@ def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 
 def _over(meta: Mapping[str, Any], name: str) -> str:
-    """Return the hours over which a variable is a sum, a mean or an extreme.
-
-    The text is empty if the archive did not state them.
-    """
+    """Return the hours over which a variable is a sum, a mean or an extreme; empty if the archive states none."""
     intervals = meta.get("lead_bounds", {}).get(name) or ()
     return _listed(f"{first} to {last} h" for first, last in filter(None, intervals))
 

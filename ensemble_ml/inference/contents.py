@@ -146,10 +146,7 @@ class Header:
         return found.pop() if len(found) == 1 else None
 
     def interval(self, name: str) -> tuple[str, str]:
-        """Return how values of `name` relate to time, and over which intervals.
-
-        Args:
-            name: short name of a variable.
+        """Return how values of a variable relate to time, and over which intervals.
 
         Returns:
             Two texts. The first is the method: "sum", "maximum", "point", or empty if no method is stated. The second
@@ -173,12 +170,7 @@ class Header:
 
 
 def attributes(header: Header, output: Output) -> dict[str, str]:
-    """Return the CF attributes of a data variable, with the names of its auxiliary coordinates.
-
-    Args:
-        header: the header of the file.
-        output: the data variable.
-    """
+    """Return the CF attributes of a data variable, with the names of its auxiliary coordinates."""
     known, kind = registered(output.name), output.kind
     found = {"long_name": _LONG_NAMES[kind].format(known.long_name), "units": known.units}
     if kind is Kind.PROBABILITY:
@@ -210,8 +202,9 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
     coordinates = ["time"]
     if header.places.asked is not None:
         coordinates += ["latitude", "longitude", "requested_latitude", "requested_longitude"]
-    if output.name in HEIGHTS:
-        coordinates.append(height_name(output.name))
+    height = height_of(output.name)
+    if height is not None:
+        coordinates.append(height.name)
     found["coordinates"] = " ".join(coordinates)
     return found
 
@@ -221,10 +214,6 @@ def dimensions(header: Header, output: Output) -> tuple[str, ...]:
 
     CF recommends the order T, Z, Y, X, and that all other axes (quantile, threshold, member) stand to the left of
     these.
-
-    Args:
-        header: the header of the file.
-        output: the data variable.
     """
     extra = {
         Kind.QUANTILE: ("quantile",),
@@ -233,11 +222,6 @@ def dimensions(header: Header, output: Output) -> tuple[str, ...]:
     }.get(output.kind, ())
     level = () if registered(output.name).surface else ("level",)
     return (*extra, *TIME_AXES, *level, *header.places.dims)
-
-
-def height_name(name: str) -> str:
-    """Return the name of the scalar coordinate that holds the height of a near-surface variable."""
-    return f"height_{HEIGHTS[name]}m"
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,21 +235,14 @@ class Coordinate:
 
 
 def global_attributes(header: Header) -> dict[str, str]:
-    """Return the global attributes of a forecast that are not empty.
-
-    Training dates are among them if they make a short text.
-    """
+    """Return the global attributes of a forecast that are not empty, with training dates if they make a short text."""
     short = {name: dates.text for name, dates in header.dates.items()}
     about = {"Conventions": "CF-1.11", **header.attributes, **short}
     return {key: value for key, value in about.items() if value}
 
 
 def coordinates(header: Header) -> Iterator[Coordinate]:
-    """Yield the coordinates of a forecast in the order of a file.
-
-    Args:
-        header: the header of the file.
-    """
+    """Yield the coordinates of a forecast in the order of a file."""
     for name, dates in header.dates.items():
         if len(dates.values) and not dates.text:
             # Training dates without a short text become a coordinate of their own. A data variable would be repeated
@@ -301,7 +278,7 @@ def height_of(name: str) -> Coordinate | None:
     if name not in HEIGHTS:
         return None
     about = {"standard_name": "height", "long_name": "height above ground", "units": "m", "positive": "up"}
-    return Coordinate(height_name(name), (), np.float64(HEIGHTS[name]), {**about, "axis": "Z"})
+    return Coordinate(f"height_{HEIGHTS[name]}m", (), np.float64(HEIGHTS[name]), {**about, "axis": "Z"})
 
 
 def _times(header: Header) -> Iterator[Coordinate]:

@@ -26,15 +26,12 @@ _COPIED = ("step", "steps", "full_members", "lead_bounds", "data_fingerprint", "
 
 
 def export(config: ExportConfig) -> Path:
-    """Write model.safetensors, checkpoint.json and MODEL_CARD.md to the folder `config.output`.
+    """Write model.safetensors, checkpoint.json and MODEL_CARD.md to the folder `config.output`, and return its path.
 
     The folder appears under its name only when it is complete.
 
     Args:
         config: the checkpoint, the output and, if the model was evaluated, the scores.
-
-    Returns:
-        The path of the folder.
 
     Raises:
         UserError: the checkpoint is absent or damaged; the output exists and `overwrite` is off, is a file or a link,
@@ -61,7 +58,6 @@ def export(config: ExportConfig) -> Path:
         if all(one.get("baseline") for one in made):
             raise UserError(f"{who}{config.checkpoint} made only baselines there; evaluate its forecasts as forecast=")
     card = model_card(checkpoint.spec, checkpoint.meta, scores)
-    # All files are written to a draft folder, which takes the name of the output only when it is complete.
     partial = draft_of(output)
     partial.mkdir(parents=True)
     try:
@@ -127,10 +123,7 @@ def describe_checkpoint(path: str) -> dict[str, Any]:
         "model": spec.config.name,
         "lead_hours_in": list(spec.leads_in),
         "lead_hours": list(spec.leads_out),
-        "variables": list(spec.variables),
-        "levels": list(spec.levels),
-        "surface": list(spec.surface),
-        "static": list(spec.static),
+        **{name: list(getattr(spec, name)) for name in ("variables", "levels", "surface", "static")},
         "grid": spec.grid.describe(),
         "members": sorted(meta["config"].get("data", {}).get("members") or ()),
         "training_dates": _span_of_dates(meta["training_dates"]),
@@ -146,11 +139,7 @@ def _span_of_dates(dates: list[str]) -> dict[str, Any]:
 
 
 def checkpoint_text(found: dict[str, Any]) -> str:
-    """Return the description as text: path, step and validation scores in a line, then the model card.
-
-    Args:
-        found: the result of `describe_checkpoint`.
-    """
+    """Return the result of `describe_checkpoint` as text: path, step and scores in a line, then the model card."""
     scores = ", ".join(f"{name} {value:.4g}" for name, value in found["validation"].items() if value is not None)
     dates = found["validation_dates"]
     validation = f"on {dates['count']} validation dates: {scores}" if scores else "no validation dates were scored"

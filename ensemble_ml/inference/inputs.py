@@ -86,9 +86,6 @@ class Samples:
     def read(self, start: Start) -> Sample:
         """Read one init time.
 
-        Args:
-            start: the init time and its members.
-
         Raises:
             UserError: a field is missing, or a value is infinite, or NaN where its variable has no mask. The message
                 names the variable, level, lead, date and member.
@@ -108,10 +105,6 @@ class Samples:
 
         One rank alone cannot decide this, because its part of the grid may be all land, where sea surface temperature
         has no value.
-
-        Args:
-            sample: this rank's part of an init time.
-            spatial: the ranks that share the date.
 
         Raises:
             UserError: there is such a field. All ranks raise it.
@@ -151,15 +144,9 @@ class Samples:
 
 
 def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
-    """Collect samples into one batch. Their numbers of members may differ.
+    """Collect samples, whose numbers of members may differ, into one batch of inputs, with the axis B in front.
 
-    Args:
-        samples: the init times of the batch.
-        spec: the inputs and outputs of the model.
-
-    Returns:
-        The inputs of the model, with the axis B in front. Members are included only if the model takes them, and filled
-        up with zeros to the largest number.
+    Members are included only if the model takes them, and filled up with zeros to the largest number.
     """
 
     def stack(arrays: Iterable[np.ndarray]) -> torch.Tensor:
@@ -181,10 +168,6 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
 
 def replace_static(model: AnyModel, source: Source) -> None:
     """Replace the static fields of the checkpoint in `model` by those of `source`.
-
-    Args:
-        model: the loaded model, which is changed.
-        source: a source with static fields (orography, land mask).
 
     Raises:
         UserError: the source lacks a static field that the model takes.
@@ -247,17 +230,11 @@ class Start:
     unlike: str = ""
 
 
-def check_source(
-    source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None, *, warn: bool = True
-) -> None:
+def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None, *, warn: bool) -> None:
     """Refuse a source that lacks anything that the model takes.
 
-    Args:
-        source: the reduced ensemble.
-        spec: the inputs and outputs of the model.
-        bounds: intervals (hours) of sums and maxima in the training data at `spec.leads_in` (`store.source.bounds_at`);
-            None if the checkpoint does not state them.
-        warn: whether to log warnings.
+    `bounds` are the intervals (hours) of sums and maxima in the training data at `spec.leads_in`
+    (`store.source.bounds_at`); None if the checkpoint does not state them.
 
     Raises:
         UserError: the grid differs; variables, levels or leads are missing (the message names all of them); sums or
@@ -303,11 +280,7 @@ def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dic
     """Return the hours at which sums of each variable began or ended in training, if the checkpoint states them.
 
     An archive may hold sums since the start, and more leads than training had. Differences between neighbouring leads
-    would then be sums over other, shorter intervals.
-
-    Args:
-        spec: the inputs and outputs of the model.
-        bounds: intervals of the training data, as in `check_source`.
+    would then be sums over other, shorter intervals. `bounds` are as in `check_source`.
     """
     known = bounds or {}
     return {name: [*spec.leads_in, *(hour for pair in known[name] if pair for hour in pair)] for name in known}
@@ -351,19 +324,14 @@ def _list(values: Sequence[Any]) -> str:
 
 
 def plan_starts(
-    source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = (), *, warn: bool = True
+    source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str], *, warn: bool
 ) -> list[Start]:
     """Return the init times to predict, each with the members that are complete at it.
 
     Each init time with missing members gives a warning. All those at an hour of the day, or in a season, that training
     lacked give one warning together.
 
-    Args:
-        source: the reduced ensemble.
-        spec: the inputs and outputs of the model.
-        config: the settings of `ensemble-ml predict`, with `dates` and `members_in`.
-        trained: the training dates, ISO 8601 in UTC; empty if they are not known.
-        warn: whether to log warnings.
+    `trained` are the training dates, ISO 8601 in UTC; empty if they are not known.
 
     Raises:
         UserError: the source holds no forecast, an init time or member is not there, every member asked for lacks a
@@ -389,13 +357,10 @@ def plan_starts(
 
 
 def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict[np.datetime64, str]:
-    """Describe how the hour or the season of init times differs from those of all training dates.
+    """Describe, by init time, how the hour or the season differs from those of all training dates, where it does.
 
     The corrections of a model depend on both: at a given grid point and lead, the hour of the start fixes the local
     time, and biases change with the seasons.
-
-    Returns:
-        Text by init time, only for those that differ.
     """
     if not len(trained):
         return {}

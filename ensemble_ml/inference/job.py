@@ -69,17 +69,10 @@ class Job:
 def plan_job(
     config: PredictConfig, source: Source, spec: ModelSpec, meta: Mapping[str, Any], *, warn: bool = True
 ) -> tuple[Job, list[Start]]:
-    """Check everything that can be checked before anything is computed, and choose the init times.
+    """Check everything that can be checked before anything is computed, and choose the init times and their members.
 
-    Args:
-        config: the settings of `ensemble-ml predict`; `input` is only quoted, `source` is what is read.
-        source: the reduced ensemble, on the model's grid.
-        spec: the inputs and outputs of the model.
-        meta: the content of checkpoint.json.
-        warn: whether to log warnings, which one rank does for all.
-
-    Returns:
-        The job, and the init times with their members.
+    `config.input` is only quoted; `source`, on the model's grid, is what is read. One rank logs warnings for all
+    (`warn`).
 
     Raises:
         UserError: the source does not fit the model, or something that the settings name is not there.
@@ -110,14 +103,10 @@ def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
 def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
     """Return the coordinates and attributes of the forecast of one init time.
 
-    Args:
-        job: the job.
-        start: the init time and its members.
-        remarks: sentences about the inputs, for the attribute `comment`.
+    `remarks` are sentences about the inputs, for the attribute `comment`.
     """
     spec = job.spec
-    layout = job.source.layout
-    numbers = tuple(layout.realization[position] for position in start.positions)
+    numbers = tuple(job.source.layout.realization[position] for position in start.positions)
     return Header(
         init_time=start.init_time,
         leads=spec.leads_out,
@@ -136,9 +125,7 @@ def header(job: Job, start: Start, remarks: Sequence[str] = ()) -> Header:
 def header_of_all(job: Job, starts: Sequence[Start]) -> Header:
     """Return the coordinates and attributes of several init times together, all made from the same members.
 
-    Args:
-        job: the job.
-        starts: the init times, in ascending order.
+    `starts` are in ascending order.
     """
     first = header(job, starts[0])
     about = {"title": f"{_what(job)}s", **_origin(job), **job.same, "data_fingerprint": job.source.fingerprint()}
@@ -201,13 +188,7 @@ def _shown(value: Any) -> Any:
 def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], source: Source) -> dict[str, str]:
     """Return attributes that are equal for forecasts by the same model with the same settings.
 
-    `of_start` adds the attributes of the input.
-
-    Args:
-        config: the settings of `ensemble-ml predict`.
-        wanted: the optional contents of a forecast.
-        meta: the content of checkpoint.json.
-        source: the reduced ensemble, whose static fields may be used.
+    `of_start` adds the attributes of the input. Of `source`, only static fields count here.
     """
     # The digest covers every setting that changes the content of a file, but for those of the input, which `of_start`
     # covers. A resumed run keeps only files with the same attributes.
@@ -230,14 +211,9 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
 
 
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
-    """Return `same` with the attributes of the input of one init time.
+    """Return `same`, the result of `identity`, with the attributes of the input of one init time.
 
     They are stated for each date, so that they stay the same if the archive grows later.
-
-    Args:
-        same: the result of `identity`.
-        start: the init time and its members.
-        source: the reduced ensemble.
     """
     return {
         **same,
@@ -255,11 +231,7 @@ def _digest(fields: Mapping[str, np.ndarray]) -> str:
 
 
 def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
-    """Return the files to write, and check that they may be written.
-
-    Args:
-        config: the settings of `ensemble-ml predict`, with `output`, `overwrite` and `resume`.
-        starts: the init times.
+    """Return the file of each init time, and check that they may be written.
 
     Raises:
         UserError: a file exists and neither `overwrite` nor `resume` is on; the folder cannot be written; two init
@@ -289,13 +261,6 @@ def made_already(
 ) -> set[Path]:
     """Return the paths whose files exist and equal what would be made now.
 
-    Args:
-        starts: the init times.
-        paths: the file of each init time.
-        same: the result of `identity`.
-        source: the reduced ensemble.
-        replace: whether files that were made in another way may exist, because they will be replaced.
-
     Raises:
         UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or
             with other settings.
@@ -317,12 +282,7 @@ def made_already(
 
 
 def member_numbers(start: Start, source: Source) -> str:
-    """Return the numbers of the members of a forecast, as its attribute holds them.
-
-    Args:
-        start: the init time and its members.
-        source: the reduced ensemble.
-    """
+    """Return the numbers of the members of a forecast, as its attribute holds them."""
     return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 

@@ -64,13 +64,7 @@ class Forecaster:
         return self.__dict__ | {"_made": None}
 
     def batch(self, starts: Sequence[Start]) -> Batch:
-        """Predict a batch of init times.
-
-        Args:
-            starts: the init times and their members.
-
-        Returns:
-            The prediction on the CPU, and the samples, reduced to what `variable` needs of them.
+        """Predict a batch of init times. Return the prediction, on the CPU, and what `variable` needs of the samples.
 
         Raises:
             UserError: an input cannot be read, or is NaN or infinite and the model has no mask there.
@@ -96,11 +90,7 @@ class Forecaster:
         return replace(sample, members=Fields(nothing, nothing), mean=nothing, spread=nothing)
 
     def variable(self, batch: Batch, name: str) -> dict[str, np.ndarray]:
-        """Make the fields of one variable from the prediction of a batch.
-
-        Args:
-            batch: the result of `batch`.
-            name: short name of the variable.
+        """Make the fields of one variable from the result of `batch`.
 
         Returns:
             float32 fields by the value of their kind. Each has an axis of init times at the place that `contents`

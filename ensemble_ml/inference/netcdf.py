@@ -52,16 +52,13 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, replace: bool = True) -> Path:
-    """Write the fields of one init time to `path`. The file appears there in one step, at the end.
+    """Write the fields of one init time to `path`, and return it. The file appears there in one step, at the end.
 
     Args:
         path: the file to write.
         header: coordinates and global attributes.
         outputs: the data variables. They are taken one by one, so only one has to be in memory.
         replace: whether an existing file is replaced; if not, it is left as it is.
-
-    Returns:
-        `path`.
 
     Raises:
         UserError: the file cannot be written, or it exists already and `replace` is off.
@@ -73,7 +70,9 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
     try:
         with _access(path):
             data = netCDF4.Dataset(partial, "w", format="NETCDF4")
-            _coordinates(data, header)
+            data.setncatts(global_attributes(header))
+            for one in coordinates(header):
+                _create(data, one)
         # The lock is free while the next output is computed, so that the thread that reads ahead can go on.
         for output in outputs:
             with _access(path):
@@ -107,13 +106,6 @@ def _access(path: Path) -> Iterator[None]:
             ) from error
 
 
-def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
-    """Write the global attributes and the coordinates."""
-    data.setncatts(global_attributes(header))
-    for one in coordinates(header):
-        _create(data, one)
-
-
 def _create(data: netCDF4.Dataset, one: Coordinate) -> None:
     """Write a coordinate, and make those of its dimensions that do not exist yet.
 
@@ -134,15 +126,9 @@ def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> Non
     dims = dimensions(header, output)
     values = np.ascontiguousarray(np.expand_dims(output.values, dims.index(TIME_AXES[0])), np.float32)
     made = data.createVariable(
-        f"{output.name}_{output.kind.value}",
-        "f4",
-        dims,
-        zlib=True,
-        complevel=1,
-        shuffle=True,
-        chunksizes=_chunks(values.shape),
-        fill_value=np.float32(np.nan),
-    )
+        f"{output.name}_{output.kind.value}", "f4", dims, zlib=True, complevel=1, shuffle=True,
+        chunksizes=_chunks(values.shape), fill_value=np.float32(np.nan),
+    )  # fmt: skip
     made.setncatts(attributes(header, output))
     made[...] = values
     height = height_of(output.name)

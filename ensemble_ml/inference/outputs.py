@@ -45,10 +45,6 @@ class Wanted:
 def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
     """Check the outputs that the configuration asks for against those that the model predicts.
 
-    Args:
-        config: the settings of `ensemble-ml predict`.
-        spec: the inputs and outputs of the model.
-
     Returns:
         The optional contents of each forecast; none if the model predicts spread alone.
 
@@ -94,10 +90,7 @@ def _check_within_bounds(name: str, values: Sequence[float]) -> None:
 def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
     """Warn once about thresholds beyond all values in training. They may have been given in wrong units.
 
-    Args:
-        wanted: the contents of the forecast.
-        ranges: training range of each variable, {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]},
-            in SI units.
+    `ranges` are those in training, {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}, in SI units.
     """
     texts = []
     for name, values in wanted.thresholds.items():
@@ -113,13 +106,7 @@ def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
 
 
 def kinds_of(spec: ModelSpec, name: str, wanted: Wanted) -> list[Kind]:
-    """Return the kinds of fields that `outputs` makes of a variable, in the same order.
-
-    Args:
-        spec: the inputs and outputs of the model.
-        name: short name of the variable.
-        wanted: the optional contents.
-    """
+    """Return the kinds of fields that `outputs` makes of a variable, in the same order."""
     kinds = []
     if spec.config.postprocess:
         kinds = [Kind.MEAN, Kind.STDDEV, Kind.LOCATION, Kind.SCALE]
@@ -166,12 +153,8 @@ def order_of_equals(init_time: np.datetime64, count: int) -> np.ndarray:
     The order is pseudo-random, and depends only on the init time (to the minute). A rule that moves on by one member
     each hour would favour the same member every day if M divides 24.
 
-    Args:
-        init_time: the init time.
-        count: number of members M.
-
     Returns:
-        A permutation of the members' positions, (M,) int64.
+        A permutation of the positions of M = `count` members, (M,) int64.
     """
     minute = int(init_time.astype("datetime64[m]").astype(np.int64))
     # NumPy promises the same raw random words in all versions, but not the same permutations. So raw words are sorted.

@@ -40,6 +40,7 @@ from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, S
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Fields, Source
 from ensemble_ml.training.checkpoint import find_checkpoint, load_model
+from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
@@ -179,8 +180,7 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
         # If all dates failed, the cause is hardly a single date, so no dates are listed.
         if len(dates) == count:
             raise UserError(why)
-        more = f" and {len(dates) - _NAMED} more" if len(dates) > _NAMED else ""
-        raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, because the input cannot be read: {why}")
+        raise UserError(f"{shortened(dates, _NAMED)}: no forecast, because the input cannot be read: {why}")
 
 
 def _whole(job: _Job, part: Prediction) -> Prediction | None:
@@ -226,10 +226,7 @@ def _groups(
     batch of another size. So a date that has a file already is computed again with its batch, and another date of the
     batch takes the place of one that cannot be read.
 
-    Args:
-        samples: the reader.
-        own: the init times of this group, each with its path, or with None if nothing is to be written.
-        unread: filled with the dates that cannot be read and the reasons; None raises the first error.
+    `unread` is filled with the dates that cannot be read and the reasons; None raises the first error.
     """
     size = batch_size(samples.spec)
     for first in range(0, len(own), size):
@@ -253,16 +250,7 @@ def _groups(
 
 
 def forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
-    """Predict a batch of init times.
-
-    Args:
-        model: the model, on `device`.
-        group: the samples of the batch.
-        device: the device to compute on.
-
-    Returns:
-        The predicted parameters, on the CPU.
-    """
+    """Predict a batch of init times by a model on `device`, and return the parameters on the CPU."""
     dtype = torch.float64 if model.speed.precision is Precision.float64 else torch.float32
     found = model(collate(group, model.spec).to(device=device, dtype=dtype))
     return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
@@ -276,13 +264,9 @@ def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Pat
 
 
 def put_on_device(model: AnyModel, meta: Mapping[str, Any], wanted: Precision, device: torch.device) -> None:
-    """Move `model` to a device, in the precision that the user asks for or that the checkpoint was trained in.
+    """Move `model` to a device, in the precision that is `wanted` or that the checkpoint was trained in.
 
-    Args:
-        model: the model, which is changed.
-        meta: the content of checkpoint.json, which states the precision of training.
-        wanted: the precision; `auto` takes that of training if the device has it, and float32 otherwise.
-        device: the device.
+    `auto` takes that of training, from `meta`, if the device has it, and float32 otherwise.
 
     Raises:
         UserError: the device does not have this precision.

@@ -55,7 +55,10 @@ def select(grid: Grid, region: Sequence[float] | None, points: Any) -> Places:
 
     Args:
         grid: the model's grid.
-        region: [north, west, south, east] in degrees, or None.
+        region: [north, west, south, east] in degrees, ends included, or None. It runs eastwards from west to east, and
+            longitudes may be in either convention. If it crosses the meridian at which the grid begins (mostly
+            Greenwich), the longitudes west of this meridian are returned as smaller numbers, so that they ascend: -20
+            to 20.
         points: a list of [latitude, longitude] in degrees, or None. It takes precedence over `region`.
 
     Raises:
@@ -65,27 +68,10 @@ def select(grid: Grid, region: Sequence[float] | None, points: Any) -> Places:
     if points is not None:
         return nearest_points(grid, points)
     if region is not None:
-        return cut_region(grid, region)
+        rows, columns = region_points(grid, region)
+        return Places(rows, columns, grid.latitude[rows], eastward(grid.longitude[columns]))
     rows, columns = (np.arange(n) for n in grid.shape)
     return Places(rows, columns, grid.latitude, grid.longitude)
-
-
-def cut_region(grid: Grid, region: Sequence[float]) -> Places:
-    """Select the rows and columns within a region, ends included.
-
-    The region runs eastwards from west to east, and longitudes may be in either convention. If it crosses the meridian
-    at which the grid begins (mostly Greenwich), the longitudes west of this meridian are returned as smaller numbers,
-    so that they ascend: -20 to 20.
-
-    Args:
-        grid: the model's grid.
-        region: [north, west, south, east] in degrees.
-
-    Raises:
-        UserError: as `grid.region_points`.
-    """
-    rows, columns = region_points(grid, region)
-    return Places(rows, columns, grid.latitude[rows], eastward(grid.longitude[columns]))
 
 
 def nearest_points(grid: Grid, points: Any) -> Places:

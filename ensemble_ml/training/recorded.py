@@ -66,14 +66,7 @@ class Recorded:
         self._dropped = False
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Compute a pass, by an ordinary call or by the recording.
-
-        Args:
-            batch: the batch, on the device of the model.
-
-        Returns:
-            The loss and its parts; gradients are left in the model.
-        """
+        """Compute a pass on a batch, by an ordinary call or by the recording, and return the loss and its parts."""
         shapes = _shapes(batch)
         # Until there is a recording, another shape starts the count again.
         if self._recording is None and shapes != self._shapes:
@@ -90,7 +83,6 @@ class Recorded:
 
     @property
     def _device(self) -> torch.device:
-        """Return the device of the model."""
         return next(self.model.parameters()).device
 
     def _called_without(self, batch: Batch) -> dict[str, Tensor]:
@@ -106,9 +98,8 @@ class Recorded:
     def _begin(self, batch: Batch) -> None:
         """Record a pass, and keep the recording if it is faster. The model has no gradients afterwards."""
         try:
-            # A graph reads fixed addresses. So the recording gets a batch of its own, into which later batches are
-            # copied.
-            own = _mapped(batch, Tensor.clone)
+            # A graph reads fixed addresses, so later batches are copied into a batch of the recording's own.
+            own = _cloned(batch)
             play, losses = self.record(lambda: self.run(own))
             recording = _Recording(own, losses, [p.grad for p in self.model.parameters()], play)
             play()  # the first replay is slower, so it is not timed
@@ -191,15 +182,13 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return [value for owner in (batch, batch.inputs) for value in vars(owner).values() if isinstance(value, Tensor)]
 
 
-def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Return a batch with all of its tensors changed."""
+def _cloned(batch: Batch) -> Batch:
+    """Return a batch with copies of all of its tensors."""
 
-    def of(owner: Any) -> dict[str, Tensor]:
-        """Return the changed tensors of an object by name."""
-        return {name: change(value) for name, value in vars(owner).items() if isinstance(value, Tensor)}
+    def of(owner: object) -> dict[str, Any]:
+        return {name: value.clone() for name, value in vars(owner).items() if isinstance(value, Tensor)}
 
-    targets: dict[str, Any] = dict(of(batch))
-    return replace(batch, inputs=replace(batch.inputs, **of(batch.inputs)), **targets)
+    return replace(batch, inputs=replace(batch.inputs, **of(batch.inputs)), **of(batch))
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:

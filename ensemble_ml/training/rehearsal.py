@@ -90,8 +90,7 @@ class Rehearsal:
         error = self.model.get_buffer("error")
         # The values of the scales do not change what a step costs.
         ones = torch.ones(_MEMBERS + 1, *error.shape, device=self.device)
-        area = torch.from_numpy(self.spec.grid.area_weights()).float()
-        area = self.shard.cut(area).to(self.device)
+        area = self.shard.cut(torch.from_numpy(self.spec.grid.area_weights()).float()).to(self.device)
         return Loss(self.spec, error, ones, area, self.config.spread_weight, self.mesh.model)
 
 
@@ -140,15 +139,7 @@ class Tracing:
 def trace(
     config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed, *, gloo: bool = True
 ) -> Tracing:
-    """Count the costs of a step of one rank on fake tensors.
-
-    Args:
-        config: settings of the run.
-        spec: the model's spec.
-        topology: the ranks, seen from this one.
-        samples: samples of this rank in a step.
-        speed: precision and order of axes.
-        gloo: sharded weights are exchanged by gloo on CPUs; False for NCCL on GPUs.
+    """Count the costs of a step of one rank, from which `topology` is seen, on fake tensors (see `Rehearsal`).
 
     Raises:
         UserError: the grid cannot be partitioned in this way, or the model cannot be built.
@@ -195,26 +186,18 @@ def trace(
 
 
 def _loading(config: TrainConfig, batch: int) -> int:
-    """Return the bytes that the loader takes, at least those of two batches.
-
-    The clairvoyant loader takes `loading.ram`, or else the current batch and the batches read ahead.
-    """
-    ours = config.loading.name is LoaderName.clairvoyant
-    return max(2 * batch, (config.loading.ram_bytes or (1 + config.loading.ahead) * batch) if ours else 0)
+    """Return the bytes that the loader takes, at least those of two batches of `batch` bytes."""
+    if config.loading.name is not LoaderName.clairvoyant:
+        return 2 * batch
+    # The clairvoyant loader takes `loading.ram`, or else the current batch and the batches read ahead.
+    return max(2 * batch, config.loading.ram_bytes or (1 + config.loading.ahead) * batch)
 
 
 def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:
-    """Make a batch of random numbers from 1 to 2.
-
-    Args:
-        spec: the model's spec.
-        cells: (Y, X) of the shard.
-        samples: number of samples.
-    """
+    """Make a batch of random numbers from 1 to 2 on a shard of `cells`, (Y, X)."""
     ins, outs, config = len(spec.leads_in), len(spec.leads_out), spec.config
 
     def values(leads: int, fields: int) -> Tensor:
-        """Return random values."""
         return 1 + torch.rand(samples, leads, fields, *cells)
 
     given: dict[str, Any] = {"mean": values(ins, spec.fields), "spread": values(ins, spec.fields)}

@@ -55,21 +55,14 @@ class Point:
 
 
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
-    """Predict strong and weak scaling at powers of two up to plan.devices.
+    """Predict strong and weak scaling at powers of two up to plan.devices, except where no partition fits.
 
-    A number of devices for which no partition fits is left out, so the list may be empty.
-
-    Args:
-        planner: the planner of the run.
-        found: the partitions that fit.
-        pieces: measured local work, by the position of the partition in `found`.
-        links: the links between ranks, by mesh axes.
+    `found` are the partitions that fit, and `pieces` the measured local work by their positions.
     """
-    # Local work at a new shape is estimated from its operations, relative to the shapes that were measured.
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []
     least = 0
-    for devices in _powers(planner.settings.devices):
+    for devices in (2**k for k in range(planner.settings.devices.bit_length())):
         best = _best(planner, devices, planner.config.batch_size, known, links)
         if best is not None:
             points.append(Point("strong", devices, planner.config.batch_size, best))
@@ -81,11 +74,6 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
             if best is not None:
                 points.append(Point("weak", devices, batch, best))
     return points
-
-
-def _powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
-    return [2**k for k in range(most.bit_length()) if 2**k <= most]
 
 
 def _best(
@@ -104,29 +92,12 @@ def _best(
 
 
 def table(points: Sequence[Point], shards: int = 1) -> str:
-    """Return the points as a table of text. Efficiency is relative to the fewest devices of the same kind.
-
-    Args:
-        points: the points.
-        shards: ranks that share the weights.
-    """
+    """Return the points as a table of text. Efficiency is relative to the fewest devices of the same kind."""
     widths = (8, 9, 8, 7, 6, 5, 5, 12, 10, 10, 10, 11, 12, 9)
     head = (
-        "scaling",
-        "devices",
-        "shards",
-        "batch",
-        "data",
-        "lat",
-        "lon",
-        "compute ms",
-        "halo ms",
-        "sums ms",
-        "exch. ms",
-        "dates/s",
-        "efficiency",
-        "memory",
-    )
+        "scaling", "devices", "shards", "batch", "data", "lat", "lon", "compute ms", "halo ms", "sums ms", "exch. ms",
+        "dates/s", "efficiency", "memory",
+    )  # fmt: skip
     lines = ["".join(f"{name:>{n}}" for name, n in zip(head, widths, strict=True))]
     for kind in ("strong", "weak"):
         own = [p for p in points if p.kind == kind]
@@ -141,12 +112,7 @@ def table(points: Sequence[Point], shards: int = 1) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> Path:
-    """Plot samples a second against devices for both kinds, with ideal scaling, and return `path`.
-
-    Args:
-        points: the points.
-        path: the file to write.
-    """
+    """Plot samples a second against devices for both kinds, with ideal scaling, and return `path`."""
     # Imported here, because only a plot needs it. `Figure` works without a display.
     from matplotlib.figure import Figure
 

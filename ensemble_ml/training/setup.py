@@ -61,10 +61,6 @@ STATIC = ("orog", "lsm")
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices into `init_time` of the training and of the validation dates.
 
-    Args:
-        config: the data settings.
-        init_time: (D,) initialisation times of the store.
-
     Raises:
         UserError: there is no training date, a period has no dates, no date starts at `data.hours`, or a date is both a
             training date and a validation date.
@@ -85,11 +81,7 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> np.ndarray:
-    """Return those of `dates` that start at `data.hours`.
-
-    Raises:
-        UserError: there are dates, but none starts at these hours.
-    """
+    """Return those of `dates` that start at `data.hours`; refuse dates of which none does."""
     if config.hours is None or not len(dates):
         return dates
     hours = hour_of_day(init_time[dates])
@@ -102,10 +94,6 @@ def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> n
 
 def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     """Build the model's spec from the settings and the contents of the store.
-
-    Args:
-        config: settings of the run.
-        source: the store.
 
     Raises:
         UserError: the store lacks something that the settings name, there is nothing to learn, or the settings do not
@@ -152,11 +140,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
 
 
 def _of_store(config: TrainConfig, source: Source) -> ModelConfig:
-    """Return the settings of the model, with postprocessing switched off if it needs a truth that the store lacks.
-
-    Raises:
-        UserError: the settings and the store leave the model nothing to learn.
-    """
+    """Return the model's settings, without postprocessing if the store has no truth; refuse if nothing is to learn."""
     model = config.model
     # Without a truth, the spread of the full ensemble can still be learned.
     if config.objective is Objective.truth and model.postprocess and not source.has(Part.TRUTH):
@@ -175,11 +159,7 @@ def _of_store(config: TrainConfig, source: Source) -> ModelConfig:
 
 
 def _check_spec(spec: ModelSpec, model: ModelConfig) -> None:
-    """Check a spec before the fits, which may take an hour, and log the depth that `auto` chose.
-
-    Raises:
-        UserError: the model or the grid cannot work with the settings.
-    """
+    """Check a spec before the fits, which may take an hour, and log the depth that `auto` chose."""
     refuse_masks(spec)
     if spec.local:
         check_window(spec.grid)
@@ -194,34 +174,17 @@ def _check_spec(spec: ModelSpec, model: ModelConfig) -> None:
 
 
 def open_reader(config: TrainConfig, source: Source, spec: ModelSpec) -> Reader:
-    """Return the reader of a run.
-
-    Its truth is that of the store, or a withheld member of each date if `objective` is `members`.
-
-    Args:
-        config: settings of the run.
-        source: the store.
-        spec: the model's spec.
-    """
+    """Return the reader of a run. Its truth is a withheld member of each date if `objective` is `members`."""
     return Reader(source, spec, withhold=config.seed if config.objective is Objective.members else None)
 
 
 def with_depth(config: C, spec: ModelSpec) -> C:
-    """Return the settings with the depth of the spec in place of "auto".
-
-    Args:
-        config: settings of a run.
-        spec: the model's spec.
-    """
+    """Return the settings of a run with the depth of the spec in place of "auto"."""
     return replace(config, model=replace(config.model, depth=spec.config.depth))
 
 
 def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
-    """Return the `wanted` items without repetition, or all items of `there` if `wanted` is None.
-
-    Raises:
-        UserError: `there` lacks a wanted item.
-    """
+    """Return the `wanted` items without repetition, all of which `there` must have; all of `there` for None."""
     if wanted is None:
         return tuple(there)
     missing = [item for item in wanted if item not in there]
@@ -233,24 +196,14 @@ def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
 def _verified(
     source: Source, by_default: Sequence[str], upper: Sequence[str], flat: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the variables that have a truth on at least one date, and warn of those that have none.
+    """Return `upper` and `flat` without those `by_default` that have no truth on any date, and warn of these.
 
     Analyses have no rain, so a store whose truth is an analysis often has a variable without a truth. A variable that
     the user named is kept here. It is refused later, when its truth is read.
-
-    Args:
-        source: the store.
-        by_default: the variables that may be left out.
-        upper: all variables on pressure levels.
-        flat: all surface variables.
-
-    Returns:
-        The variables on pressure levels and at the surface that are kept.
     """
-    # A variable leaves the list at the first date on which it has a truth. Once the list is empty, the other dates need
-    # not be looked at.
     unverified = list(by_default)
     for date in range(len(source.layout.init_time)):
+        # Once each variable has had a truth, the other dates need not be looked at.
         if not unverified:
             break
         pressure, surface = source.present(Part.TRUTH, date)  # (M, T, V, Z) and (M, T, S)
@@ -305,11 +258,7 @@ def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
 
 
 def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
-    """Claim the run by a lock file beside its folder. The claim ends when `stack` is closed.
-
-    Returns:
-        None, or the reason why the run cannot be claimed.
-    """
+    """Claim the run by a lock file beside its folder until `stack` is closed. Return None, or why this cannot be."""
     run = (Path(config.output) / config.run).resolve()
     lock = run.with_name(f".{run.name}.lock")
     # A requeued job may start a little before the previous one has ended.
@@ -371,15 +320,13 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tuple[Path, Checkpoint | None]:
-    """Return the run folder, and the checkpoint to resume from or None for a new run.
-
-    If the run has several trainers, folder and checkpoint are those of one trainer.
+    """Return the folder of a run, or of one of its trainers, and the checkpoint to resume from or None for a new run.
 
     Args:
         config: settings of the run.
         tidy: whether to repair links that a copy has lost, and to remove what a killed run has left. Only one rank of a
             model may do so.
-        trainer: number of the trainer.
+        trainer: number of the trainer, if there are several.
 
     Raises:
         UserError: the folder holds a run and `resume` is off. The run to resume has other settings or another number of
@@ -393,42 +340,41 @@ def open_run(config: TrainConfig, *, tidy: bool = True, trainer: int = 0) -> tup
         check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
     check_writable(run, "run")
+    several = config.parallel.trainer > 1
+    folder = trainer_folder(run, trainer) if several else run
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files alone, such as a plan, make no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
-        return trainer_folder(run, trainer) if config.parallel.trainer > 1 else run, None
-    several = config.parallel.trainer > 1
-    checkpoints = (trainer_folder(run, trainer) if several else run) / "checkpoints"
+        return folder, None
+    checkpoints = folder / "checkpoints"
     # A copy of a run may lack its links. They are repaired before anything is read through them.
     if tidy:
         mend_links(checkpoints)
-    if several:
-        whole = _refuse_mixed(config, run)
-        run = trainer_folder(run, trainer)
-        if not whole and tidy:  # all checkpoints are of step 0, and this trainer starts anew with the others
-            for link in ("last", "best"):
-                (checkpoints / link).unlink(missing_ok=True)
-            clean(checkpoints)
+    # If all checkpoints are of step 0, this trainer starts anew with the others.
+    if several and not _refuse_mixed(config, run) and tidy:
+        for link in ("last", "best"):
+            (checkpoints / link).unlink(missing_ok=True)
+        clean(checkpoints)
     # A run that was killed before its first checkpoint starts anew.
     if not (checkpoints / "last").exists():
         refuse_unread(checkpoints)
-        log.info("resume: %s holds no checkpoint, so the run starts anew", run)
-        return run, None
+        log.info("resume: %s holds no checkpoint, so the run starts anew", folder)
+        return folder, None
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
     refuse_other_settings(config, checkpoint)
     # The best checkpoint may have been deleted by the user or lost in a copy.
     best = checkpoint.meta["best"]
-    if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
+    if best is not None and not (checkpoints / (kept := step_name(best["step"]))).exists():
         checkpoint.meta["best"] = best = None
         if tidy:
             text = "resume: %s is not there, so the search for the best checkpoint begins again at the next validation"
             log.warning(text, kept)
-    if not tidy:
-        return run, checkpoint
-    if best is not None:  # a run that was killed after it moved `last` and before it moved `best` left an old `best`
-        point(checkpoints, "best", kept)
-    clean(checkpoints)
-    return run, checkpoint
+    if tidy:
+        # A run that was killed after it moved `last` and before it moved `best` left an old `best`.
+        if best is not None:
+            point(checkpoints, "best", kept)
+        clean(checkpoints)
+    return folder, checkpoint
 
 
 def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
@@ -436,9 +382,6 @@ def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
 
     No trainer takes a step before every trainer has a first checkpoint. If only some trainers have a checkpoint, and
     all of these are of step 0, the run was killed at its beginning.
-
-    Raises:
-        UserError: the run has another number of trainers, or a trainer has lost its checkpoints.
     """
     trainers, top = config.parallel.trainer, run / "checkpoints" / "last"
     folders = [trainer_folder(run, trainer) / "checkpoints" for trainer in range(trainers)]
@@ -452,12 +395,7 @@ def _refuse_mixed(config: TrainConfig, run: Path) -> bool:
 
 
 def trainer_folder(run: Path, trainer: int) -> Path:
-    """Return the folder of one of several trainers.
-
-    Args:
-        run: the run folder.
-        trainer: number of the trainer.
-    """
+    """Return the folder of one of several trainers of a run."""
     return run / f"{TRAINER}{trainer:02d}"
 
 
@@ -465,11 +403,8 @@ def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
     """Return the settings of one of several trainers: its own seed, and its values of `tournament.vary`.
 
     The seed gives each trainer its own order of init times and members. The first trainer keeps the seed of the run.
-
-    Args:
-        config: settings of the run; they are returned unchanged if the run has a single trainer.
-        trainer: number of the trainer.
-        varied: number of the trainer whose values of `tournament.vary` this trainer uses.
+    The values are those of the trainer with the number `varied`. Settings of a run with a single trainer are returned
+    unchanged.
     """
     if config.parallel.trainer == 1:
         return config
@@ -481,12 +416,7 @@ def own_settings(config: TrainConfig, trainer: int, varied: int) -> TrainConfig:
 
 
 def own_dates(config: TrainConfig, dates: np.ndarray, trainer: int) -> np.ndarray:
-    """Return the init times that a trainer takes its samples from.
-
-    Args:
-        config: settings of the run.
-        dates: indices of all training dates.
-        trainer: number of the trainer.
+    """Return those of the training dates (indices) that a trainer takes its samples from.
 
     Raises:
         UserError: the dates are too few to give each trainer a batch of its own.
@@ -527,10 +457,8 @@ def refuse_shards(shards: int, ranks: int, session: Session | None = None) -> No
 def forget(folder: Path, *, there: bool) -> None:
     """Remove the files of a run that has no checkpoint, so that it can be started again.
 
-    Args:
-        folder: the run folder.
-        there: whether the folder existed before the run. If so, only the settings, the logs, the checkpoints and the
-            folders of trainers are removed.
+    If the folder existed before the run (`there`), only the settings, the logs, the checkpoints and the folders of
+    trainers are removed.
     """
     # Nothing is removed where somebody keeps the copy of a later checkpoint.
     entries = (path.parent for path in folder.glob(f"**/checkpoints/*/{META}"))
@@ -552,7 +480,7 @@ def _goes_on(config: TrainConfig) -> bool:
 
 
 def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> int:
-    """Set torch's number of threads, and let this process keep memory that it frees.
+    """Set and return torch's number of threads, and let this process keep memory that it frees.
 
     A warning is logged if a resumed run had another number of threads, because that changes the last bits of results.
 
@@ -560,9 +488,6 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
         config: settings of the run.
         was: number of threads before the run was resumed; None for a new run, or to leave the warning to another rank.
         ranks: number of processes that share the cores, with this one.
-
-    Returns:
-        The number of threads.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
@@ -574,11 +499,7 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
 
 
 def tell_of_other_versions(was: Mapping[str, str]) -> None:
-    """Warn if a resumed run was computed with other versions of torch or NumPy.
-
-    Args:
-        was: versions that the checkpoint recorded, by package.
-    """
+    """Warn if a resumed run was computed with other versions of torch or NumPy, as its checkpoint recorded them."""
     now = versions()
     for name in ("torch", "numpy"):
         if was.get(name) not in (None, now[name]):
@@ -587,7 +508,7 @@ def tell_of_other_versions(was: Mapping[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint records."""
+    """Return the versions that a checkpoint records, by package."""
     found = {"python": platform.python_version()}
     for name in ("ensemble-ml", "torch", "numpy", "safetensors"):
         try:

@@ -39,11 +39,7 @@ _ENOUGH_FOR_BIAS = 8  # dates: with no more than these, Kendall's correction of 
 
 
 class Scales:
-    """The scales of a grid: maps are split into parts of different width that add up to the map.
-
-    Args:
-        grid: the grid.
-    """
+    """The scales of a grid: maps are split into parts of different width that add up to the map."""
 
     def __init__(self, grid: Grid):
         # Widths double up to a sixth of the smaller side of the grid.
@@ -58,18 +54,12 @@ class Scales:
         self.freedom = torch.tensor([max(1.0, rows * columns / (4 * np.pi * w**2)) for w in widths] + [1.0, 1.0])
 
     def split(self, z: Tensor) -> Iterator[Tensor]:
-        """Split a map into its scales.
+        """Split a map (..., Y, X), float32, into its K scales, of which the last one is the area mean.
 
         The parts are yielded one at a time, because memory holds few maps of a large grid.
-
-        Args:
-            z: (..., Y, X) float32.
-
-        Yields:
-            K parts (..., Y, X); the last one is the area mean.
         """
         wider = z
-        # Each filter is applied to the map itself. A part is the difference between one filter and the next.
+        # A part is the difference between one filter of the map and the next.
         for lat, lon in self._filters:
             finer, wider = wider, lat @ z @ lon
             yield finer - wider
@@ -78,21 +68,12 @@ class Scales:
         yield mean
 
     def smooth(self, z: Tensor) -> Tensor:
-        """Smooth a map by a Gaussian one cell wide, (..., Y, X).
-
-        Args:
-            z: (..., Y, X).
-        """
+        """Smooth a map (..., Y, X) by a Gaussian one cell wide."""
         lat, lon = self._filters[0]
         return lat @ z @ lon
 
     def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
-        """Return the area mean, (...) float64; NaN for a field without any point.
-
-        Args:
-            z: (..., Y, X).
-            there: True for the points that count, in the shape of `z`; None for all.
-        """
+        """Return the area mean of `z` (..., Y, X) over the points `there` or all, (...) float64; NaN without points."""
         if there is None or bool(there.all()):
             return (z * self.area).sum((-2, -1), dtype=torch.float64)
         area = torch.where(there, self.area, 0.0).sum((-2, -1), dtype=torch.float64)
@@ -102,11 +83,7 @@ class Scales:
         return total / torch.where(area > 0, area, torch.nan)
 
     def filled(self, z: Tensor) -> Tensor:
-        """Fill points without a value by the area mean of the others, (..., Y, X); a field without any value stays NaN.
-
-        Args:
-            z: (..., Y, X), NaN where absent.
-        """
+        """Fill NaN in `z`, (..., Y, X), by the area mean of the other points; a field without any value stays NaN."""
         there = torch.isfinite(z)
         if bool(there.all()):
             return z
@@ -114,13 +91,7 @@ class Scales:
 
 
 def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
-    """Return the matrix (size, size) of Gaussian means, whose rows add up to one.
-
-    Args:
-        size: number of cells along the axis.
-        width: standard deviation in cells.
-        wraps: the axis goes around the globe.
-    """
+    """Return the matrix (size, size) of Gaussian means of an axis, `width` cells wide, whose rows add up to one."""
     distance = np.abs(np.arange(size)[:, None] - np.arange(size))
     if wraps:
         distance = np.minimum(distance, size - distance)
@@ -130,12 +101,7 @@ def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
 
 
 class MapMean:
-    """A mean of maps (T, F, Y, X), which are added one date at a time. Any date may lack some fields.
-
-    Args:
-        scales: the scales of the grid.
-        fields: (T, F).
-    """
+    """A mean of maps (T, F, Y, X), which are added one date at a time. Any date may lack some of the (T, F) fields."""
 
     def __init__(self, scales: Scales, fields: tuple[int, int]):
         self.scales = scales
@@ -169,21 +135,12 @@ class MapMean:
         self._was_valid = valid
 
     def stand_before(self, z: Tensor, valid: Tensor) -> None:
-        """Set the map before this rank's first date. Another rank adds it to the mean; here it counts only for r.
-
-        Args:
-            z: (T, F, Y, X) float32, finite for the fields that the date has.
-            valid: (T, F) True for the fields that the date has.
-        """
+        """Set the map before this rank's first date, as in `add`. Another rank adds it; here it counts only for r."""
         self._last = list(self.scales.split(torch.where(valid[..., None, None], z, 0.0)))
         self._was_valid = valid
 
     def add_up(self, team: Team) -> None:
-        """Add up the sums of all ranks.
-
-        Args:
-            team: the ranks.
-        """
+        """Add up the sums of all ranks."""
         team.add_up(self.count, self.total, self._square, self._lagged, self._pairs)
 
     @property
@@ -192,11 +149,7 @@ class MapMean:
         return (self.total / self.count.clamp(min=1)[..., None, None]).float()
 
     def estimate(self) -> Estimate:
-        """Estimate how much of each scale is signal.
-
-        Returns:
-            The parts of the mean map, with the weight of each scale; zero if the effective number of dates is one.
-        """
+        """Estimate how much of each scale is signal: its weight, zero if the effective number of dates is one."""
         parts = list(self.scales.split(self.mean))
         n = self.count.clamp(min=1)
         averaged = torch.stack([self.scales.mean(part**2) for part in parts])
@@ -243,14 +196,9 @@ class Estimate:
         return self._weighed(self.parts)
 
     def without(self, z: Tensor) -> Tensor:
-        """Return `map` as it would be without one of its dates, (T, F, Y, X). The weights stay as they are.
-
-        Args:
-            z: (T, F, Y, X) map of that date.
-        """
+        """Return `map` as it would be without the date of map `z`, (T, F, Y, X). The weights stay as they are."""
         n = self.dates[..., None, None].clamp(min=1.5)
-        # The mean of n maps without one of them is (n mean - map) / (n - 1). n is the effective number, because dates
-        # resemble their neighbours.
+        # (n mean - map) / (n - 1), with the effective number for n, because dates resemble their neighbours.
         own = zip(n, self.parts, self.scales.split(z), strict=True)
         return self._weighed((n * part - mine) / (n - 1) for n, part, mine in own)
 

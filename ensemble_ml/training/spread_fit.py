@@ -57,35 +57,23 @@ class Spread:
     start: Start | None = None
 
     def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """Return the prior spread s0, of which sigma is a multiple, (T, F, Y, X).
-
-        Args:
-            followed: (T, F, Y, X) the spread that sigma follows.
-            shrink: (T, F) k; the fitted one if None.
-        """
+        """Return the prior spread s0 from the result of `followed`, with k = `shrink` (T, F) or the fitted one."""
         k = (self.shrink if shrink is None else shrink)[..., None, None]
         # A corrected spread stands for `FOLLOWED` members whatever M is (`models.heads`).
         count = torch.tensor([float(self.members if self.start is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
     def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """Return the spread that sigma follows: the members' own, or the linearly corrected s1.
+        """Return the spread that sigma follows, (T, F, Y, X): the members' own, or the linearly corrected s1.
 
-        Args:
-            sample: a date.
-            more: (T, F, Y, X) linear correction of s1.
-
-        Returns:
-            (T, F, Y, X).
+        `more` is the linear correction of s1, (T, F, Y, X).
         """
         return sample.spread if self.start is None else widened(self.s1(sample.spread), more)
 
     def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
         """Return s1, the expected spread of the full ensemble, (T, F, Y, X).
 
-        Args:
-            spread: (T, F, Y, X) spread of the M members.
-            shrink: (T, F) k; the fitted one if None.
+        `spread` is that of the M members, (T, F, Y, X), and `shrink` is k, (T, F); None takes the fitted one.
         """
         k = self.full_shrink if shrink is None else shrink
         count = torch.tensor([float(self.members)])
@@ -93,11 +81,7 @@ class Spread:
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the linear corrections of mean and s1, (T, F, Y, X) each in physical units; zeros if there is none.
-
-        Args:
-            sample: a date.
-        """
+        """Return the linear corrections of mean and s1, (T, F, Y, X) each in physical units; zeros if there is none."""
         if self.start is None:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
         mean, spread, count, _ = sample.batch(self.members)
@@ -109,9 +93,6 @@ class Spread:
         """Return d'' (in typical spreads), v and w of the point network, (3, T, F, Y, X); zeros if there is none.
 
         A model that does not predict the truth has d'' alone, (1, T, F, Y, X).
-
-        Args:
-            sample: a date.
         """
         if self.start is None or self.start.points is None:
             return sample.mean.new_zeros(3, *sample.mean.shape)
@@ -119,11 +100,7 @@ class Spread:
         return self.start.point_part(self.start.anomalies(mean, spread, count), count, day)[0]
 
     def expected(self, sample: Sample) -> Tensor:
-        """Return the spread of the full ensemble that the untrained model predicts, (T, F, Y, X).
-
-        Args:
-            sample: a date.
-        """
+        """Return the spread of the full ensemble that the untrained model predicts, (T, F, Y, X)."""
         linear = widened(self.s1(sample.spread), self.correction(sample)[1])
         if self.start is None:
             return linear
@@ -131,19 +108,10 @@ class Spread:
 
 
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
-    """Fit s_clim: the root of the mean variance of the full ensemble, smoothed by one cell if dates are few.
+    """Fit s_clim, (T, F, Y, X): the root of the full ensemble's mean variance, smoothed by one cell if dates are few.
 
     It is at least `_LEAST_SPREAD` times the root mean square of its field, or times the standard deviation of the field
-    itself if its members never differ.
-
-    Args:
-        dates: reads dates.
-        chosen: indices of the dates.
-        scales: means and smoothing on the grid.
-        std: (F,) standard deviation of each field.
-
-    Returns:
-        (T, F, Y, X).
+    itself, `std` (F,), if its members never differ.
 
     Raises:
         UserError: a field exists on no date.
@@ -177,13 +145,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
 
     g and l are ratios of means over the training dates; g is one for a single member. k is the one of `SHRINK` with the
     least squared error on the validation dates (`_best_shrink`).
-
-    Args:
-        dates: reads dates.
-        sample: indices of training dates.
-        validation: indices of validation dates.
-        climatology: (T, F, Y, X) s_clim.
-        scales: means on the grid.
+    `sample` are the training dates, and `climatology` is s_clim, (T, F, Y, X).
     """
     default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
@@ -242,15 +204,9 @@ def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
 def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
     """Return the mean squared error of the untrained forecast of the spread, for each number of members.
 
-    Args:
-        dates: reads dates.
-        chosen: indices of the dates.
-        spread: the spread of the untrained model.
-        scales: means on the grid.
-        sizes: numbers of members that training samples have. Rows of other numbers repeat that of `dates.members`.
-
     Returns:
-        (N + 1, T, F) float32; row M is for M members.
+        (N + 1, T, F) float32; row M is for M members. Rows of numbers that are not among `sizes`, those of training
+        samples, repeat that of `dates.members`.
     """
     full = dates.reader.full_size
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)

@@ -48,12 +48,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: AnyModel, step: int) -> None:
-        """Add the weights after a step to the average.
-
-        Args:
-            model: the model.
-            step: number of the step, counted from 1.
-        """
+        """Add the weights after a step, counted from 1, to the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, p in learned(model):
             self.weights[name].lerp_(local(p), 1 - decay)
@@ -123,14 +118,10 @@ class State:
         return int(self.best["step"]) if self.best else 0
 
     def stalled(self, patience: int, every: int) -> bool:
-        """Return whether the last `patience` validations were no better than the best one before them.
+        """Return whether the last `patience` validations were no better than the best one before them; never for 0.
 
-        The result depends only on the step and on what checkpoints hold, so a resumed run ends at the same step as an
-        uninterrupted one.
-
-        Args:
-            patience: number of validations; 0 for never.
-            every: steps between validations.
+        There are `every` steps between validations. The result depends only on the step and on what checkpoints hold,
+        so a resumed run ends at the same step as an uninterrupted one.
         """
         if not patience or self.best is None or self.step % every:
             return False
@@ -242,10 +233,7 @@ class State:
         return found
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the optimizer, the average and the counters from a checkpoint whose weights the model already has.
-
-        Args:
-            checkpoint: the checkpoint, with the tensors for training.
+        """Restore all but the weights, which the model already has, from a checkpoint with the tensors for training.
 
         Raises:
             UserError: a file with the tensors of one rank is absent or damaged.
@@ -270,9 +258,7 @@ class State:
     def _restored(self, checkpoint: Checkpoint, ranks: int) -> dict[str, Tensor]:
         """Return this rank's part of the tensors of a checkpoint that any number of ranks wrote.
 
-        Args:
-            checkpoint: the checkpoint, with the tensors for training.
-            ranks: number of files that hold parts of tensors; zero if weights were not sharded.
+        `ranks` is the number of files that hold parts of tensors; zero if weights were not sharded.
         """
         by_name = dict(learned(self.model))
         by_name |= {f"{_RAW}{name}": p for name, p in by_name.items()}

@@ -51,9 +51,6 @@ class Stepper:
         noted: the report of the exchange on the last step, such as the layers whose momenta it averaged.
         missed: the steps that other ranks took without this one in the last call: by number of the step, its numbers
             as a call returns them, and whether it was left out.
-
-    Args:
-        run: the run.
     """
 
     def __init__(self, run: Run):
@@ -67,8 +64,7 @@ class Stepper:
 
         Args:
             batch: this rank's part of the batch.
-            says: returns numbers of this rank that are summed over ranks, such as flags. It is called after the
-                backward pass, so that they are up to date.
+            says: returns numbers of this rank to sum over ranks, such as flags. It is called after the backward pass.
 
         Returns:
             The loss and its parts, the number of samples of the whole batch, and the sums of the numbers from `says`.
@@ -124,14 +120,10 @@ class Stepper:
 
     @cached_property
     def _pass(self) -> Pass:
-        """Return the forward and backward pass of a batch, recorded as a CUDA graph where that is possible and faster.
-
-        The pass leaves gradients in the model and returns the loss and its parts.
-        """
+        """Return the forward and backward pass of a batch, recorded as a CUDA graph if that is possible and faster."""
         model, loss = self.state.model, self.setup.loss  # a closure over `self` would make a reference cycle
 
         def run(batch: Batch) -> dict[str, Tensor]:
-            """Run the model forward and backward on a batch."""
             losses = loss(model(batch.inputs), batch)
             losses["loss"].backward()
             return {name: value.detach() for name, value in losses.items()}
@@ -175,13 +167,10 @@ class Stepper:
         return {name: float(value) * samples for name, value in losses.items()} | {"samples": samples, **says()}
 
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
-        """Log that a step is left out, or raise an error. The decision is the same on every rank.
+        """Log that a step is left out, or raise `NotFinite` if `optim.nonfinite` is stop, or too many were in a row.
 
-        One of several trainers may leave out any number of steps: if that makes its score worse, it loses the next
-        tournament.
-
-        Raises:
-            NotFinite: `optim.nonfinite` is stop, or too many steps in a row were left out.
+        The decision is the same on every rank. One of several trainers may leave out any number of steps: if that makes
+        its score worse, it loses the next tournament.
         """
         self.skipped += 1
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"

@@ -39,13 +39,7 @@ _LOOK = 0.05  # seconds between two checks of the other trainers' checkpoints
 
 
 def partners(seed: int, number: int, trainers: int) -> list[tuple[int, int]]:
-    """Draw the pairs of a tournament, as a pure function of the arguments.
-
-    Args:
-        seed: seed of the run.
-        number: number of the tournament.
-        trainers: number of trainers; if it is odd, one is in no pair.
-    """
+    """Draw the pairs of tournament `number` from the seed of the run. If `trainers` is odd, one is in no pair."""
     order = np.argsort(words(seed, Stream.PAIRS, number, 0, trainers), kind="stable").tolist()
     return list(zip(order[::2], order[1::2], strict=False))
 
@@ -62,7 +56,7 @@ def sources(keep: TournamentKeep, scores: Sequence[float], seed: int, number: in
     """
 
     def key(trainer: int) -> tuple[bool, float, int]:
-        """Return the sort key of a trainer. It has no NaN, which cannot be ordered."""
+        # NaN cannot be ordered.
         finite = math.isfinite(scores[trainer])
         return not finite, scores[trainer] if finite else 0.0, trainer
 
@@ -193,16 +187,15 @@ def mean_weights(run: Run, scores: Sequence[float]) -> None:
     state, group = run.state, run.session.mesh.trainers
     there = [math.isfinite(score) for score in scores]
     own = there[run.session.topology.place.trainer]
+    weights = [p for _, p in learned(state.model)]
     with state.predicting(), torch.no_grad():
-        total = torch.cat([p.flatten().double() for _, p in learned(state.model)])
+        total = torch.cat([p.flatten().double() for p in weights])
     # A weight that is NaN would spoil the sum even with the factor zero.
     total = total / sum(there) if own else torch.zeros_like(total)
     group.all_reduce(total)
     state.average = None
     with torch.no_grad():
-        for (_, p), values in zip(
-            learned(state.model), total.split([p.numel() for _, p in learned(state.model)]), strict=True
-        ):
+        for p, values in zip(weights, total.split([p.numel() for p in weights]), strict=True):
             p.copy_(values.view(p.shape))
 
 
@@ -211,11 +204,6 @@ def await_written(run: Path, trainers: int, step: int) -> None:
 
     Before that, no trainer may replace its checkpoint of a tournament. Otherwise, if the job were killed, a trainer
     might have to hold the tournament again without the state that its opponent had.
-
-    Args:
-        run: the folder of the run.
-        trainers: number of trainers.
-        step: the step.
     """
     for trainer in range(trainers):
         last = setup.trainer_folder(run, trainer) / "checkpoints" / "last"
@@ -244,16 +232,10 @@ def point_to_best(run: Path) -> int:
 
 
 def take_best(run: Run, judge: Judge, folder: Path, say: Callable[[str], None]) -> bool:
-    """Keep the best trainer, or the mean of all if that is better. All ranks of the job must call this at the end.
+    """Keep the best trainer, or the mean of all if that is better, and log which with `say`.
 
-    Args:
-        run: the run.
-        judge: the validation of the run, which scores the mean.
-        folder: the folder of the run, which holds those of its trainers.
-        say: writes a line into the log.
-
-    Returns:
-        False if a trainer stopped before the end; nothing is chosen then.
+    All ranks of the job must call this at the end. `folder` is that of the run, which holds those of its trainers. The
+    result is False if a trainer stopped before the end; nothing is chosen then.
 
     Raises:
         NotFiniteForecast: a forecast of the mean is not finite.
@@ -285,10 +267,7 @@ def _try_soup(
 ) -> bool:
     """Score the mean of the trainers' weights. If it is better than `best`, keep it as the run's best checkpoint.
 
-    Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
-
-    Returns:
-        True if the mean is better.
+    Return whether it is. Wortsman et al. 2022 (arXiv:2203.05482) call this a soup.
     """
     state = run.state
     mean_weights(run, scores)

@@ -46,8 +46,8 @@ class Tracker:
       this one `waited` for the others and `swapped` states;
     - `checkpoint`: the seconds that the training waited for it (`held_s`).
 
-    A resumed run removes the lines that a killed one wrote beyond its last checkpoint. It continues with what the
-    checkpoint holds of the next line (`unwritten`).
+    A resumed run removes the lines that a killed one wrote beyond its last checkpoint, because it takes their steps
+    again.
 
     Args:
         run: the run folder.
@@ -75,7 +75,6 @@ class Tracker:
         shown: bool = True,
     ):
         self._run, self._steps, self._every = run, steps, every
-        # A resumed run goes on from its last checkpoint and takes later steps again, so their lines are removed.
         if resumed:
             _cut(run / LOG, start_step)
         else:
@@ -195,13 +194,7 @@ class Tracker:
         return {"sums": self._sums, "count": self._count, "sent": self._sent, "skipped": self._skipped}
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
-        """Log scores on the validation dates.
-
-        Args:
-            step: the step after which they were computed.
-            scores: scores by name.
-            best: they are the best so far.
-        """
+        """Log the scores on the validation dates after a step, and whether they are the best so far."""
         self._write({"step": step, "validation": scores, "best": best})
         self._mllog.validated(step, scores)
         self._scalars(step, {f"validation/{k}": v for k, v in scores.items()})
@@ -209,12 +202,7 @@ class Tracker:
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Log the layers whose momenta were averaged after a step, the bytes sent, and the variances that chose them.
-
-        Args:
-            step: the step.
-            momentum: what the exchange reports.
-        """
+        """Log whose momenta the exchange averaged after a step, the bytes sent, and the variances that chose them."""
         self._write({"step": step, "momentum_sync": momentum})
         self._scalars(step, {f"momentum_variance/{k}": v for k, v in (momentum.get("variance") or {}).items()})
         self.say(f"step {step}: momentum of {len(momentum['layers'])} layers averaged, {momentum['bytes']} bytes sent")
@@ -232,20 +220,11 @@ class Tracker:
         self.say(f"step {held['step']}: tournament: {text}")
 
     def checkpoint(self, step: int, held: float) -> None:
-        """Log that a checkpoint is being written.
-
-        Args:
-            step: its step.
-            held: seconds that the training waited for it.
-        """
+        """Log that the checkpoint of a step is being written, and the seconds that the training waited for it."""
         self._write({"step": step, "checkpoint": {"held_s": _digits(held, 3)}})
 
     def say(self, text: str) -> None:
-        """Print a line for the person who watches.
-
-        Args:
-            text: the line.
-        """
+        """Print a line for the person who watches."""
         if not self._shown:
             return
         if self._plain:
@@ -314,14 +293,7 @@ def memory_mb() -> float:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a `log.jsonl`. A line that a killed run left unfinished is skipped.
-
-    Args:
-        path: the file.
-
-    Returns:
-        One dictionary a line.
-    """
+    """Return the lines of a `log.jsonl`. A line that a killed run left unfinished is skipped."""
     lines = []
     for text in path.read_text().splitlines():
         try:

@@ -172,10 +172,6 @@ class Trainer:
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
         """Train to the last step, or to the first step after a request to stop.
 
-        Args:
-            stop: the request to stop, which signals set.
-            resumed: whether the run continues from a checkpoint.
-
         Raises:
             Stopped: a stop was requested; the state is in `checkpoints/last`.
             UserError: a loss, gradient or forecast is not finite, or memory does not suffice.
@@ -223,11 +219,7 @@ class Trainer:
         return step >= self.state.steps or any(step % steps == 0 for steps in every)
 
     def _open_votes(self) -> VoteLog | None:
-        """Open the record of who is in each vote, and read one to be repeated, if votes need not wait for all ranks.
-
-        Raises:
-            UserError: `optim.replay` is not a record of this run.
-        """
+        """Open the record of who is in each vote, and read one to be repeated, if votes need not wait for all ranks."""
         exchange = self.state.exchange
         if not isinstance(exchange, QuorumVote):
             return None
@@ -366,15 +358,9 @@ class Trainer:
                 self._stop(tracker, stopped)
 
     def _stop(self, tracker: Tracker | Silent, votes: float, *, before: bool = False) -> NoReturn:
-        """Keep the state and end the run after the current step. All ranks of the model call this.
+        """Keep the state and end the run after the current step by `Stopped`. All ranks of the model call this.
 
-        Args:
-            tracker: the log.
-            votes: the sum of the votes on stopping (`StopRequest.vote`).
-            before: whether the tournament after the step could not be held.
-
-        Raises:
-            Stopped: always.
+        `votes` is the sum of the votes on stopping, and `before` is true if the tournament after the step was not held.
         """
         state = self.state
         self.session.leave(votes)
@@ -470,12 +456,7 @@ class Trainer:
         return reached
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
-        """Score the validation dates, and hold the tournament that is due. Return whether the score is the best so far.
-
-        Raises:
-            UserError: a prediction of the only trainer is not finite, no trainer has a finite score in a tournament,
-                several trainers have nothing to compete by, or memory does not suffice.
-        """
+        """Score the validation dates, hold the tournament that is due, and return whether the score is the best."""
         self.mllog.validates(self.state.step)
         try:
             found = self.judge.scores(self.loader)

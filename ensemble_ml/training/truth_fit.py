@@ -67,15 +67,9 @@ class Left:
     spread: Spread
 
     def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
-        """Return the errors of mean and spread to predict.
+        """Return the errors of mean and spread to predict, (T, F, Y, X) in physical units, NaN where absent.
 
-        Args:
-            date: index of the date.
-            sample: the date.
-            members: M.
-
-        Returns:
-            Two tensors (T, F, Y, X) in physical units, NaN where absent. That of the mean is zero if `truth` is None.
+        That of the mean is zero if `truth` is None.
         """
         more = sample.full_spread - self.s1(sample, members)
         if self.truth is None:
@@ -83,12 +77,7 @@ class Left:
         return self.truth.error_left(date, sample.mean), more
 
     def s1(self, sample: Sample, members: int) -> Tensor:
-        """Return the expected spread of the full ensemble, (T, F, Y, X).
-
-        Args:
-            sample: a date.
-            members: M.
-        """
+        """Return the expected spread of the full ensemble, (T, F, Y, X)."""
         return replace(self.spread, members=members).s1(sample.spread)
 
 
@@ -136,12 +125,9 @@ class Truth:
         return mean
 
     def tell_of_zeros(self, sample: np.ndarray) -> None:
-        """Warn of variables whose truth is often zero and whose distribution has no mass there.
+        """Warn of variables whose truth is often zero on dates of `sample`, but whose distribution has no mass there.
 
         No forecast of such a distribution can be calibrated.
-
-        Args:
-            sample: indices of the dates to count zeros on.
         """
         laws = self.dates.spec.families
         at = [position for position, law in enumerate(laws) if law in _ABOVE_ZERO]
@@ -172,12 +158,7 @@ class Truth:
         return error / self.spread.climatology.clamp(min=_TINY)
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
-        """Return truth - mean - bias of the other training dates, (T, F, Y, X), NaN where absent.
-
-        Args:
-            date: index of the date.
-            mean: (T, F, Y, X) ensemble mean, physical units.
-        """
+        """Return truth - ensemble mean - bias of the other training dates, (T, F, Y, X), NaN where absent."""
         if self._last is None or self._last[0] != date:
             self._last = date, self.dates.target(Part.TRUTH, date) - self._bias_without(date)
         return self._last[1] - mean
@@ -190,10 +171,7 @@ class Truth:
         return self.bias.without(error) * self.spread.climatology
 
     def _unseen(self, sample: Sample, date: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return truth, corrected mean of M members, and the spread that sigma follows, of one date.
-
-        The bias is that of the other dates.
-        """
+        """Return truth, corrected mean of M members (by the bias of other dates), and the spread that sigma follows."""
         shift, more = self.spread.correction(sample)
         centre = sample.mean + self._bias_without(date) + shift
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
@@ -216,9 +194,6 @@ class Truth:
 
         With r = (y - centre)^2 / s0^2 and c^2 = mean r, the mean negative log likelihood is
         log(mean r) / 2 + mean log s0, up to a constant.
-
-        Args:
-            chosen: indices of the dates.
 
         Returns:
             (T, F) the likeliest k; that of s1 with a single member, or for a field that no date has.
@@ -264,7 +239,6 @@ class Truth:
         """
 
         def ratio(date: int) -> Tensor:
-            """Return squared residuals over s0^2 of a date."""
             truth, centre, followed = self._unseen(self.dates.sample(date), date)
             found = ((truth - centre) / self.spread.s0(followed)) ** 2
             # The bound follows the mean: where members hardly differ, s0 is far too small, and all ratios are large
@@ -280,11 +254,8 @@ class Truth:
     def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
         """Fit a and b of `models.heads` to points at which the corrected mean is zero or below.
 
-        Fields with few such points, or on few dates, keep their a and b.
-
-        Args:
-            inflation: (T, F, Y, X) B.
-            chosen: indices of the dates.
+        Fields with few such points, or on few of the dates `chosen`, keep their a and b. `inflation` is B,
+        (T, F, Y, X).
         """
         laws = self.dates.spec.families
         at = [position for position, family in enumerate(laws) if family in AT_ZERO]
@@ -316,18 +287,10 @@ class Truth:
                 values[:, position] = torch.where(enough[:, place], number.float(), values[:, position])
 
     def learn_points(self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]) -> bool:
-        """Fit the point network, and choose which fraction of v and of w each field takes.
+        """Fit the point network, choose which fraction of v and of w each field takes, and return whether it was fit.
 
         The fractions are those with the smallest CRPS on the validation dates, at the best of a few factors of sigma.
-
-        Args:
-            inflation: (T, F, Y, X) B.
-            train: indices of the training dates.
-            validation: indices of the validation dates.
-            sizes: numbers of members that training samples have.
-
-        Returns:
-            True if a point network was fitted.
+        `inflation` is B, (T, F, Y, X), and `sizes` are the numbers of members that training samples have.
         """
         start, left = self.spread.start, Left(self, self.spread)
         if start is None or start.points is None:
@@ -359,11 +322,7 @@ class Truth:
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random points of this rank's dates.
-
-        Returns:
-            Truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,).
-        """
+        """Return truth, mean, sigma0 (3, T, F, P), v and w (2, T, F, P), areas (P,) of random points of its dates."""
         given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
         for date in self.dates.team.mine(chosen.tolist()):
             truth, centre, s0, more = self._uninformed(date)
@@ -395,11 +354,6 @@ class Truth:
 
         That CRPS becomes the scale of the loss. So it is at least `_LEAST_CRPS` typical spreads, even for a field that
         was dry on all dates, and `_USUAL_CRPS` of them where there is no score.
-
-        Args:
-            chosen: indices of the dates.
-            inflation: (T, F, Y, X) B.
-            stage: name of the stage that progress shows.
 
         Returns:
             Logarithm of the factor, that CRPS in physical units, and the number of dates with a CRPS; (T, F) each.

@@ -67,12 +67,9 @@ _LIKE_NORMAL = 0.95  # fraction of a normal distribution's slope above which the
 
 
 def c4(n: int) -> float:
-    """Return E[s] / sigma of n independent normal values, for s with ddof = 1.
+    """Return E[s] / sigma of n >= 2 independent normal values, for s with ddof = 1.
 
-        c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
-
-    Args:
-        n: number of values, two or more.
+    c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
     """
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
 
@@ -97,7 +94,7 @@ class Validation:
 def validate(
     model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor, mesh: Mesh | None = None
 ) -> Validation:
-    """Score a model on batches.
+    """Score a model on batches; without any date, there are no scores and no factors.
 
     Args:
         model: the model.
@@ -105,9 +102,6 @@ def validate(
         full_size: N, members of the full ensemble.
         area: (Y, X) areas of the cells.
         mesh: the ranks that share samples and dates; all get the same result. None is a single rank.
-
-    Returns:
-        The scores and calibration factors; no scores and no factors if there is no date.
 
     Raises:
         NotFiniteForecast: a prediction is NaN or infinite.
@@ -119,14 +113,7 @@ def validate(
 
 
 class Scoring:
-    """The work of `validate`, one batch at a time.
-
-    Args:
-        model: the model.
-        full_size: N, members of the full ensemble.
-        area: (Y, X) areas of the cells.
-        mesh: the ranks that share samples and dates.
-    """
+    """The work of `validate`, one batch at a time, with the same arguments."""
 
     def __init__(self, model: AnyModel, *, full_size: int, area: Tensor, mesh: Mesh | None = None):
         spec, mesh = model.spec, mesh or Mesh()
@@ -140,11 +127,7 @@ class Scoring:
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
-        """Predict a batch and add its sums.
-
-        Args:
-            batch: inputs and targets.
-        """
+        """Predict a batch and add its sums."""
         model, bounded, least = self._model, self._bounded, self._least
         prediction = model(batch.inputs)
         if batch.truth is not None:
@@ -161,10 +144,7 @@ class Scoring:
 
     @torch.no_grad()
     def found(self) -> Validation:
-        """Compute scores and calibration factors from all that was added. All ranks must call this.
-
-        Returns:
-            The same result on all ranks.
+        """Compute scores and calibration factors, the same on all ranks, from all that was added. All ranks call this.
 
         Raises:
             NotFiniteForecast: a prediction is NaN or infinite.
@@ -221,9 +201,6 @@ class _Sums:
         """Return the geometric mean over fields of (ours / raw)^power, where ours is at least `least`.
 
         Only fields whose raw mean is above `least` (T, F) count; the result is None without any such field or date.
-
-        Raises:
-            NotFiniteForecast: a sum of ours is not finite.
         """
         found = self._over_ranks()
         if found is None:

@@ -35,8 +35,8 @@ def widths_by_size(
     """Measure the calibration factors for several numbers of members, relative to those of the validation.
 
     Args:
-        data: the data settings.
-        reader: reads the store.
+        data: `data` of the settings.
+        reader: the reader of the run.
         dates: indices of the validation dates.
         batches: returns from dates and numbers M the batches of the dates' first M members, as (M, batch).
         scores: returns from these batches and numbers M the scores for each M.
@@ -63,15 +63,7 @@ def widths_by_size(
 
 
 def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
-    """Divide the factors of each number of members by those of one number.
-
-    Args:
-        widths: (T, F) factors by number of members.
-        usual: that number.
-
-    Returns:
-        (T, F) ratios by number of members; one where either factor is unknown.
-    """
+    """Divide the factors (T, F) of each number of members by those of `usual`; one where either is unknown."""
     here = torch.tensor(widths[usual], dtype=torch.float64)
     found = {}
     for members, values in widths.items():
@@ -82,13 +74,9 @@ def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[st
 
 
 def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
-    """Interpolate the ratios of `beside_usual` to other numbers of members.
+    """Interpolate the ratios of `beside_usual` to other numbers of members `count`, (B,).
 
     Their logarithm is linear in 1/M between known numbers, and constant beyond them.
-
-    Args:
-        count: (B,) M.
-        by_size: (T, F) ratios by number of members.
 
     Returns:
         (B, T, F) ratios, by which the calibration factors of the validation are multiplied.
