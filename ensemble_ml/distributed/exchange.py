@@ -88,12 +88,9 @@ class BucketExchange(Exchange):
         self.close()
 
     def ready(self) -> None:
-        """Make buckets and hooks, once.
+        """Make buckets and hooks, once. Raise a UserError if the models of the ranks differ.
 
         This does not happen in `attach`, because the memory format of the parameters may be chosen after it.
-
-        Raises:
-            UserError: the models of the ranks differ.
         """
         if self._arrivals is not None:
             return
@@ -241,7 +238,6 @@ class GradientAverage(BucketExchange):
     exchanged, only divided for a mean, and clipped.
 
     Args:
-        group: the ranks that exchange.
         dtype: the type in which gradients are summed; float32 leaves float64 gradients as they are.
         settings: passed to `BucketExchange`.
     """
@@ -350,19 +346,17 @@ class GradientAverage(BucketExchange):
             torch.nn.utils.clip_grads_with_norm_([*self.params, *self.apart], self.clip, norm)
             for p in self.sharded:
                 local(p.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))  # as torch does
-        value = float(norm)
         # No rank reported a gradient that is not finite, but a sum of them is not. All ranks see the same norm.
         if not culprits and not torch.isfinite(norm):
             culprits = tuple(range(self.group.size))
-        return value, culprits
+        return float(norm), culprits
 
     @torch.no_grad()
     def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Divide gradients that are not exchanged by the number of ranks for a mean, and include them in the norm.
 
-        Returns:
-            The norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are not
-            finite.
+        Return the norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are
+        not finite.
         """
         if self.reduction is Reduction.mean:
             for p in (*self.apart, *self.sharded):
@@ -408,13 +402,8 @@ class Bucket:
 def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] = ()) -> tuple[Bucket, ...]:
     """Distribute parameters over buckets of at most `limit` elements. A larger parameter gets a bucket of its own.
 
-    Args:
-        params: all parameters, in the order of the model.
-        limit: most elements of a bucket, including the padding of each parameter to a multiple of 64.
-        late: indices into `params` of those that come last.
-
-    Returns:
-        The buckets in the order in which they are exchanged.
+    `limit` includes the padding of each parameter to a multiple of 64. Parameters whose index is in `late` come last.
+    The buckets are in the order in which they are exchanged.
     """
     made: list[Bucket] = []
     slots: list[Slot] = []

@@ -30,8 +30,6 @@ class Meeting:
     """The host and port of the key-value store, and how many sessions of this process have used it.
 
     Attributes:
-        host: host of rank 0.
-        port: port of the store.
         server: the store itself on rank 0, None elsewhere.
         sessions: number of sessions so far, this one included.
         job: a name of the job, so that two jobs on the same port do not read each other's keys.
@@ -46,10 +44,7 @@ class Meeting:
     patience: timedelta = MEETING
 
     def connect(self, size: int) -> Any:
-        """Open a new connection to the store, which sees the keys of the current session only.
-
-        Args:
-            size: number of ranks.
+        """Open a new connection to the store of `size` ranks, which sees the keys of the current session only.
 
         Raises:
             DistNetworkError: nothing listens at the port in time.
@@ -65,10 +60,6 @@ _meetings: dict[World, Meeting] = {}
 
 def meet(world: World, patience: timedelta = MEETING) -> Meeting:
     """Return the meeting point of the ranks, for one more session.
-
-    Args:
-        world: this process among the ranks.
-        patience: how long ranks wait for each other.
 
     Raises:
         UserError: nothing gives rank 0's address, or mpi4py is missing or belongs to another MPI than the launcher.

@@ -27,7 +27,6 @@ class PowerSGD(GradientAverage):
     """An exchange that averages low-rank approximations of the gradients.
 
     Args:
-        group: the ranks that exchange.
         rank: number of columns of the factors.
         settings: passed to `BucketExchange`, but without overlap; `clip` bounds the norm of the averaged gradient.
     """
