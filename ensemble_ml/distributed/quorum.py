@@ -120,7 +120,7 @@ class QuorumVote(Vote):
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent so far, on the first rank with the outcomes that its hub has sent."""
+        """Return the bytes that this rank has sent; on the first rank, with the outcomes that its hub has sent."""
         return super().bytes_sent + (self._link.bytes_sent if self._link is not None else 0)
 
     def _prepare(self) -> None:

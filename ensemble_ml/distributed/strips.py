@@ -25,14 +25,12 @@ class Side:
     """The padding of one axis: its widths, and what lies beyond the ends of the whole axis.
 
     Attributes:
-        dim: the axis of the tensor.
         left: number of points added before the shard; a negative number crops.
         right: number of points added after the shard; a negative number crops.
         right_last: `right` of the last rank; None if it is the same.
         periodic: the axis closes in a circle and has no ends.
         first: rule of the first end, if the axis has ends.
         last: rule of the last end, if the axis has ends.
-        comm: the ranks along the axis.
     """
 
     dim: int
@@ -109,10 +107,7 @@ class Side:
         return inner.narrow(self.dim, skip if is_first else length - skip - width, width)
 
     def check_thickness(self, length: int) -> None:
-        """Check that this rank's shard is as thick as its neighbours' halos and the mirror at a pole require.
-
-        Args:
-            length: points of the shard along the axis.
+        """Check that a shard of `length` points is as thick as neighbours' halos and the mirror at a pole require.
 
         Raises:
             UserError: the shard is thinner.
@@ -245,15 +240,9 @@ class Strip(NamedTuple):
 def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
     """List the strips of an axis that this rank sends and receives.
 
-    Both lists are in the order of the message: first the strip that lies before the receiver, then the one after it.
-    Two ranks that are each other's neighbour on both sides rely on this order.
-
-    Args:
-        length: points of this rank's shard along the axis.
-        side: how the axis is padded.
-
-    Returns:
-        (strips to send, strips to receive), in points of the padded axis.
+    `length` is that of this rank's shard along the axis. Both lists, (strips to send, strips to receive) in points of
+    the padded axis, are in the order of the message: first the strip that lies before the receiver, then the one after
+    it. Two ranks that are each other's neighbour on both sides rely on this order.
     """
     left, right = side.pads
     before, after = side.neighbours()
@@ -332,9 +321,8 @@ def _pieces(
 
     These are the columns half the circle away from the target's own, and `reach` more before and after them.
 
-    Returns:
-        (start at the source, start at the target, length) of each run of columns. Starts count from the first column of
-        the source and from the first column that the target needs.
+    Return (start at the source, start at the target, length) of each run of columns. Starts count from the first column
+    of the source and from the first column that the target needs.
     """
     total = parts[-1][1]
     first, last = parts[target][0] - reach[0], parts[target][1] + reach[1]
