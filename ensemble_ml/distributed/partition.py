@@ -41,10 +41,7 @@ _OURS = EnsembleModel.__module__.rpartition(".")[0]
 def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = None) -> Shard:
     """Make `model` compute this rank's shard of its grid, in place, and return the shard.
 
-    Args:
-        model: a model of the whole grid.
-        mesh: the mesh of the job.
-        overlap: a switch that makes convolutions compute while their halos travel; None for off.
+    `overlap` is a switch that makes convolutions compute while their halos travel; None stands for off.
 
     Raises:
         UserError: the shards are too thin (see `shard_of`).
@@ -109,10 +106,6 @@ def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
 def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
     """Return the shard of the grid that a rank computes of a model of `spec`.
 
-    Args:
-        spec: grid, depth and pole rule of the model.
-        topology: the mesh, seen from the rank.
-
     Raises:
         UserError: the grid has fewer blocks of 2^depth rows or columns than ranks along an axis. Or a shard is so thin
             at some level that the row beyond the pole would come from a neighbour.
@@ -151,11 +144,7 @@ class PartPadder(Padder):
         return rows, columns, Across(self.part_shard.columns, self.sign, self.offset)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Pad with the neighbours' points: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z).
-
-        Raises:
-            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
-        """
+        """Pad with the neighbours' points: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z)."""
         return halo(x_BCYXZ, *self.sides(x_BCYXZ))
 
 

@@ -1,6 +1,6 @@
 """Give distributions a wanted mean or more spread, and members the spread of a predicted distribution.
 
-A distribution is widened without moving its mean, and members keep their ranks.
+A distribution is widened without moving its mean, and members keep their ranks. Units and shapes are as in `formulas`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
     normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are
     raised to `LEAST_MEAN` scales.
-
-    Args:
-        family: the distribution.
-        mean: the means, any shape.
-        scale: the scale, in the units of `mean`; positive.
     """
     if family is Family.NORMAL:
         return mean
@@ -120,11 +115,7 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     bound, and the distance of the location from the bound is multiplied by `width` instead. The table of the truncated
     normal covers such locations, too.
 
-    Args:
-        family: the distribution.
-        location: location, any shape.
-        scale: scale, in the units of `location`.
-        width: factor of the scale, broadcast against `scale`.
+    `width` broadcasts against `scale`.
     """
     wider = width * scale
     if family is Family.NORMAL:
