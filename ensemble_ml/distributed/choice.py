@@ -88,12 +88,9 @@ def exchange_between(
 ) -> Exchange:
     """Make the exchange of `config` over communicators that nothing else uses.
 
-    Args:
-        config: the optimizer's settings.
-        outer: the ranks that vote; if the exchange does not vote, the ranks that average.
-        inner: the ranks that average before `outer` votes. If `outer` is a single rank, they only average, and there is
-            no vote.
-        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+    The ranks `inner` average before the ranks `outer` vote. If `outer` is a single rank, they only average. If the
+    exchange does not vote, the ranks `outer` average. `reduction` says whether the batch's gradient is the sum or the
+    mean of the ranks' gradients.
 
     Raises:
         UserError: the settings do not fit the ranks, or the backend cannot sum the type of the exchange.
@@ -213,10 +210,8 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     whose names begin with `ADDS_UP` (errors that PowerSGD has yet to send), each rank gets an equal share of the sum.
     They are lost if the exchange of this run has no such tensors.
 
-    Args:
-        exchange: the exchange of this run.
-        ranks: number of parts in the checkpoint; 0 does nothing.
-        read: returns the tensors of a part. Only one part is held in memory at a time.
+    The checkpoint has `ranks` parts; 0 does nothing. `read` returns the tensors of a part; only one part is held in
+    memory at a time.
     """
     if not ranks:
         return

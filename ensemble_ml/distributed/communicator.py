@@ -78,12 +78,7 @@ class Communicator(Protocol):
     ) -> Pending:
         """Send a slice of `x` to each rank and fill `out` with the slices received, in rank order.
 
-        Args:
-            out: (sum of `received`,) the memory that is filled.
-            x: (sum of `sent`,) the elements to send.
-            received: number of elements that come from each rank.
-            sent: number of elements that go to each rank.
-            async_op: return before the collective is complete.
+        `sent` and `received` count the elements that go to and come from each rank; `x` and `out` have as many in all.
         """
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
@@ -231,13 +226,8 @@ def bytes_of(x: Tensor) -> int:
 def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     """Collect a whole field from the shards of a spatial group.
 
-    Args:
-        part: (..., y, x) this rank's shard.
-        shard: rows and columns of all ranks.
-        spatial: the ranks that share the field.
-
-    Returns:
-        The whole field (..., Y, X) on the group's first rank, None on the others.
+    `part` (..., y, x) is this rank's shard. Return the whole field (..., Y, X) on the group's first rank, None on the
+    others.
     """
     if spatial.size == 1:
         return part
@@ -302,14 +292,11 @@ def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[T
 def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
     """Compare layout (shapes, types, memory formats) and weights with those of the first of the ranks that are joined.
 
-    Args:
-        params: the parameters of this rank.
-        groups: communicators that together join these ranks. That of consecutive ranks comes first, then that of the
-            ranks at the same place of each such group.
+    The communicators `groups` together join these ranks: first that of consecutive ranks, then that of the ranks at the
+    same place of each such group.
 
     Raises:
-        UserError: raised on every rank. The message names the ranks that differ by their numbers, from 0, among the
-            ranks that are joined.
+        UserError: raised on every rank. The message has the numbers, among those joined, of the ranks that differ.
     """
     if all(group.size == 1 for group in groups):
         return

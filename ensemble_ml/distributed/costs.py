@@ -48,12 +48,9 @@ Make = Callable[[Communicator, int], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks.
+    """A connection between ranks; its numbers are explained at the top of the file.
 
-    Attributes:
-        alpha: latency of a message, in seconds.
-        beta: seconds a byte.
-        free: bytes that pass at no cost if the link was idle before (buffers of switches and traffic shapers).
+    Buffers of switches and traffic shapers let `free` bytes pass at no cost if the link was idle before.
     """
 
     alpha: float
@@ -198,14 +195,10 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
     All ranks call this, and get the same numbers.
 
-    Args:
-        mesh: the communicators.
-        known: links that need not be measured again; new ones are added.
-        device: where the tensors of a step lie; None for host memory.
-
-    Returns:
-        The links by mesh axes. `AT_ONCE` is the link of exchanges along both axes at the same time, if both are split.
-        `()` is the link of sums, with its latency given for one doubling of the number of ranks.
+    Links in `known` are not measured again, and new ones are added to it. Tensors of a step lie on `device`; None
+    stands for host memory. The result has the links by mesh axes: `AT_ONCE` is the link of exchanges along both axes at
+    the same time, if both are split, and `()` that of sums, with its latency given for one doubling of the number of
+    ranks.
     """
     known, place = {} if known is None else known, device or torch.device("cpu")
     world, links = mesh.world, dict[tuple[str, ...], Link]()

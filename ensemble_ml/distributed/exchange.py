@@ -389,11 +389,6 @@ class Bucket:
     slots: tuple[Slot, ...]
     elements: int
 
-    def flat(self, params: Sequence[Tensor], *, multiple: int = WORD) -> Tensor:
-        """Return zeros (n,) float32 for the elements of the bucket; n is a multiple of `multiple`."""
-        size = -(-self.elements // multiple) * multiple
-        return torch.zeros(size, device=params[self.slots[0].index].device)
-
     def views(self, flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of `flat` as views in the shapes of the parameters, in their memory formats."""
         return [_like(flat[s.start : s.start + s.elements], params[s.index]) for s in self.slots]
@@ -473,13 +468,7 @@ class Arrivals:
             hook.remove()
 
     def _arrived(self, index: int) -> None:
-        """Note that a gradient is complete, and hand on the buckets that it completes.
-
-        Do nothing inside `hold` or with `defer`.
-
-        Raises:
-            RuntimeError: its bucket was handed on before in this step.
-        """
+        """Note that a gradient is complete, and hand on the buckets that it completes, except in `hold` or `defer`."""
         if self._held or self.defer:
             return
         bucket = self._home[index]

@@ -177,8 +177,7 @@ class Filling:
         if self._mirrors:
             assert self._across is not None and self._columns is not None
             given = [_mirrored(inner, side, *end) for end in self._mirrors]
-            wide = at_once(side, self._columns)
-            self._opposite = Opposite(given, self._columns, self._across, wide=wide)
+            self._opposite = Opposite(given, self._columns, self._across, wide=at_once(side, self._columns))
         if side.meets:
             out, self._into = strips(inner.shape[side.dim], side)
             sent = [(part.rank, part.of(inner, side.dim, side.pads[0])) for part in out]

@@ -84,8 +84,6 @@ class Hub:
     """A hub that closes votes one after another in its own thread.
 
     Args:
-        size: number of ranks.
-        bits: bits of an element in a ballot.
         first: number of the first vote.
         needed: takes the number of a vote and returns how many ballots close it.
         seconds: time that a vote may wait for the ballots that it needs.

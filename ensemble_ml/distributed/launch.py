@@ -69,7 +69,6 @@ class Session:
     others.
 
     Attributes:
-        mesh: the communicators.
         step: number of the step that the rank is at, which failure reports name.
         device: the GPU of this rank, or the CPU.
         apart: whether each of several ranks has a GPU of its own.
@@ -307,13 +306,9 @@ def _device(world: World) -> torch.device:
 def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     """Collect which devices the ranks compute on.
 
-    Returns:
-        A dictionary of plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share
-        one GPU, or None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: empty, or the
-        error below is raised.
-
-    Raises:
-        UserError: some ranks have a GPU and others have none. The job would run at the speed of the latter.
+    Return plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share one GPU, or
+    None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: ranks without a GPU among
+    ranks with one. Raise a UserError if there are any, since the job would run at their speed.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"gpu/{world.rank}", json.dumps([socket.gethostname(), gpu, device_name(device)]))
@@ -363,10 +358,9 @@ def _log_devices(names: Sequence[str], device: torch.device, who: str, how: str 
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str, list[int]] | None = None) -> str:
-    """Return the name of the communication library. NCCL needs one GPU for each rank.
+    """Return the name of the communication library; raise a UserError if NCCL was requested and cannot be used.
 
-    Raises:
-        UserError: NCCL was requested, but torch lacks it or not every rank has a GPU of its own.
+    NCCL needs one GPU for each rank.
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:

@@ -100,12 +100,9 @@ def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
 
 
 def _reached(host: str, port: int, patience: timedelta) -> None:
-    """Return when the port accepts connections.
+    """Return when the port accepts connections; raise a DistNetworkError if it does not in time.
 
     Connecting a store at once would block in native code, where Python cannot handle signals.
-
-    Raises:
-        DistNetworkError: nothing listens at the port in time.
     """
     latest = time.monotonic() + patience.total_seconds()
     while time.monotonic() < latest:
@@ -136,8 +133,7 @@ def _meet_through_agent(world: World, patience: timedelta) -> tuple[str, int, An
 def _meet_through_mpi(world: World, patience: timedelta) -> tuple[str, int, Any]:
     """Start a store on rank 0, and broadcast its address to the other ranks through MPI.
 
-    Raises:
-        UserError: mpi4py is missing, or belongs to another MPI than the launcher.
+    Raise a UserError if mpi4py is missing, or belongs to another MPI than the launcher.
     """
     try:
         import mpi4py

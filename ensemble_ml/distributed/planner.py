@@ -135,12 +135,9 @@ def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], boo
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:
-    """Return the feasible candidate with the shortest predicted step.
+    """Return the feasible candidate with the shortest predicted step; of equals, that with fewer ranks a sample.
 
-    Of equals, take the one with fewer ranks a sample.
-
-    Raises:
-        UserError: none is feasible.
+    Raise a UserError if none is feasible.
     """
     fitting = [c for c in found if not c.why and c.cost is not None]
     if not fitting:

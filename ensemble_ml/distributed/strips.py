@@ -83,13 +83,11 @@ class Side:
 
     def ends(self) -> Iterator[tuple[bool, EdgeRule, int]]:
         """Yield (is_first, rule, width) of each end of the whole axis that this rank holds and pads."""
-        before, after = self.neighbours()
-        for is_first, other, rule, width in (
-            (True, before, self.first, self.pads[0]),
-            (False, after, self.last, self.pads[1]),
-        ):
-            if other is None and width:
-                yield is_first, rule, width
+        (before, after), (left, right) = self.neighbours(), self.pads
+        if before is None and left:
+            yield True, self.first, left
+        if after is None and right:
+            yield False, self.last, right
 
     def inside(self, padded: Tensor) -> Tensor:
         """Return the view of a padded tensor without its padding along this axis."""

@@ -59,16 +59,10 @@ def sign_allreduce(
 ) -> Tensor:
     """Vote on the sign of each element of `u` over the ranks of `group`.
 
-    Args:
-        u: float32, any shape, the same shape on every rank.
-        bits: 1, 2, 4 or 8 bits an element that each rank sends.
-        group: the ranks that vote.
-        step: number of the step, which decides how ties fall.
-        scale: the scale of delta; `sign` sends one bit whatever `bits` is.
-        out: (n,) float32 memory for the result, n at least `room(u.numel(), ranks)`; None allocates it.
-
-    Returns:
-        +1 or -1 in the shape of `u`, the same on every rank.
+    Each rank sends `bits` (1, 2, 4 or 8) bits for each element of `u`: float32, any shape, the same on every rank.
+    `scale` is that of delta; `sign` sends one bit, whatever `bits` is. `step` decides how ties fall. `out` is (n,)
+    float32 memory for the result, n at least `room(u.numel(), ranks)`; None allocates it. Return +1 or -1 in the shape
+    of `u`, the same on every rank.
     """
     flat, size = u.detach().flatten(), room(u.numel(), group.size)
     out = flat.new_empty(size) if out is None else out[:size]
@@ -195,8 +189,6 @@ class Rounds:
     Args:
         groups: first the group whose ranks vote. The ranks of each further group then pass each other the winning
             words, in the order of the groups.
-        bits: bits of an element in a ballot.
-        step: number of the step, which decides how ties fall.
         voters: the ballots of the first `voters` ranks count; None counts all.
     """
 

@@ -52,14 +52,12 @@ class Vote(BucketExchange):
     """An exchange with one vote a bucket. For each element, `bits` go out and one bit comes back.
 
     Args:
-        group: the ranks that vote.
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
         scale: what delta (see `vote`) is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit,
             whatever `bits` is.
         inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
-        plan: when momenta are averaged.
         settings: passed to `BucketExchange`.
 
     Raises:
@@ -128,7 +126,8 @@ class Vote(BucketExchange):
         """Allocate one buffer for each bucket, long enough to be cut into equal slices of whole words for all ranks."""
         self._beta = {p: group["betas"][0] for group in self._lion.param_groups for p in group["params"]}
         multiple = WORD * self.group.size * self.inner.size
-        self._flats = [b.flat(self.params, multiple=multiple) for b in self.buckets]
+        sizes = [-(-b.elements // multiple) * multiple for b in self.buckets]
+        self._flats = [torch.zeros(size, device=self.params[0].device) for size in sizes]
         self._views = [b.views(flat, self.params) for b, flat in zip(self.buckets, self._flats, strict=True)]
         self._signs: dict[Tensor, Tensor] = {}
         for bucket, views in zip(self.buckets, self._views, strict=True):
@@ -320,7 +319,6 @@ class LionCub(Vote):
     integers, and go back through all_gather.
 
     Args:
-        group: the ranks that exchange.
         bits: 1 or 8 bits an element that a rank sends.
         settings: passed to `Vote`; there is never an overlap with the backward pass.
 
