@@ -1,7 +1,5 @@
 """The interface of communication between ranks, over a process group or within a single rank.
 
-A single rank has a null communicator, so that it runs the same code.
-
 Every collective but `barrier` fills tensors that the caller made and returns a `Pending`. A communicator adds up two
 numbers over its collectives. `seconds_waited` is the time that the host waits for results; under NCCL, waiting inside
 the GPU's own queue is not included. `bytes_sent` is what an algorithm without waste puts on the wire for this rank,

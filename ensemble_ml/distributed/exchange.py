@@ -4,9 +4,6 @@ On a CPU, a thread of the exchange carries out the buckets one after the other, 
 uses. On a GPU, the hooks of the backward pass enqueue them, so that one thread enqueues all communication in one
 order; `finish` waits for them.
 
-Each rank contributes the gradient of its own part of the batch. `reduction` says whether their sum or their mean is the
-gradient of the whole batch.
-
 A parameter that no rank used is left unchanged. If only some ranks used it, its gradient counts as zero on the others.
 
 Hooks detect when all gradients of a bucket are complete. Buckets go in the reverse order of the parameters, which is
@@ -221,6 +218,12 @@ class BucketExchange(Exchange):
 
     def _grads(self, bucket: Bucket) -> list[Tensor | None]:
         return [self.params[slot.index].grad for slot in bucket.slots]
+
+    def _put(self, index: int, values: Tensor) -> None:
+        """Set the gradient of a parameter, also where this rank had none."""
+        p = self.params[index]
+        p.grad = torch.empty_like(p) if p.grad is None else p.grad
+        p.grad.copy_(values.view(p.shape))
 
 
 class GradientAverage(BucketExchange):

@@ -99,11 +99,9 @@ def like(p: Any, part: Tensor) -> Tensor:
 
 def first_row(p: Any) -> int:
     """Return the row (index along the first axis) at which this rank's part of a tensor begins."""
-    mesh = shards_of(p)
-    if mesh is None:
-        return 0
+    part, parts, _, _ = place_among_shards(p)
     # FSDP2 cuts as `torch.chunk` does, so the last ranks may have less, or nothing.
-    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-len(p) // mesh.size(mesh.ndim - 1)), len(p))
+    return min(part * -(-len(p) // parts), len(p)) if part else 0
 
 
 def place_among_shards(p: Tensor) -> tuple[int, int, int, int]:

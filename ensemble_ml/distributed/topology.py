@@ -191,7 +191,6 @@ class Shard:
     Only the last block along an axis may be smaller.
 
     Attributes:
-        topology: the mesh, seen from this rank.
         rows: (first, last + 1) row of every rank along latitude.
         columns: (first, last + 1) column of every rank along longitude.
     """

@@ -210,10 +210,8 @@ class Vote(BucketExchange):
         found = [bool(ranks) for ranks in used_by]
         flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(of_batch)
         for slot, view, there in zip(bucket.slots, views, found, strict=True):
-            p = self.params[slot.index]
             if there:
-                p.grad = torch.empty_like(p) if p.grad is None else p.grad
-                p.grad.copy_(view)
+                self._put(slot.index, view)
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
