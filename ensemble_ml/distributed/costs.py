@@ -96,8 +96,6 @@ class Piece:
     """The local work of one rank in a step, without its neighbours.
 
     Attributes:
-        seconds: duration of the step.
-        backward: duration of the backward pass.
         ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
         measured: whether the times were measured; otherwise they were extrapolated or computed.
     """
@@ -106,10 +104,6 @@ class Piece:
     backward: float
     ready: tuple[float, ...] = (1.0,)
     measured: bool = True
-
-    def scaled(self, factor: float) -> Piece:
-        """Return the same piece for `factor` times as much work."""
-        return Piece(self.seconds * factor, self.backward * factor, self.ready, measured=False)
 
 
 def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
@@ -121,7 +115,8 @@ def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
     """
     nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
     a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
-    return piece.scaled((a + b * flops) / (a + b * nearest))
+    factor = (a + b * flops) / (a + b * nearest)
+    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -48,8 +48,7 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
     `x` (B, C, ...) is the shard, with split axes `rows.dim` and `columns.dim`. An axis without a `Side` is not padded.
     A padding across a pole needs `across` and `columns`.
 
-    Returns:
-        The shard, longer by `left + right` along each axis, or shorter where that sum is negative.
+    Return the shard, longer by `left + right` along each axis, or shorter where that sum is negative.
 
     Raises:
         UserError: this rank's shard is thinner than a neighbour's halo, or than the rows that a pole mirrors.

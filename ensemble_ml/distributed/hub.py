@@ -128,8 +128,7 @@ class Hub:
                 break
             self._tell(outcome(self._vote, {r: self._waiting.pop(r) for r in voters}, self._size, self._bits))
             self._vote += 1
-        for outbox in self.outboxes:
-            outbox.put(None)
+        self._tell(None)
 
     def _chosen(self) -> list[int] | None:
         """Wait until the next vote can close, and return its ranks.
@@ -155,7 +154,7 @@ class Hub:
                 return None
             self._waiting[item[0]] = item[1]
 
-    def _tell(self, words: Tensor) -> None:
+    def _tell(self, words: Tensor | None) -> None:
         for outbox in self.outboxes:
             outbox.put(words)
 

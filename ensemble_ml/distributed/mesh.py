@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +32,7 @@ class Mesh:
 
     topology: Topology = Topology()  # noqa: RUF009 - frozen
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
+    _one: Communicator = field(default_factory=NullCommunicator, init=False, repr=False, compare=False)
 
     def along(self, *axes: str) -> Communicator:
         """Return the communicator of the ranks that differ from this one along `axes` only.
@@ -44,10 +44,6 @@ class Mesh:
     def __deepcopy__(self, _: object) -> Mesh:
         # A process group cannot be copied. A copy of a model communicates with the same ranks as the original.
         return self
-
-    @cached_property
-    def _one(self) -> Communicator:
-        return NullCommunicator()
 
     @property
     def world(self) -> Communicator:

@@ -373,13 +373,7 @@ def _add_signs(ballots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Synchronised:
-    """The record of one averaging.
-
-    Attributes:
-        layers: the layers that were averaged.
-        bytes_sent: the bytes that this rank sent for it.
-        variance: relative variance of every layer, if it was measured.
-    """
+    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
 
     layers: tuple[int, ...]
     bytes_sent: int

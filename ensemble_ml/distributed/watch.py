@@ -43,7 +43,6 @@ _FAREWELL = 2 * _PERIOD + 0.5
 class Watch:
     """A thread that writes this rank's heartbeat and polls the store for a failure of another rank.
 
-    Rank 0 also checks the heartbeats of the others. On the other ranks, a second thread checks that rank 0 answers.
     Nothing else uses the connection `store`: on a shared one, a call that waits for a collective's set-up would delay
     the heartbeat. A rank counts as dead after `silence` seconds without one. `step` returns the step of this rank.
     """
@@ -174,8 +173,7 @@ class Watch:
 
     def _leave_rank_0(self) -> None:
         """Print that rank 0 no longer answers, and end this process."""
-        failure = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
-        self._leave(failure)
+        self._leave({"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False})
 
     def _all_done(self) -> bool:
         """Register that this rank has finished. Return whether it may leave: rank 0 waits for all others."""

@@ -152,17 +152,11 @@ def remap_members(
     doi:10.1002/qj.1891). They are multiplied by a factor that gives them the mean of the distribution. Where the
     probability of rain is at most 1 / (2 M), all quantiles are zero, and the member of the last rank gets all the rain.
 
-    Args:
-        members: (M, ...) raw members x_i, two or more. NaN where one is absent: the new member is NaN there too, and M
-            above counts only those that are present.
-        mean: (...) mean m of the members.
-        spread: (...) standard deviation s of the members (ddof = 1).
-        location: (...) location of the predicted distribution, in the units of the members.
-        scale: (...) scale of the predicted distribution, in the same units.
-        family: the distribution.
-        order: (M,) positions of the members. Equal members are ranked in this order; None takes that of `members`. Use
-            one order for all points of a forecast and another for the next forecast, so that no member is always
-            wetter than the others.
+    `members` (M, ...) holds two or more raw members x_i, `mean` (...) their mean m and `spread` (...) their standard
+    deviation s (ddof = 1). `location` and `scale` are (...), in the units of the members. Where a member is absent
+    (NaN), the new one is NaN, too, and M above counts only those that are present. Equal members are ranked in the
+    `order` (M,) of their positions; None takes that of `members`. Use one order for all points of a forecast and
+    another for the next forecast, so that no member is always wetter than the others.
 
     Returns:
         (M, ...), in the dtype of `location`.
