@@ -86,10 +86,7 @@ class Session:
         self._once = self._own = 0
 
     def share_out(self, topology: Topology) -> None:
-        """Replace the mesh by another one over the same ranks and destroy the old communicators.
-
-        All ranks call this with the same degrees.
-        """
+        """Replace the mesh and destroy its communicators. All ranks of the job call this with the same degrees."""
         before = self.mesh
         self.topology = topology.at(self.world.rank)
         self.mesh = make_mesh(self.topology) if self.world.size > 1 else Mesh(self.topology)

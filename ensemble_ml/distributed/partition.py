@@ -131,11 +131,7 @@ class PartPadder(Padder):
     part_shard: Shard
 
     def sides(self, x_BCYXZ: Tensor) -> tuple[Side, Side, Across]:
-        """Return the arguments of `halo` for this rank: rows, columns, and the rule across the poles.
-
-        Raises:
-            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
-        """
+        """Return (rows, columns, across) of `halo`; raise a ValueError if `x_BCYXZ` is not this rank's shard."""
         g, mesh = self.geometry, self.part_mesh
         if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
             raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")

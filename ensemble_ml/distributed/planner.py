@@ -135,7 +135,7 @@ def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], boo
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:
-    """Return the feasible candidate with the shortest predicted step; of equals, that with fewer ranks a sample.
+    """Return the candidate with the shortest predicted step; of equals, that with fewer ranks a sample.
 
     Raise a UserError if none is feasible.
     """

@@ -105,11 +105,7 @@ class Side:
         return inner.narrow(self.dim, skip if is_first else length - skip - width, width)
 
     def check_thickness(self, length: int) -> None:
-        """Check that a shard of `length` points is as thick as neighbours' halos and the mirror at a pole require.
-
-        Raises:
-            UserError: the shard is thinner.
-        """
+        """Raise a UserError if a shard of `length` points is too thin for neighbours' halos or the mirror at a pole."""
         before, after = self.neighbours()
         needs = [self.widths(before)[1] if before is not None else 0, self.widths(after)[0] if after is not None else 0]
         alone = self.comm.size == 1 and length == 1  # a single row mirrors itself

@@ -99,11 +99,7 @@ class Topology:
 
 
 def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
-    """Return the rank at `place` in a mesh of `shape`.
-
-    Raises:
-        UserError: a coordinate lies outside the mesh.
-    """
+    """Return the rank at `place` in a mesh of `shape`; raise a UserError if a coordinate lies outside the mesh."""
     rank = 0
     for degree, coordinate in zip(shape, place, strict=True):
         if not 0 <= coordinate < degree:
@@ -251,10 +247,7 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
 
 
 def mark_own(p: Tensor, shard: Shard) -> None:
-    """Mark `p` (..., Y, X) as a parameter of which each rank uses only the grid points of its own shard.
-
-    Copies of `p` do not carry the mark.
-    """
+    """Mark `p` (..., Y, X), but none of its copies, as a parameter of which each rank uses only its shard's points."""
     p.own_part = shard  # type: ignore[attr-defined]
 
 

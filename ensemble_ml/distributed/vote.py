@@ -249,10 +249,7 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
 
 
 def majority(planes: Sequence[Tensor], step: int) -> Tensor:
-    """Return the bits that more than half of the ranks' planes (w,) hold, as (w,) words.
-
-    Ties fall by the mask of `step`.
-    """
+    """Return the bits that more than half of the planes (w,) hold, as (w,) words. Ties fall by the mask of `step`."""
     ranks = len(planes)
     counter = _add_up(planes)
     more = torch.zeros_like(planes[0])

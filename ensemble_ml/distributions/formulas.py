@@ -62,10 +62,7 @@ def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the distribution function P(value <= y), in [0, 1].
-
-    At its bounds, a censored distribution counts the mass that lies there.
-    """
+    """Return the distribution function P(value <= y), in [0, 1]; at a bound, with the mass that lies there."""
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l, x, v = (at - mu) / sigma, -mu / sigma, mu / sigma, at / sigma
     if family is Family.LOGNORMAL:
