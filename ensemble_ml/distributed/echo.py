@@ -279,7 +279,7 @@ class EchoShards:
             module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit))
             module.register_forward_hook(lambda module, given, found, unit=unit: self._leave(unit, found))
             for p in self._params[unit]:
-                p.register_post_accumulate_grad_hook(lambda p, unit=unit: self._arrived(p, unit))
+                p.register_post_accumulate_grad_hook(lambda _, unit=unit: self._arrived(unit))
 
     @property
     def elements(self) -> int:
@@ -336,7 +336,7 @@ class EchoShards:
         if self._order:
             self._gather(self._order[-1])
 
-    def _arrived(self, p: Tensor, unit: int) -> None:
+    def _arrived(self, unit: int) -> None:
         """Sum and scatter the gradients of a unit once all are there."""
         self._missing[unit] -= 1
         if self._missing[unit]:
