@@ -128,7 +128,7 @@ def _common(config: OptimConfig) -> dict[str, Any]:
 def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int:
     """Return how many ranks average before a vote: those of a sample, or those of a node.
 
-    Raises a UserError unless a node holds whole samples, and the ranks of one model fill whole nodes.
+    Raise a UserError unless a node holds whole samples, and the ranks of one model fill whole nodes.
     """
     if not config.hierarchical:
         return topology.spatial

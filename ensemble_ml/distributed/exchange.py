@@ -242,7 +242,6 @@ class GradientAverage(BucketExchange):
 
     Args:
         dtype: the type in which gradients are summed; float32 leaves float64 gradients as they are.
-        settings: passed to `BucketExchange`.
     """
 
     def __init__(self, group: Communicator, *, dtype: torch.dtype = torch.float32, **settings: object):

@@ -33,7 +33,6 @@ class Meeting:
         server: the store itself on rank 0, None elsewhere.
         sessions: number of sessions so far, this one included.
         job: a name of the job, so that two jobs on the same port do not read each other's keys.
-        patience: how long ranks wait for each other.
     """
 
     host: str

@@ -45,7 +45,6 @@ class Quorum:
     """The rule by which votes end.
 
     Attributes:
-        ballots: number of ballots that end a vote.
         bound: largest number of votes from one meeting to the next.
         seconds: how long, in seconds, a vote waits for the ballots that it needs.
     """

@@ -58,7 +58,6 @@ class Vote(BucketExchange):
         inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
-        settings: passed to `BucketExchange`.
 
     Raises:
         UserError: `clip` bounds the total norm, but ranks average first.
@@ -433,7 +432,6 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
     """Estimate for each tensor the variance over ranks (ddof = 1) divided by the mean square.
 
     It is 0 if the momenta agree, about 1 if they are unrelated, and P / (P - 1) at most for P ranks.
-
     The estimate is from up to SAMPLED elements of each tensor, shifted by `step`, and the same on all ranks.
     """
     samples = [m.as_strided((m.numel(),), (1,))[positions(m.numel(), step).to(m.device)] for m in momenta]
