@@ -48,13 +48,9 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange of `config` between the ranks that train one set of weights. All ranks of the job call this.
 
-    Args:
-        config: the optimizer's settings.
-        topology: the mesh of the job. Ranks that share a sample always average in full precision before a vote.
-        local_size: ranks of a node, which average before a vote with `hierarchical`.
-        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients. It is ignored if fewer
-            than all ranks can end a vote (`quorum`), where the loss of each rank is the mean over its own samples.
-        connect: makes the communicators.
+    Ranks that share a sample always average in full precision before a vote; with `hierarchical`, so do the
+    `local_size` ranks of a node. `reduction` (see `exchange_between`) is ignored if fewer than all ranks can end a vote
+    (`quorum`), where the loss of each rank is the mean over its own samples.
 
     Raises:
         UserError: the settings do not fit the ranks, or the backend cannot sum the type of the exchange.
@@ -63,8 +59,7 @@ def make_exchange(
     if ranks == 1:
         quorum_of(config.quorum, 1)
         return Exchange(config.clip)
-    name = config.exchange
-    if name is ExchangeName.none:
+    if config.exchange is ExchangeName.none:
         raise UserError(f"optim.exchange=none: {ranks} ranks would train apart; use allreduce or vote")
     if not config.waits:
         if topology.spatial > 1:
@@ -74,20 +69,14 @@ def make_exchange(
             )
         if (ballots := quorum_of(config.quorum, ranks)) < ranks:
             return quorum_vote(config, consecutive_groups(topology, 1, connect)[0], ballots)
-    if config.votes:
-        outer, inner = consecutive_groups(topology, _inner_size(config, topology, local_size), connect)
-        return exchange_between(config, outer, inner, reduction)
-    return exchange_between(config, consecutive_groups(topology, 1, connect)[0], NullCommunicator(), reduction)
+    inner_size = _inner_size(config, topology, local_size) if config.votes else 1
+    return exchange_between(config, *consecutive_groups(topology, inner_size, connect), reduction)
 
 
 def quorum_vote(config: OptimConfig, group: Communicator, ballots: int, join: Join | None = None) -> QuorumVote:
     """Make a vote that `ballots` ranks can end. All ranks of `group` call this.
 
-    Args:
-        config: the optimizer's settings.
-        group: the ranks that vote.
-        ballots: number of ballots that end a vote.
-        join: connects a rank with the hub of the votes; None uses `join_hub`, which connects processes by TCP.
+    `join` connects a rank with the hub of the votes. If it is None, `join_hub` connects processes by TCP.
     """
     join = join or partial(join_hub, seconds=patience())
     rule = Quorum(ballots, config.bound, patience())
@@ -99,28 +88,24 @@ def exchange_between(
 ) -> Exchange:
     """Make the exchange of `config` over communicators that nothing else uses.
 
-    Args:
-        config: the optimizer's settings.
-        outer: the ranks that vote; if the exchange does not vote, the ranks that average.
-        inner: the ranks that average before `outer` votes. If `outer` is a single rank, they only average, and there is
-            no vote.
-        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+    The ranks `inner` average before the ranks `outer` vote. If `outer` is a single rank, they only average. If the
+    exchange does not vote, the ranks `outer` average. `reduction` says whether the batch's gradient is the sum or the
+    mean of the ranks' gradients.
 
     Raises:
         UserError: the settings do not fit the ranks, or the backend cannot sum the type of the exchange.
     """
-    name = config.exchange
     if config.votes and outer.size > 1:
         return _vote(config, outer, inner, reduction)
     common: dict[str, Any] = {"reduction": reduction, "clip": config.clip, "bucket_mb": config.bucket_mb}
     if config.votes:
         return GradientAverage(inner, **common)
-    if name is ExchangeName.powersgd:
+    if config.exchange is ExchangeName.powersgd:
         return PowerSGD(outer, rank=config.rank, **common)
-    if name is ExchangeName.allreduce:
+    if config.exchange is ExchangeName.allreduce:
         return GradientAverage(outer, **common)
-    dtype = torch.float16 if name is ExchangeName.fp16 else torch.bfloat16
-    _try_type(outer, dtype, name)
+    dtype = torch.float16 if config.exchange is ExchangeName.fp16 else torch.bfloat16
+    _try_type(outer, dtype, config.exchange)
     return GradientAverage(outer, dtype=dtype, **common)
 
 
@@ -143,9 +128,7 @@ def _common(config: OptimConfig) -> dict[str, Any]:
 def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int:
     """Return how many ranks average before a vote: those of a sample, or those of a node.
 
-    Raises:
-        UserError: the ranks of a node are not a multiple of those that share a sample, or the ranks of one model are
-            not a multiple of those of a node.
+    Raise a UserError unless a node holds whole samples, and the ranks of one model fill whole nodes.
     """
     if not config.hierarchical:
         return topology.spatial
@@ -167,10 +150,8 @@ def consecutive_groups(topology: Topology, inner_size: int, connect: Connect) ->
     found: dict[str, Communicator] = {"outer": NullCommunicator(), "inner": NullCommunicator()}
     for members in topology.groups("data", "lat", "lon"):
         rows = [members[i : i + inner_size] for i in range(0, len(members), inner_size)]
-        columns = list(zip(*rows, strict=True))
-        for role, sets in (("inner", rows), ("outer", columns)):
-            # torch requires every rank to take part in making every group, including groups that the rank does not
-            # belong to.
+        for role, sets in (("inner", rows), ("outer", list(zip(*rows, strict=True)))):
+            # torch requires every rank to take part in making every group, also those that it does not belong to.
             for ranks in sets:
                 made = connect(tuple(ranks), topology) if len(ranks) > 1 else None
                 found[role] = made or found[role]
@@ -195,7 +176,6 @@ class OwnState:
     Attributes:
         rank: number of this part of the state, from 0.
         ranks: number of parts.
-        tensors: the tensors by name.
         keep: whether this rank writes the part. Several ranks may hold the same one, and one of them writes it.
     """
 
@@ -230,10 +210,8 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     whose names begin with `ADDS_UP` (errors that PowerSGD has yet to send), each rank gets an equal share of the sum.
     They are lost if the exchange of this run has no such tensors.
 
-    Args:
-        exchange: the exchange of this run.
-        ranks: number of parts in the checkpoint; 0 does nothing.
-        read: returns the tensors of a part. Only one part is held in memory at a time.
+    The checkpoint has `ranks` parts; 0 does nothing. `read` returns the tensors of a part; only one part is held in
+    memory at a time.
     """
     if not ranks:
         return
@@ -244,8 +222,7 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return
-    # Otherwise, sum up all parts, then divide by the number of parts for a mean, or by the number of ranks for an equal
-    # share.
+    # Otherwise, divide the sum of all parts by their number for a mean, or by the number of ranks for an equal share.
     total = {name: value.clone() for name, value in read(0).items()}
     for rank in range(1, ranks):
         for name, value in read(rank).items():

@@ -1,7 +1,5 @@
 """The interface of communication between ranks, over a process group or within a single rank.
 
-A single rank has a null communicator, so that it runs the same code.
-
 Every collective but `barrier` fills tensors that the caller made and returns a `Pending`. A communicator adds up two
 numbers over its collectives. `seconds_waited` is the time that the host waits for results; under NCCL, waiting inside
 the GPU's own queue is not included. `bytes_sent` is what an algorithm without waste puts on the wire for this rank,
@@ -78,12 +76,7 @@ class Communicator(Protocol):
     ) -> Pending:
         """Send a slice of `x` to each rank and fill `out` with the slices received, in rank order.
 
-        Args:
-            out: (sum of `received`,) the memory that is filled.
-            x: (sum of `sent`,) the elements to send.
-            received: number of elements that come from each rank.
-            sent: number of elements that go to each rank.
-            async_op: return before the collective is complete.
+        `sent` and `received` count the elements that go to and come from each rank; `x` and `out` have as many in all.
         """
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
@@ -152,20 +145,12 @@ class TorchCommunicator:
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
         """Fill `out` (n,) with this rank's shard of the sum of `x` (P n,) over the ranks."""
         self.bytes_sent += bytes_of(x) * (self.size - 1) // self.size
-
-        def call(to: Tensor, given: Tensor) -> Any:
-            return _REDUCE_SCATTER(to, given, group=self.group, async_op=True)
-
-        return self._run(call, out, x, async_op)
+        return self._run(lambda to, t: _REDUCE_SCATTER(to, t, group=self.group, async_op=True), out, x, async_op)
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
         """Fill `out` (P n,) with every rank's `x` (n,), in rank order."""
         self.bytes_sent += bytes_of(x) * (self.size - 1)
-
-        def call(to: Tensor, given: Tensor) -> Any:
-            return _ALL_GATHER(to, given, self.group, async_op=True)
-
-        return self._run(call, out, x, async_op)
+        return self._run(lambda to, t: _ALL_GATHER(to, t, self.group, async_op=True), out, x, async_op)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
@@ -195,10 +180,7 @@ class TorchCommunicator:
         dist.destroy_process_group(self.group)
 
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
-        """Call a collective on `x`, staging tensors through the memory that the backend needs.
-
-        The collective works in place if `out` is `x`.
-        """
+        """Call a collective on `x`, in place if `out` is `x`, by way of the memory that the backend needs."""
         staged = x.device.type != self._home
         # Ranks may hold the same tensor in different memory formats, so elements are sent in the order of the axes.
         given = x.contiguous()
@@ -211,10 +193,9 @@ class TorchCommunicator:
         # Collectives always start asynchronously; a synchronous call waits for its own work below.
         work = call(to) if out is x else call(to, given)
         pending = _Work(self, work, given, to, out)
-        if async_op:
-            return pending
-        pending.wait()
-        return Done()
+        if not async_op:
+            pending.wait()
+        return pending
 
 
 class _Work:
@@ -243,20 +224,14 @@ def bytes_of(x: Tensor) -> int:
 def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     """Collect a whole field from the shards of a spatial group.
 
-    Args:
-        part: (..., y, x) this rank's shard.
-        shard: rows and columns of all ranks.
-        spatial: the ranks that share the field.
-
-    Returns:
-        The whole field (..., Y, X) on the group's first rank, None on the others.
+    `part` (..., y, x) is this rank's shard. Return the whole field (..., Y, X) on the group's first rank, None on the
+    others.
     """
     if spatial.size == 1:
         return part
-    first = spatial.rank == 0
-    lead = part.shape[:-2]
-    shapes = [(b - a, d - c) for a, b in shard.rows for c, d in shard.columns]  # in rank order
-    sizes = [math.prod(lead) * rows * columns for rows, columns in shapes]
+    first, lead = spatial.rank == 0, part.shape[:-2]
+    places = [(rows, columns) for rows in shard.rows for columns in shard.columns]  # in rank order
+    sizes = [math.prod(lead) * (b - a) * (d - c) for (a, b), (c, d) in places]
     buffer = part.new_empty(sum(sizes) if first else 0)
     # One all_to_all_single, in which all ranks send to the first one only.
     sent = [part.numel()] + [0] * (spatial.size - 1)
@@ -265,9 +240,9 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     if not first:
         return None
     whole = part.new_empty(*lead, shard.rows[-1][1], shard.columns[-1][1])
-    places = [(rows, columns) for rows in shard.rows for columns in shard.columns]
-    for values, (rows, columns), shape in zip(buffer.split(sizes), places, shapes, strict=True):
-        whole[..., slice(*rows), slice(*columns)] = values.view(*lead, *shape)
+    for values, (rows, columns) in zip(buffer.split(sizes), places, strict=True):
+        field = whole[..., slice(*rows), slice(*columns)]
+        field.copy_(values.view(field.shape))
     return whole
 
 
@@ -281,30 +256,28 @@ def sharing_cores(world: Communicator, device: torch.device) -> int:
     return gather_bytes(mine, world, device).count(mine)
 
 
+def gathered(own: Tensor, group: Communicator) -> Tensor:
+    """Return the elements (n,) that every rank gives, in rank order, (P n,) on all of them."""
+    everyone = own.new_empty(group.size * len(own))
+    group.all_gather(everyone, own)
+    return everyone
+
+
 def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list[bytes]:
     """Return the bytes that every rank of a group gives, in rank order, on all of them."""
-    sizes = torch.empty(group.size, dtype=torch.int64, device=device)
-    group.all_gather(sizes, torch.tensor([len(data)], device=device))
+    sizes = gathered(torch.tensor([len(data)], device=device), group)
     most = max(1, int(sizes.max()))
     # An all_gather needs the same length on every rank, so shorter inputs are padded.
     padded = torch.zeros(most, dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-    found = torch.empty(group.size * most, dtype=torch.uint8, device=device)
-    group.all_gather(found, padded.to(device))
-    whole = found.cpu().numpy().reshape(group.size, most)
+    whole = gathered(padded.to(device), group).cpu().numpy().reshape(group.size, most)
     return [row[:size].tobytes() for row, size in zip(whole, sizes.tolist(), strict=True)]
 
 
 def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest values over the ranks of a spatial group, element by element.
 
-    Args:
-        low: this rank's smallest values, NaN where it has none.
-        high: its largest values, of the same shape.
-        spatial: the ranks that share the fields.
-
-    Returns:
-        Two tensors of that shape, NaN where no rank has a value.
+    `low` and `high`, of the same shape, are NaN where this rank has no value. The result is NaN where no rank has one.
     """
     # One all-reduce by maximum does for both: the smallest value is the negative of the largest negative.
     both = torch.stack([-low, high])
@@ -317,21 +290,17 @@ def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[T
 def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
     """Compare layout (shapes, types, memory formats) and weights with those of the first of the ranks that are joined.
 
-    Args:
-        params: the parameters of this rank.
-        groups: communicators that together join these ranks. That of consecutive ranks comes first, then that of the
-            ranks at the same place of each such group.
+    The communicators `groups` together join these ranks: first that of consecutive ranks, then that of the ranks at the
+    same place of each such group.
 
     Raises:
-        UserError: raised on every rank. The message names the ranks that differ by their numbers, from 0, among the
-            ranks that are joined.
+        UserError: raised on every rank. The message has the numbers, among those joined, of the ranks that differ.
     """
     if all(group.size == 1 for group in groups):
         return
     everyone = torch.tensor([layout_hash(params), weights_hash(params)], device=params[0].device)
     for group in groups:
-        own, everyone = everyone, everyone.new_empty(group.size * len(everyone))
-        group.all_gather(everyone, own)
+        everyone = gathered(everyone, group)
     layouts, weights = everyone.view(-1, 2).T.tolist()
     if others := [r for r, found in enumerate(layouts) if found != layouts[0]]:
         raise UserError(

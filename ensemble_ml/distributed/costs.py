@@ -48,12 +48,9 @@ Make = Callable[[Communicator, int], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks.
+    """A connection between ranks; its numbers are explained at the top of the file.
 
-    Attributes:
-        alpha: latency of a message, in seconds.
-        beta: seconds a byte.
-        free: bytes that pass at no cost if the link was idle before (buffers of switches and traffic shapers).
+    Buffers of switches and traffic shapers let `free` bytes pass at no cost if the link was idle before.
     """
 
     alpha: float
@@ -84,8 +81,7 @@ def message_seconds(message: Message, links: Links) -> float:
 def halo_seconds(messages: Sequence[Message], links: Links) -> float:
     """Return the seconds of all halo exchanges among the messages."""
     total = 0.0
-    # Messages of one wave are under way at the same time. If they go along both axes, the link measured for that
-    # applies.
+    # Messages of one wave are under way at the same time. Along both axes, the link measured for that applies.
     for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
         wave = list(together)
         if AT_ONCE in links and len({message.axes for message in wave}) > 1:
@@ -100,8 +96,6 @@ class Piece:
     """The local work of one rank in a step, without its neighbours.
 
     Attributes:
-        seconds: duration of the step.
-        backward: duration of the backward pass.
         ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
         measured: whether the times were measured; otherwise they were extrapolated or computed.
     """
@@ -110,10 +104,6 @@ class Piece:
     backward: float
     ready: tuple[float, ...] = (1.0,)
     measured: bool = True
-
-    def scaled(self, factor: float) -> Piece:
-        """Return the same piece for `factor` times as much work."""
-        return Piece(self.seconds * factor, self.backward * factor, self.ready, measured=False)
 
 
 def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
@@ -125,7 +115,8 @@ def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
     """
     nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
     a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
-    return piece.scaled((a + b * flops) / (a + b * nearest))
+    factor = (a + b * flops) / (a + b * nearest)
+    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -168,18 +159,13 @@ def step_cost(
 ) -> Cost:
     """Predict the cost of a step.
 
-    Args:
-        piece: the local work of a rank.
-        messages: the messages of the forward and backward passes.
-        buckets: for each bucket, the messages that exchange its gradients.
-        links: latency and bandwidth by mesh axes.
-        overlap: whether buckets are exchanged during the backward pass.
+    `messages` are those of the forward and backward passes, `buckets` those that exchange the gradients of each bucket.
+    With `overlap`, buckets are exchanged during the backward pass.
     """
     halo = halo_seconds(messages, links)
     norm = sum(message_seconds(m, links) for m in messages if m.kind != "all_to_all")
     times = [sum(message_seconds(m, links) for m in bucket) for bucket in buckets]
-    ready = piece.ready if overlap else (1.0,)
-    left = exposed(times, ready, piece.backward)
+    left = exposed(times, piece.ready if overlap else (1.0,), piece.backward)
     sent = sum(m.sent for m in messages) + sum(m.sent for bucket in buckets for m in bucket)
     return Cost(piece.seconds, halo, norm, sum(times), left, sent)
 
@@ -187,13 +173,8 @@ def step_cost(
 def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> float:
     """Return the seconds that the exchange of buckets takes after the end of the backward pass.
 
-    Buckets are exchanged one after the other, each as soon as it is complete.
-
-    Args:
-        times: seconds of each bucket's exchange.
-        ready: when each bucket is complete, as fractions of the backward pass. The last entry holds for all that
-            follow.
-        backward: seconds of the backward pass.
+    Buckets are exchanged one after the other, each as soon as it is complete: after the fractions `ready` of the
+    backward pass, of which the last holds for all further buckets. All times are in seconds.
     """
     now = 0.0
     for i, seconds in enumerate(times):
@@ -209,14 +190,10 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
     All ranks call this, and get the same numbers.
 
-    Args:
-        mesh: the communicators.
-        known: links that need not be measured again; new ones are added.
-        device: where the tensors of a step lie; None for host memory.
-
-    Returns:
-        The links by mesh axes. `AT_ONCE` is the link of exchanges along both axes at the same time, if both are split.
-        `()` is the link of sums, with its latency given for one doubling of the number of ranks.
+    Links in `known` are not measured again, and new ones are added to it. Tensors of a step lie on `device`; None
+    stands for host memory. The result has the links by mesh axes: `AT_ONCE` is the link of exchanges along both axes at
+    the same time, if both are split, and `()` that of sums, with its latency given for one doubling of the number of
+    ranks.
     """
     known, place = {} if known is None else known, device or torch.device("cpu")
     world, links = mesh.world, dict[tuple[str, ...], Link]()
@@ -245,10 +222,7 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
 
 def _fitted(group: Communicator, make: Make, world: Communicator, device: torch.device) -> Link:
-    """Fit a link to the times of messages of three sizes.
-
-    The time of the small one is two latencies (`Link.exchange`).
-    """
+    """Fit a link to the times of messages of three sizes; that of the small one is two latencies (`Link.exchange`)."""
     small, middle, large = (_seconds(make(group, size), group, world, device) for size in (_SMALL, _MIDDLE, _LARGE))
     beta = max(0.0, (large - middle) / (_LARGE - _MIDDLE))
     # Up to `free` bytes, an exchange takes as long as the small message. Beyond, its time follows the line through the
@@ -265,18 +239,15 @@ def _seconds(run: Callable[[], object], group: Communicator, world: Communicator
     """
     x = torch.ones(_WORK, _WORK, device=device)
 
-    def work() -> None:
-        torch.mm(x, x)
-
     def both() -> None:
-        work()
+        torch.mm(x, x)
         run()
 
     both()
     found = []
     for _ in range(_REPEATS):
-        busy, all_of_it = _round(work, group, device), _round(both, group, device)
-        found.append(max(0.0, all_of_it - busy) / _ROUNDS)
+        busy = _round(lambda: torch.mm(x, x), group, device)
+        found.append(max(0.0, _round(both, group, device) - busy) / _ROUNDS)
     slowest = torch.tensor([statistics.median(found)], dtype=torch.float64)
     world.all_reduce(slowest, op="max")
     return float(slowest)

@@ -53,16 +53,9 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """The record of one collective.
+    """The record of one collective along some axes of the mesh, with the bytes that leave and reach this rank.
 
-    Attributes:
-        axes: the axes of the mesh that it goes along.
-        kind: name of the collective.
-        ranks: number of ranks.
-        sent: bytes that leave this rank.
-        received: bytes that reach this rank.
-        phase: part of the step.
-        wave: halo exchanges with the same number are under way at the same time.
+    Halo exchanges with the same `wave` are under way at the same time.
     """
 
     axes: tuple[str, ...]
@@ -172,9 +165,9 @@ def echo_mesh(topology: Topology, traffic: Traffic) -> Mesh:
     groups: dict[tuple[str, ...], Communicator] = {}
     for axes in ROLES:
         members = topology.group(*axes)
-        one = len(members) == 1
-        echo = Echo(traffic, axes, members.index(topology.rank), len(members))
-        groups[axes] = NullCommunicator() if one else echo
+        groups[axes] = NullCommunicator()
+        if len(members) > 1:
+            groups[axes] = Echo(traffic, axes, members.index(topology.rank), len(members))
     return Mesh(topology, groups)
 
 
@@ -206,13 +199,8 @@ def exchange_traffic(
 ) -> tuple[list[list[Message]], bool]:
     """Find the messages that exchange the gradients of parameters of `shapes`.
 
-    Args:
-        config: the optimizer's settings.
-        shapes: shapes of the parameters.
-        topology: the mesh of the job.
-        local_size: ranks of a node.
-        parts: what `topology.own_part` returns for each parameter; None if all ranks use all parameters whole.
-        late: for each parameter, whether it belongs to the last buckets (see `exchange`); None if none does.
+    `parts` is what `topology.own_part` returns for each parameter; None if all ranks use all parameters whole. `late`
+    says for each parameter whether it belongs to the last buckets (see `exchange`); None if none does.
 
     Returns:
         The messages of each bucket (none for an exchange without buckets), and whether the backward pass hides them.
@@ -250,9 +238,7 @@ def sums_of_copies(messages: Sequence[Message], copies: int) -> list[Message]:
 
     After a group has summed and scattered the gradients of a block, each of its ranks sums its part over the groups.
 
-    Args:
-        messages: the messages of a dry run of one group.
-        copies: number of groups.
+    `messages` are those of a dry run of one of the `copies` groups.
     """
     found = []
     for message in messages:
@@ -267,11 +253,8 @@ def sums_of_copies(messages: Sequence[Message], copies: int) -> list[Message]:
 class EchoShards:
     """The hooks of all blocks of a U-Net, as on one of `shards` ranks.
 
-    Args:
-        unet: the network, with weights of the type in which they are gathered.
-        shards: ranks that share its weights.
-        traffic: counts the messages.
-        gloo: whether ranks exchange by gloo on processors, and not by NCCL on GPUs.
+    The weights of `unet` have the type in which they are gathered. With `gloo`, ranks exchange by gloo on processors,
+    and not by NCCL on GPUs.
     """
 
     unet: UNet3d
@@ -296,7 +279,7 @@ class EchoShards:
             module.register_forward_pre_hook(lambda *_, unit=unit: self._enter(unit))
             module.register_forward_hook(lambda module, given, found, unit=unit: self._leave(unit, found))
             for p in self._params[unit]:
-                p.register_post_accumulate_grad_hook(lambda p, unit=unit: self._arrived(p, unit))
+                p.register_post_accumulate_grad_hook(lambda _, unit=unit: self._arrived(unit))
 
     @property
     def elements(self) -> int:
@@ -353,7 +336,7 @@ class EchoShards:
         if self._order:
             self._gather(self._order[-1])
 
-    def _arrived(self, p: Tensor, unit: int) -> None:
+    def _arrived(self, unit: int) -> None:
         """Sum and scatter the gradients of a unit once all are there."""
         self._missing[unit] -= 1
         if self._missing[unit]:

@@ -4,9 +4,6 @@ On a CPU, a thread of the exchange carries out the buckets one after the other, 
 uses. On a GPU, the hooks of the backward pass enqueue them, so that one thread enqueues all communication in one
 order; `finish` waits for them.
 
-Each rank contributes the gradient of its own part of the batch. `reduction` says whether their sum or their mean is the
-gradient of the whole batch.
-
 A parameter that no rank used is left unchanged. If only some ranks used it, its gradient counts as zero on the others.
 
 Hooks detect when all gradients of a bucket are complete. Buckets go in the reverse order of the parameters, which is
@@ -88,12 +85,9 @@ class BucketExchange(Exchange):
         self.close()
 
     def ready(self) -> None:
-        """Make buckets and hooks, once.
+        """Make buckets and hooks, once. Raise a UserError if the models of the ranks differ.
 
         This does not happen in `attach`, because the memory format of the parameters may be chosen after it.
-
-        Raises:
-            UserError: the models of the ranks differ.
         """
         if self._arrivals is not None:
             return
@@ -225,6 +219,12 @@ class BucketExchange(Exchange):
     def _grads(self, bucket: Bucket) -> list[Tensor | None]:
         return [self.params[slot.index].grad for slot in bucket.slots]
 
+    def _put(self, index: int, values: Tensor) -> None:
+        """Set the gradient of a parameter, also where this rank had none."""
+        p = self.params[index]
+        p.grad = torch.empty_like(p) if p.grad is None else p.grad
+        p.grad.copy_(values.view(p.shape))
+
 
 class GradientAverage(BucketExchange):
     """An exchange that sums or averages gradients by all-reduce, in float32 or a shorter type.
@@ -241,9 +241,7 @@ class GradientAverage(BucketExchange):
     exchanged, only divided for a mean, and clipped.
 
     Args:
-        group: the ranks that exchange.
         dtype: the type in which gradients are summed; float32 leaves float64 gradients as they are.
-        settings: passed to `BucketExchange`.
     """
 
     def __init__(self, group: Communicator, *, dtype: torch.dtype = torch.float32, **settings: object):
@@ -350,19 +348,17 @@ class GradientAverage(BucketExchange):
             torch.nn.utils.clip_grads_with_norm_([*self.params, *self.apart], self.clip, norm)
             for p in self.sharded:
                 local(p.grad).mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))  # as torch does
-        value = float(norm)
         # No rank reported a gradient that is not finite, but a sum of them is not. All ranks see the same norm.
         if not culprits and not torch.isfinite(norm):
             culprits = tuple(range(self.group.size))
-        return value, culprits
+        return float(norm), culprits
 
     @torch.no_grad()
     def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Divide gradients that are not exchanged by the number of ranks for a mean, and include them in the norm.
 
-        Returns:
-            The norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are not
-            finite.
+        Return the norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are
+        not finite.
         """
         if self.reduction is Reduction.mean:
             for p in (*self.apart, *self.sharded):
@@ -395,11 +391,6 @@ class Bucket:
     slots: tuple[Slot, ...]
     elements: int
 
-    def flat(self, params: Sequence[Tensor], *, multiple: int = WORD) -> Tensor:
-        """Return zeros (n,) float32 for the elements of the bucket; n is a multiple of `multiple`."""
-        size = -(-self.elements // multiple) * multiple
-        return torch.zeros(size, device=params[self.slots[0].index].device)
-
     def views(self, flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of `flat` as views in the shapes of the parameters, in their memory formats."""
         return [_like(flat[s.start : s.start + s.elements], params[s.index]) for s in self.slots]
@@ -408,13 +399,8 @@ class Bucket:
 def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] = ()) -> tuple[Bucket, ...]:
     """Distribute parameters over buckets of at most `limit` elements. A larger parameter gets a bucket of its own.
 
-    Args:
-        params: all parameters, in the order of the model.
-        limit: most elements of a bucket, including the padding of each parameter to a multiple of 64.
-        late: indices into `params` of those that come last.
-
-    Returns:
-        The buckets in the order in which they are exchanged.
+    `limit` includes the padding of each parameter to a multiple of 64. Parameters whose index is in `late` come last.
+    The buckets are in the order in which they are exchanged.
     """
     made: list[Bucket] = []
     slots: list[Slot] = []
@@ -484,13 +470,7 @@ class Arrivals:
             hook.remove()
 
     def _arrived(self, index: int) -> None:
-        """Note that a gradient is complete, and hand on the buckets that it completes.
-
-        Do nothing inside `hold` or with `defer`.
-
-        Raises:
-            RuntimeError: its bucket was handed on before in this step.
-        """
+        """Note that a gradient is complete, and hand on the buckets that it completes, except in `hold` or `defer`."""
         if self._held or self.defer:
             return
         bucket = self._home[index]

@@ -45,14 +45,10 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
     All ranks of the split axes call this with the same widths and rules. The result is differentiable.
 
-    Args:
-        x: (B, C, ...) the shard, with split axes `rows.dim` and `columns.dim`.
-        rows: padding of latitude; None does not pad it. A padding across a pole needs `across` and `columns`.
-        columns: padding of longitude; None does not pad it.
-        across: continuation of rows across a pole.
+    `x` (B, C, ...) is the shard, with split axes `rows.dim` and `columns.dim`. An axis without a `Side` is not padded.
+    A padding across a pole needs `across` and `columns`.
 
-    Returns:
-        The shard, longer by `left + right` along each axis, or shorter where that sum is negative.
+    Return the shard, longer by `left + right` along each axis, or shorter where that sum is negative.
 
     Raises:
         UserError: this rank's shard is thinner than a neighbour's halo, or than the rows that a pole mirrors.
@@ -64,11 +60,7 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
 
 def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
-    """Check that the shard is thick enough, and return the sides that are not None.
-
-    Raises:
-        UserError: `x` is thinner than a neighbour's halo, or than the rows that a pole mirrors.
-    """
+    """Check that the shard is thick enough (`Side.check_thickness`), and return the sides that are not None."""
     sides = [side for side in (rows, columns) if side is not None]
     for side in sides:
         side.check_thickness(x.shape[side.dim])
@@ -108,9 +100,8 @@ def begin_padding(
 ) -> tuple[Tensor, list[Filling]]:
     """Make the padded tensor, start the exchange, and copy the interior meanwhile.
 
-    Returns:
-        The padded tensor and the fillings that remain to be finished, in order. That of the rows has begun. That of the
-        columns has begun only if both axes are exchanged at the same time.
+    Return the padded tensor and the fillings that remain to be finished, in order. That of the rows has begun. That of
+    the columns has begun only if both axes are exchanged at the same time.
     """
     pads = [(0, 0)] * x.ndim
     for side in (rows, columns):
@@ -162,11 +153,7 @@ class Filling:
         self._begun = False
 
     def begin(self, inner: Tensor | None = None) -> None:
-        """Send the strips of the interior that other ranks need, unless they have been sent already.
-
-        Args:
-            inner: the interior; None takes it from `padded`.
-        """
+        """Send the strips that other ranks need of the interior (None: of `padded`), unless they have been sent."""
         if not self._begun:
             self.prepare(inner)
             self.post()
@@ -174,9 +161,7 @@ class Filling:
     def post(self, together: Filling | None = None) -> None:
         """Send the strips that `prepare` collected.
 
-        Args:
-            together: filling of the other axis, whose strips travel in one message with the rows from across the poles;
-                None sends no other strips.
+        The strips of the other axis, `together`, travel in one message with the rows from across the poles.
         """
         if self._mirrors:
             self._opposite.post(None if together is None else together._swap)
@@ -191,15 +176,12 @@ class Filling:
         if self._mirrors:
             assert self._across is not None and self._columns is not None
             given = [_mirrored(inner, side, *end) for end in self._mirrors]
-            wide = at_once(side, self._columns)
-            self._opposite = Opposite(given, self._columns, self._across, wide=wide)
+            self._opposite = Opposite(given, self._columns, self._across, wide=at_once(side, self._columns))
         if side.meets:
             out, self._into = strips(inner.shape[side.dim], side)
-            cut = side.pads[0]
+            sent = [(part.rank, part.of(inner, side.dim, side.pads[0])) for part in out]
             shapes = [(part.rank, part.of(self.padded, side.dim).shape) for part in self._into]
-            self._swap = Swap(
-                side.comm, [(part.rank, part.of(inner, side.dim, cut)) for part in out], shapes, self.padded
-            )
+            self._swap = Swap(side.comm, sent, shapes, self.padded)
 
     def finish(self) -> None:
         """Wait for the strips, and fill the padding at both ends of the axis."""

@@ -60,11 +60,7 @@ class Link(Protocol):
         """Send a ballot of any number of words."""
 
     def receive(self) -> Tensor:
-        """Wait for the outcome of the next vote, and return it.
-
-        Raises:
-            ConnectionError: the hub is gone.
-        """
+        """Wait for the outcome of the next vote, and return it. Raise a ConnectionError if the hub is gone."""
 
     def close(self) -> None:
         """End the connection; on the first rank, also the hub."""
@@ -88,8 +84,6 @@ class Hub:
     """A hub that closes votes one after another in its own thread.
 
     Args:
-        size: number of ranks.
-        bits: bits of an element in a ballot.
         first: number of the first vote.
         needed: takes the number of a vote and returns how many ballots close it.
         seconds: time that a vote may wait for the ballots that it needs.
@@ -134,8 +128,7 @@ class Hub:
                 break
             self._tell(outcome(self._vote, {r: self._waiting.pop(r) for r in voters}, self._size, self._bits))
             self._vote += 1
-        for outbox in self.outboxes:
-            outbox.put(None)
+        self._tell(None)
 
     def _chosen(self) -> list[int] | None:
         """Wait until the next vote can close, and return its ranks.
@@ -161,7 +154,7 @@ class Hub:
                 return None
             self._waiting[item[0]] = item[1]
 
-    def _tell(self, words: Tensor) -> None:
+    def _tell(self, words: Tensor | None) -> None:
         for outbox in self.outboxes:
             outbox.put(words)
 
@@ -172,15 +165,8 @@ def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> T
     If the first word of a ballot's head is not above zero, its rank had no sample. Such ballots count only if there are
     no others.
 
-    Args:
-        vote: number of the vote, which decides how ties fall.
-        ballots: for each rank that is in the vote, the words of its ballot (1 + h + w,): length h of the head, head,
-            codes.
-        size: number of ranks.
-        bits: bits of an element in a ballot.
-
-    Returns:
-        The words of the outcome, as described at the top of this file.
+    `vote` is the number of the vote, which decides how ties fall. `ballots` has the words of each rank in the vote,
+    (1 + h + w,): length h of the head, head, codes. The result is described at the top of this file.
     """
     head = int(next(iter(ballots.values()))[0])
     heads, flags = torch.zeros(size, head, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
@@ -192,12 +178,7 @@ def outcome(vote: int, ballots: Mapping[int, Tensor], size: int, bits: int) -> T
 
 
 def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], Tensor, Tensor]:
-    """Take the words of an outcome apart.
-
-    Args:
-        words: what `outcome` returned, or the outcome of a vote that has failed.
-        size: number of ranks.
-        head: number of words in a head.
+    """Take the words of an outcome, with heads of `head` words, apart.
 
     Returns:
         The number of the vote, the ranks that were in it, their heads (ranks in it, h), and the winning words.
@@ -216,13 +197,7 @@ def opened(words: Tensor, size: int, head: int) -> tuple[int, tuple[int, ...], T
 
 
 class LocalLink:
-    """The connection of a rank in the hub's own process.
-
-    Args:
-        hub: the hub.
-        rank: the rank.
-        owner: whether closing this connection ends the hub.
-    """
+    """The connection of a rank in the hub's own process. Closing it ends the hub if it is the `owner`."""
 
     def __init__(self, hub: Relay, rank: int, owner: bool = False):
         self._hub, self._rank, self._owner, self.bytes_sent = hub, rank, owner, 0
@@ -232,11 +207,7 @@ class LocalLink:
         self._hub.put(self._rank, ballot)
 
     def receive(self) -> Tensor:
-        """Wait for the outcome of the next vote, and return it.
-
-        Raises:
-            ConnectionError: the hub has ended.
-        """
+        """Wait for the outcome of the next vote, and return it (see `Link.receive`)."""
         return _taken(self._hub.outboxes[self._rank])
 
     def close(self) -> None:
@@ -245,13 +216,12 @@ class LocalLink:
             self._hub.close()
 
 
-class _Served:
+class _Served(LocalLink):
     """The first rank's connection, which also serves the others over TCP."""
 
     def __init__(self, hub: Relay, listener: socket.socket, word: bytes, ranks: Sequence[int], seconds: float):
-        self._own = LocalLink(hub, 0, owner=True)
-        self.bytes_sent = 0
-        self._hub, self._open, self._senders = hub, dict[int, socket.socket](), list[threading.Thread]()
+        super().__init__(hub, 0, owner=True)
+        self._open, self._senders = dict[int, socket.socket](), list[threading.Thread]()
         try:
             with listener:
                 self._meet(listener, word, ranks, seconds)
@@ -265,11 +235,7 @@ class _Served:
             self._senders.append(sender)
 
     def _meet(self, listener: socket.socket, word: bytes, ranks: Sequence[int], seconds: float) -> None:
-        """Accept the connections of all other ranks.
-
-        Raises:
-            UserError: some have not connected within `seconds`.
-        """
+        """Accept the connections of all other ranks; raise a UserError if some do not come within `seconds`."""
         until = time.monotonic() + seconds
         # Other programs may connect as well, so connections are accepted until all ranks are among them.
         while missing := [rank for rank in ranks if rank not in self._open]:
@@ -297,17 +263,9 @@ class _Served:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._open[rank] = connection
 
-    def send(self, ballot: Tensor) -> None:
-        """Hand the ballot to the hub."""
-        self._own.send(ballot)
-
-    def receive(self) -> Tensor:
-        """Wait for the outcome of the next vote, and return it (see `Link.receive`)."""
-        return self._own.receive()
-
     def close(self) -> None:
         """End the hub. Then close the connections when all outcomes have been sent, or after `_LEAVE` seconds."""
-        self._own.close()
+        super().close()
         until = time.monotonic() + _LEAVE
         for sender in self._senders:
             sender.join(max(0.0, until - time.monotonic()))
@@ -317,10 +275,7 @@ class _Served:
             connection.close()
 
     def _pass_on(self, rank: int, connection: socket.socket) -> None:
-        """Hand the ballots of a rank to the hub until the rank closes its connection.
-
-        A dead rank is noticed by its missing heartbeats, and not here.
-        """
+        """Hand the ballots of a rank to the hub until it closes its connection; missing heartbeats show if it died."""
         with suppress(OSError):
             while (words := _words(connection)) is not None:
                 self._hub.put(rank, words)
@@ -365,15 +320,11 @@ class _Remote:
 def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> Link:
     """Return this rank's connection to a hub on the first rank of `group`. All ranks of the group must call this.
 
-    Args:
-        group: the ranks, the first of which is the first of the job.
-        make: makes the hub; called on the first rank.
-        seconds: time that ranks wait for each other; infinite for no limit.
+    `make`, called on the first rank, makes the hub. Ranks wait `seconds` for each other, which may be infinite.
 
     Raises:
         UserError: the first rank is not reached; on the first rank, another rank has not connected within `seconds`.
     """
-    limit = None if seconds == float("inf") else seconds
     announced = torch.zeros(1 + _WORD, dtype=torch.int64)
     listener, word = None, secrets.token_bytes(_WORD)
     if group.rank == 0:
@@ -385,7 +336,7 @@ def join_hub(group: Communicator, make: Callable[[], Relay], seconds: float) -> 
         return _Served(make(), listener, word, range(1, group.size), seconds)
     host = first_host()
     try:
-        connection = socket.create_connection((host, port), timeout=limit)
+        connection = socket.create_connection((host, port), timeout=None if seconds == float("inf") else seconds)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(bytes(code) + group.rank.to_bytes(8, "little"))

@@ -46,9 +46,7 @@ _LEFT = "left"  # the key that a trainer sets in the store when it stops
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
     """Read the launcher's variables and return the session of this rank. Entering the session joins the other ranks.
 
-    Args:
-        config: the degrees of the mesh, the launcher, the backend and the timeouts.
-        env: environment variables; None for those of this process.
+    `env` holds environment variables; None stands for those of this process.
 
     Raises:
         UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises it
@@ -71,7 +69,6 @@ class Session:
     others.
 
     Attributes:
-        mesh: the communicators.
         step: number of the step that the rank is at, which failure reports name.
         device: the GPU of this rank, or the CPU.
         apart: whether each of several ranks has a GPU of its own.
@@ -89,10 +86,7 @@ class Session:
         self._once = self._own = 0
 
     def share_out(self, topology: Topology) -> None:
-        """Replace the mesh by another one over the same ranks and destroy the old communicators.
-
-        All ranks call this with the same degrees.
-        """
+        """Replace the mesh and destroy its communicators. All ranks of the job call this with the same degrees."""
         before = self.mesh
         self.topology = topology.at(self.world.rank)
         self.mesh = make_mesh(self.topology) if self.world.size > 1 else Mesh(self.topology)
@@ -124,27 +118,22 @@ class Session:
         if self.world.size == 1:
             return compute()
         key = self._key(model=False)
-        payload = b""
         if self.first:
             payload = pickle.dumps(compute())
             self._store.set(key, str(len(payload)))
-        # Ranks wait by polling the store: a collective would time out during a long computation.
-        _until(lambda: self._store.check([key]))
-        size = int(self._store.get(key))
-        if self.first:
             message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
         else:
-            message = torch.empty(size, dtype=torch.uint8, device=self.device)
+            # Ranks wait by polling the store: a collective would time out during a long computation.
+            _until(lambda: self._store.check([key]))
+            message = torch.empty(int(self._store.get(key)), dtype=torch.uint8, device=self.device)
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
     def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same", *, model: bool = False) -> None:
         """Check that all ranks hold the same values. Every rank that is compared calls this.
 
-        Args:
-            what: values by name, compared as strings.
-            remedy: what the error message advises.
-            model: compare only the ranks of the same model.
+        Values of `what` are compared as strings; `remedy` is what the error message advises. With `model`, only the
+        ranks of the same model are compared.
 
         Raises:
             UserError: a value differs from that of the first rank compared. The message names the first such value.
@@ -188,14 +177,8 @@ class Session:
     def hear_trainers(self, what: str, text: str) -> list[str] | None:
         """Give the other trainers a text, and return the texts of all trainers, in order. This may take any time.
 
-        All ranks call this; the text of the first rank of each model counts.
-
-        Args:
-            what: name of the texts, which no earlier call has used.
-            text: the text.
-
-        Returns:
-            The texts; None if a trainer has left without giving its own.
+        All ranks call this; the text of the first rank of each model counts. No earlier call may have used the name
+        `what`. The result is None if a trainer has left without giving its text.
         """
         keys = [f"{what}/{trainer}" for trainer in range(self.topology.trainer)]
         if self.first_of_model:
@@ -283,8 +266,7 @@ class Session:
             _log.setLevel(self._level)
         if self._watch is None:
             return
-        # If all ranks stop at the same step on purpose, that is a clean end. Every other error is reported to the other
-        # ranks.
+        # If all ranks stop at the same step on purpose, that is a clean end. Every other error is reported.
         if error is not None and not (isinstance(error, Stopped) and error.together):
             self._fail(error)
         else:
@@ -306,10 +288,7 @@ class Session:
             self._watch.report(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Report the failure to the other ranks.
-
-        If it only follows from another rank's failure, name that rank and exit.
-        """
+        """Report the failure to the others. If it only follows from another rank's failure, name that rank and exit."""
         if self._watch is not None:
             self._watch.fail(error)
 
@@ -324,13 +303,9 @@ def _device(world: World) -> torch.device:
 def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     """Collect which devices the ranks compute on.
 
-    Returns:
-        A dictionary of plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share
-        one GPU, or None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: empty, or the
-        error below is raised.
-
-    Raises:
-        UserError: some ranks have a GPU and others have none. The job would run at the speed of the latter.
+    Return plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share one GPU, or
+    None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: ranks without a GPU among
+    ranks with one. Raise a UserError if there are any, since the job would run at their speed.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"gpu/{world.rank}", json.dumps([socket.gethostname(), gpu, device_name(device)]))
@@ -380,10 +355,9 @@ def _log_devices(names: Sequence[str], device: torch.device, who: str, how: str 
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str, list[int]] | None = None) -> str:
-    """Return the name of the communication library. NCCL needs one GPU for each rank.
+    """Return the name of the communication library; raise a UserError if NCCL was requested and cannot be used.
 
-    Raises:
-        UserError: NCCL was requested, but torch lacks it or not every rank has a GPU of its own.
+    NCCL needs one GPU for each rank.
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:
@@ -418,9 +392,8 @@ def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
 def _come(store: Any, world: World) -> None:
     """Register this rank in the store.
 
-    Raises:
-        UserError: all ranks have registered already. They belong to another job, which must not receive this one's
-            failure.
+    Raise a UserError if all ranks have registered already. They belong to another job, which must not receive this
+    one's failure.
     """
     if store.add("come", 1) > world.size:
         raise UserError(
@@ -431,11 +404,7 @@ def _come(store: Any, world: World) -> None:
 
 
 def _all_come(store: Any, world: World, patience: timedelta) -> None:
-    """Wait for the other ranks to register.
-
-    Raises:
-        UserError: some ranks do not come. The message names them.
-    """
+    """Wait for the other ranks to register, or raise a UserError that names those that do not come."""
     if not _until(lambda: store.add("come", 0) >= world.size, patience.total_seconds()):
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
         raise UserError(
@@ -445,11 +414,7 @@ def _all_come(store: Any, world: World, patience: timedelta) -> None:
 
 
 def _check_agreement(store: Any, topology: Topology) -> None:
-    """Check that every rank has made the same mesh.
-
-    Raises:
-        UserError: the degrees of this rank differ from those of rank 0.
-    """
+    """Raise a UserError if the degrees of this rank's mesh differ from those of rank 0."""
     if topology.rank == 0:
         store.set("mesh", str(topology))
     first = store.get("mesh").decode()

@@ -30,12 +30,9 @@ class Meeting:
     """The host and port of the key-value store, and how many sessions of this process have used it.
 
     Attributes:
-        host: host of rank 0.
-        port: port of the store.
         server: the store itself on rank 0, None elsewhere.
         sessions: number of sessions so far, this one included.
         job: a name of the job, so that two jobs on the same port do not read each other's keys.
-        patience: how long ranks wait for each other.
     """
 
     host: str
@@ -46,10 +43,7 @@ class Meeting:
     patience: timedelta = MEETING
 
     def connect(self, size: int) -> Any:
-        """Open a new connection to the store, which sees the keys of the current session only.
-
-        Args:
-            size: number of ranks.
+        """Open a new connection to the store of `size` ranks, which sees the keys of the current session only.
 
         Raises:
             DistNetworkError: nothing listens at the port in time.
@@ -65,10 +59,6 @@ _meetings: dict[World, Meeting] = {}
 
 def meet(world: World, patience: timedelta = MEETING) -> Meeting:
     """Return the meeting point of the ranks, for one more session.
-
-    Args:
-        world: this process among the ranks.
-        patience: how long ranks wait for each other.
 
     Raises:
         UserError: nothing gives rank 0's address, or mpi4py is missing or belongs to another MPI than the launcher.
@@ -109,12 +99,9 @@ def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
 
 
 def _reached(host: str, port: int, patience: timedelta) -> None:
-    """Return when the port accepts connections.
+    """Return when the port accepts connections; raise a DistNetworkError if it does not in time.
 
     Connecting a store at once would block in native code, where Python cannot handle signals.
-
-    Raises:
-        DistNetworkError: nothing listens at the port in time.
     """
     latest = time.monotonic() + patience.total_seconds()
     while time.monotonic() < latest:
@@ -145,8 +132,7 @@ def _meet_through_agent(world: World, patience: timedelta) -> tuple[str, int, An
 def _meet_through_mpi(world: World, patience: timedelta) -> tuple[str, int, Any]:
     """Start a store on rank 0, and broadcast its address to the other ranks through MPI.
 
-    Raises:
-        UserError: mpi4py is missing, or belongs to another MPI than the launcher.
+    Raise a UserError if mpi4py is missing, or belongs to another MPI than the launcher.
     """
     try:
         import mpi4py

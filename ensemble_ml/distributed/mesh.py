@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +32,7 @@ class Mesh:
 
     topology: Topology = Topology()  # noqa: RUF009 - frozen
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
+    _one: Communicator = field(default_factory=NullCommunicator, init=False, repr=False, compare=False)
 
     def along(self, *axes: str) -> Communicator:
         """Return the communicator of the ranks that differ from this one along `axes` only.
@@ -44,10 +44,6 @@ class Mesh:
     def __deepcopy__(self, _: object) -> Mesh:
         # A process group cannot be copied. A copy of a model communicates with the same ranks as the original.
         return self
-
-    @cached_property
-    def _one(self) -> Communicator:
-        return NullCommunicator()
 
     @property
     def world(self) -> Communicator:
@@ -107,15 +103,8 @@ def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = No
     """Make the communicators of a topology over the initialised process group.
 
     All ranks of the job call this with the same degrees. A group of one rank gets a null communicator and costs
-    nothing.
-
-    Args:
-        topology: the mesh, seen from this rank.
-        known: communicators that exist already, by the members of all groups of a role. They are used again, and new
-            ones are added to this dictionary.
-
-    Returns:
-        The mesh of this rank.
+    nothing. `known` holds communicators that exist already, by the members of all groups of a role; they are used
+    again, and new ones are added to it.
     """
     groups: dict[tuple[str, ...], Communicator] = {}
     same = {} if known is None else known
@@ -125,19 +114,17 @@ def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = No
             groups[axes] = NullCommunicator()
             continue
         if members not in same:  # two roles over the same ranks share a communicator
-            same[members] = TorchCommunicator(_own_group(members, topology.rank))
+            # torch requires every rank to take part in making every group, in the same order.
+            made = [(ranks, new_group(ranks)) for ranks in members]
+            same[members] = TorchCommunicator(next(group for ranks, group in made if topology.rank in ranks))
         groups[axes] = same[members]
     return Mesh(topology, groups)
 
 
 def dissolve(groups: Iterable[Communicator], world: Communicator) -> None:
-    """Destroy communicators that are no longer used, with their threads and connections.
+    """Destroy communicators that are no longer used, with their threads and connections; duplicates once.
 
-    All ranks of the job call this.
-
-    Args:
-        groups: the communicators; duplicates are destroyed once.
-        world: a communicator of all ranks, which is not among `groups`.
+    All ranks of the job call this. `world` is a communicator of all ranks, which is not among `groups`.
     """
     # Without the barrier, one rank could close a connection on which another still receives.
     world.barrier()
@@ -151,10 +138,7 @@ _patience: list[timedelta] = []
 
 
 def be_patient(seconds: float) -> None:
-    """Set the timeout of collectives, in seconds, for groups made from now on.
-
-    Torch's own default differs between backends.
-    """
+    """Set the timeout of collectives for groups made from now on. Torch's own default differs between backends."""
     _patience[:] = [timedelta(seconds=seconds)]
 
 
@@ -166,14 +150,3 @@ def patience() -> float:
 def new_group(ranks: Sequence[int]) -> Any:
     """Make a process group of `ranks`. All ranks of the job call this, members or not."""
     return dist.new_group(list(ranks), timeout=_patience[0] if _patience else None)
-
-
-def _own_group(members: Members, rank: int) -> object:
-    """Make one process group for each tuple of ranks and return the one that contains `rank`."""
-    own = None
-    for ranks in members:
-        # torch requires every rank to take part in making every group, in the same order.
-        group = new_group(ranks)
-        if rank in ranks:
-            own = group
-    return own

@@ -60,15 +60,8 @@ def halo_conv(
 ) -> Tensor:  # fmt: skip
     """Return this rank's shard of the convolution of a whole field: `window` on `halo(x, rows, columns, across)`.
 
-    Args:
-        x: (B, C, ...) the shard.
-        weight: (O, C / groups, ...) the kernel of a stock convolution in two or three dimensions.
-        bias: its bias, or None.
-        window: stride, padding, dilation and groups.
-        rows: how latitude gets a halo; None if it gets none.
-        columns: how longitude gets a halo; None if it gets none.
-        across: how rows are continued across a pole.
-        overlap: compute while the halo travels, where that is possible.
+    `x` (B, C, ...) is the shard, `weight` (O, C / groups, ...) the kernel of a stock convolution in two or three
+    dimensions. With `overlap`, compute while the halo travels, where that is possible.
 
     Raises:
         UserError: this rank's shard is thinner than a neighbour's halo, or than the rows that a pole mirrors.
@@ -193,9 +186,7 @@ def choose_overlap(switch: Overlap, step: Callable[[], Any], group: Communicator
     """Time `step` with and without overlap, and set `switch` to the faster way, the same on all ranks.
 
     The slowest rank's median counts. Every rank calls `step` four times each way, and the first time is not counted.
-
-    Returns:
-        The seconds of both ways, as "off" and "on".
+    Return the seconds of both ways, as "off" and "on".
     """
     times: dict[bool, list[float]] = {False: [], True: []}
     # Both ways alternate, so that a slow change of the machine's speed affects both alike.

@@ -63,14 +63,14 @@ def above(x: Tensor, even: float, odd: float) -> Tensor:
     """Return whether x (64 w,) is above `even` (elements 0, 2, ...) or `odd` (elements 1, 3, ...), as bool (64 w,)."""
     found = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     for rows, out in zip(_rows(x), _rows(found), strict=True):
-        torch.gt(rows, _alternating(even, odd, rows), out=out)
+        torch.gt(rows, _pattern(even, odd, rows.shape[1], rows.dtype, rows.device), out=out)
     return found
 
 
 def subtract_alternating(x: Tensor, even: float, odd: float) -> Tensor:
     """Subtract `even` and `odd` from the elements of x (64 w,) in turn, in place, and return x."""
     for rows in _rows(x):
-        rows.sub_(_alternating(even, odd, rows))
+        rows.sub_(_pattern(even, odd, rows.shape[1], rows.dtype, rows.device))
     return x
 
 
@@ -99,10 +99,6 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:body].view(-1, _WIDTH), x[body:].view(-1, WORD)
 
 
-def _alternating(even: float, odd: float, like: Tensor) -> Tensor:
-    return _pattern(even, odd, like.shape[1], like.dtype, like.device)
-
-
 @lru_cache(maxsize=64)
 def _pattern(even: float, odd: float, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([even, odd], dtype=dtype, device=device).repeat(width // 2)
@@ -129,13 +125,9 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (P, 64 w), uint8 below 2^bits, into words (P, bits w).
+    """Pack codes (P, 64 w), uint8 below 2^bits, into words (P, bits w), for 2, 4 or 8 bits.
 
     A byte holds one element of each of the 8 / bits equal parts of a row, so packing takes few operations on bytes.
-
-    Args:
-        codes: one row for each rank.
-        bits: 2, 4 or 8.
     """
     parts = codes.view(len(codes), 8 // bits, -1)
     packed = parts[:, 0].clone()

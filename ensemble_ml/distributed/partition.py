@@ -41,10 +41,7 @@ _OURS = EnsembleModel.__module__.rpartition(".")[0]
 def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = None) -> Shard:
     """Make `model` compute this rank's shard of its grid, in place, and return the shard.
 
-    Args:
-        model: a model of the whole grid.
-        mesh: the mesh of the job.
-        overlap: a switch that makes convolutions compute while their halos travel; None for off.
+    `overlap` is a switch that makes convolutions compute while their halos travel; None stands for off.
 
     Raises:
         UserError: the shards are too thin (see `shard_of`).
@@ -109,10 +106,6 @@ def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
 def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
     """Return the shard of the grid that a rank computes of a model of `spec`.
 
-    Args:
-        spec: grid, depth and pole rule of the model.
-        topology: the mesh, seen from the rank.
-
     Raises:
         UserError: the grid has fewer blocks of 2^depth rows or columns than ranks along an axis. Or a shard is so thin
             at some level that the row beyond the pole would come from a neighbour.
@@ -138,11 +131,7 @@ class PartPadder(Padder):
     part_shard: Shard
 
     def sides(self, x_BCYXZ: Tensor) -> tuple[Side, Side, Across]:
-        """Return the arguments of `halo` for this rank: rows, columns, and the rule across the poles.
-
-        Raises:
-            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
-        """
+        """Return (rows, columns, across) of `halo`; raise a ValueError if `x_BCYXZ` is not this rank's shard."""
         g, mesh = self.geometry, self.part_mesh
         if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
             raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")
@@ -151,11 +140,7 @@ class PartPadder(Padder):
         return rows, columns, Across(self.part_shard.columns, self.sign, self.offset)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Pad with the neighbours' points: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z).
-
-        Raises:
-            ValueError: `x_BCYXZ` has other rows or columns than this rank's shard.
-        """
+        """Pad with the neighbours' points: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z)."""
         return halo(x_BCYXZ, *self.sides(x_BCYXZ))
 
 

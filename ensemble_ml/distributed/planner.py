@@ -27,9 +27,6 @@ class Candidate:
     """A possible partition of a run.
 
     Attributes:
-        data: ranks along the data axis.
-        lat: ranks along latitude.
-        lon: ranks along longitude.
         shape: (Y, X) of the largest shard that a rank holds.
         samples: samples of a rank in a step.
         why: the reason why the partition is not feasible; empty if it is.
@@ -93,25 +90,19 @@ def candidates(
 ) -> list[Candidate]:
     """List every partition of `ranks`, each with the reason why it is not feasible, if any.
 
-    Args:
-        ranks: number of ranks.
-        batch: initialisation times in a step.
-        wanted: the degrees that the user fixed, or `auto`.
-        shard: returns the shard (Y, X) of a topology's rank; raises a UserError if the grid cannot be partitioned so.
+    `batch` is the number of initialisation times in a step. `shard` returns the shard (Y, X) of a topology's rank, or
+    raises a UserError if the grid cannot be partitioned so.
 
     Raises:
         UserError: no partition agrees with the degrees that `wanted` fixes.
     """
-    found = []
-    for data, lat, lon in degrees(ranks, wanted):
-        candidate = Candidate(data, lat, lon, samples=-(-batch // data))
-        found.append(_fitted(candidate, batch, shard))
+    found = [Candidate(data, lat, lon, samples=-(-batch // data)) for data, lat, lon in degrees(ranks, wanted)]
     if not found:
         given = [f"parallel.{k}={v}" for k in ("data", "lat", "lon") if (v := getattr(wanted, k)) != "auto"]
         raise UserError(
             f"{' '.join(given)}: do not divide {ranks} ranks; choose factors of {ranks}, or leave them auto"
         )
-    return found
+    return [_fitted(candidate, batch, shard) for candidate in found]
 
 
 def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[int, int]]) -> Candidate:
@@ -126,16 +117,10 @@ def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[
 
 
 def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], bool]) -> None:
-    """Raise an error if no partition of this number of ranks is feasible.
+    """Raise a UserError if no partition of this number of ranks is feasible.
 
-    Args:
-        found: the candidates.
-        ranks: number of ranks.
-        works: returns whether another number of ranks has a feasible partition.
-
-    Raises:
-        UserError: no candidate is feasible. The message names the nearest numbers of ranks that would work, if there
-            are any up to four times `ranks`.
+    The message names the nearest numbers of ranks that would work, up to four times `ranks`. `works` returns whether
+    another number of ranks has a feasible partition.
     """
     if any(not candidate.why for candidate in found):
         return
@@ -150,12 +135,9 @@ def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], boo
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:
-    """Return the feasible candidate with the shortest predicted step.
+    """Return the candidate with the shortest predicted step; of equals, that with fewer ranks a sample.
 
-    Of equals, take the one with fewer ranks a sample.
-
-    Raises:
-        UserError: none is feasible.
+    Raise a UserError if none is feasible.
     """
     fitting = [c for c in found if not c.why and c.cost is not None]
     if not fitting:
@@ -223,9 +205,7 @@ def in_use(device: torch.device, memory: int) -> int:
 
     This is 0 on a GPU, whose memory they do not use, and where there is no /proc.
 
-    Args:
-        device: the device of the rank.
-        memory: the result of `rank_memory`. If it is a limit on the address space (`ulimit -v`), addresses are counted.
+    `memory` is the result of `rank_memory`. If it is a limit on the address space (`ulimit -v`), addresses are counted.
     """
     if device.type == "cuda":
         return 0

@@ -27,7 +27,6 @@ class PowerSGD(GradientAverage):
     """An exchange that averages low-rank approximations of the gradients.
 
     Args:
-        group: the ranks that exchange.
         rank: number of columns of the factors.
         settings: passed to `BucketExchange`, but without overlap; `clip` bounds the norm of the averaged gradient.
     """
@@ -65,10 +64,9 @@ class PowerSGD(GradientAverage):
         # M of each approximated parameter.
         matrices = {i: self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i] for i in self.factors}
         left = {i: m @ self.factors[i] for i, m in matrices.items()}
-        plain = [i for i in range(len(self.params)) if i not in self.factors]
         used = torch.tensor([float(p.grad is not None) for p in self.params], dtype=self._wide)
         health = torch.zeros(self.group.size, dtype=self._wide)
-        rest = {i: self._flat_grad(i) * scale for i in plain}
+        rest = {i: self._flat_grad(i) * scale for i in range(len(self.params)) if i not in self.factors}
         total = sum((t.sum() for t in (*left.values(), *rest.values())), start=torch.zeros((), dtype=self._wide))
         health[self.group.rank] = float(not torch.isfinite(total))
         device = self.params[0].device
@@ -87,9 +85,9 @@ class PowerSGD(GradientAverage):
                 self._put(i, left[i] @ right[i].T)
                 # This rank's part of what was left out: its M less its part of the approximation.
                 self._new_errors[i], self._new_factors[i] = m - left[i] @ (left[i].T @ m), right[i]
-        for i in plain:
+        for i, values in rest.items():
             if ranks_used[i]:
-                self._put(i, rest[i])
+                self._put(i, values)
 
     def _health(self) -> Tensor:
         return self._sick
@@ -121,12 +119,6 @@ class PowerSGD(GradientAverage):
         p = self.params[i]
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         return grad.to(self._wide).reshape(-1)
-
-    def _put(self, i: int, values: Tensor) -> None:
-        """Set the gradient of a parameter, also where this rank had none."""
-        p = self.params[i]
-        p.grad = torch.empty_like(p) if p.grad is None else p.grad
-        p.grad.copy_(values.view(p.shape))
 
     def _sum(self, parts: list[Tensor]) -> None:
         """Sum all parts over the ranks in one all-reduce, in place."""

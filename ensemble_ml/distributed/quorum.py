@@ -45,7 +45,6 @@ class Quorum:
     """The rule by which votes end.
 
     Attributes:
-        ballots: number of ballots that end a vote.
         bound: largest number of votes from one meeting to the next.
         seconds: how long, in seconds, a vote waits for the ballots that it needs.
     """
@@ -56,11 +55,9 @@ class Quorum:
 
 
 def quorum_of(text: str, ranks: int) -> int:
-    """Return the number of ballots that end a vote.
+    """Return the number of ballots that end a vote of `ranks` ranks.
 
-    Args:
-        text: `all`, `auto` (three quarters of the ranks, rounded up) or a number.
-        ranks: number of ranks that vote.
+    `text` is `all`, `auto` (three quarters of the ranks, rounded up) or a number.
 
     Raises:
         UserError: the number is larger than that of the ranks, or smaller than half of it: a minority must not decide
@@ -86,8 +83,6 @@ class QuorumVote(Vote):
     """A vote that `rule.ballots` ranks can end.
 
     Args:
-        group: the ranks that vote.
-        rule: the rule by which votes end.
         join: connects a rank with the hub that closes the votes.
         settings: passed to `Vote`, except for `overlap`, which is always off.
 
@@ -119,18 +114,12 @@ class QuorumVote(Vote):
 
     @property
     def abstains(self) -> bool:
-        """Return whether this rank's momentum stays unchanged.
-
-        It does if the vote ended without this rank's ballot, or if this rank has no sample.
-        """
+        """Return whether this rank's momentum stays unchanged: its ballot missed the vote, or it has no sample."""
         return self._missed or not self._samples
 
     @property
     def bytes_sent(self) -> int:
-        """Return the bytes that this rank has sent so far.
-
-        On the first rank, these include the outcomes that its hub has sent to the other ranks.
-        """
+        """Return the bytes that this rank has sent; on the first rank, with the outcomes that its hub has sent."""
         return super().bytes_sent + (self._link.bytes_sent if self._link is not None else 0)
 
     def _prepare(self) -> None:
@@ -198,10 +187,7 @@ class QuorumVote(Vote):
 
     @torch.no_grad()
     def _take_outcome(self, heads: Tensor, winner: Tensor) -> None:
-        """Turn the winning words into signs.
-
-        Afterwards a parameter has a gradient if and only if at least one of the voting ranks used it.
-        """
+        """Turn winning words into signs, and leave a gradient to just those parameters that a voting rank used."""
         [bucket], [flat] = self.buckets, self._flats
         unpack_signs(winner.to(flat.device), flat)
         rows = heads[:, 2:].tolist()

@@ -33,14 +33,10 @@ def shard_weights(
 
     Call it after `partition_model`, and make the optimizer afterwards: the sharded parameters are new ones.
 
-    Args:
-        model: the model, with the same weights on all ranks.
-        mesh: the mesh of the job.
-        outer: the ranks that hold the same part of the weights (`choice.consecutive_groups`).
-        inner: the ranks that hold all weights together.
-        after_forward: free gathered weights after the forward pass, and gather them again for the backward pass.
-        by_block: gather the weights of one residual block at a time, not those of the whole U-Net. Runs use the
-            defaults of `after_forward` and `by_block`; `benchmark=shard` measures the alternatives.
+    The ranks `outer` hold the same part of the weights, and the ranks `inner` hold all weights together
+    (`choice.consecutive_groups`). With `after_forward`, gathered weights are freed after the forward pass, and gathered
+    again for the backward pass. With `by_block`, the weights of one residual block are gathered at a time, not those of
+    the whole U-Net. Runs use these defaults; `benchmark=shard` measures the alternatives.
 
     Raises:
         UserError: the models of the ranks differ, in their layout or their weights.
@@ -103,11 +99,9 @@ def like(p: Any, part: Tensor) -> Tensor:
 
 def first_row(p: Any) -> int:
     """Return the row (index along the first axis) at which this rank's part of a tensor begins."""
-    mesh = shards_of(p)
-    if mesh is None:
-        return 0
+    part, parts, _, _ = place_among_shards(p)
     # FSDP2 cuts as `torch.chunk` does, so the last ranks may have less, or nothing.
-    return min(mesh.get_local_rank(mesh.ndim - 1) * -(-len(p) // mesh.size(mesh.ndim - 1)), len(p))
+    return min(part * -(-len(p) // parts), len(p)) if part else 0
 
 
 def place_among_shards(p: Tensor) -> tuple[int, int, int, int]:
@@ -122,13 +116,8 @@ def place_among_shards(p: Tensor) -> tuple[int, int, int, int]:
 def split_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Split each group of parameters into those that are whole and those that are sharded.
 
-    An optimizer steps all parameters of a group in one operation, so they have to be of one kind.
-
-    Args:
-        groups: the result of `param_groups`.
-
-    Returns:
-        Groups with the same settings; empty ones are left out.
+    An optimizer steps all parameters of a group in one operation, so they have to be of one kind. The new groups keep
+    the settings of the old ones; empty groups are left out.
     """
     found = []
     for group in groups:

@@ -25,14 +25,12 @@ class Side:
     """The padding of one axis: its widths, and what lies beyond the ends of the whole axis.
 
     Attributes:
-        dim: the axis of the tensor.
         left: number of points added before the shard; a negative number crops.
         right: number of points added after the shard; a negative number crops.
         right_last: `right` of the last rank; None if it is the same.
         periodic: the axis closes in a circle and has no ends.
         first: rule of the first end, if the axis has ends.
         last: rule of the last end, if the axis has ends.
-        comm: the ranks along the axis.
     """
 
     dim: int
@@ -85,13 +83,11 @@ class Side:
 
     def ends(self) -> Iterator[tuple[bool, EdgeRule, int]]:
         """Yield (is_first, rule, width) of each end of the whole axis that this rank holds and pads."""
-        before, after = self.neighbours()
-        for is_first, other, rule, width in (
-            (True, before, self.first, self.pads[0]),
-            (False, after, self.last, self.pads[1]),
-        ):
-            if other is None and width:
-                yield is_first, rule, width
+        (before, after), (left, right) = self.neighbours(), self.pads
+        if before is None and left:
+            yield True, self.first, left
+        if after is None and right:
+            yield False, self.last, right
 
     def inside(self, padded: Tensor) -> Tensor:
         """Return the view of a padded tensor without its padding along this axis."""
@@ -109,14 +105,7 @@ class Side:
         return inner.narrow(self.dim, skip if is_first else length - skip - width, width)
 
     def check_thickness(self, length: int) -> None:
-        """Check that this rank's shard is as thick as its neighbours' halos and the mirror at a pole require.
-
-        Args:
-            length: points of the shard along the axis.
-
-        Raises:
-            UserError: the shard is thinner.
-        """
+        """Raise a UserError if a shard of `length` points is too thin for neighbours' halos or the mirror at a pole."""
         before, after = self.neighbours()
         needs = [self.widths(before)[1] if before is not None else 0, self.widths(after)[0] if after is not None else 0]
         alone = self.comm.size == 1 and length == 1  # a single row mirrors itself
@@ -245,15 +234,9 @@ class Strip(NamedTuple):
 def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
     """List the strips of an axis that this rank sends and receives.
 
-    Both lists are in the order of the message: first the strip that lies before the receiver, then the one after it.
-    Two ranks that are each other's neighbour on both sides rely on this order.
-
-    Args:
-        length: points of this rank's shard along the axis.
-        side: how the axis is padded.
-
-    Returns:
-        (strips to send, strips to receive), in points of the padded axis.
+    `length` is that of this rank's shard along the axis. Both lists, (strips to send, strips to receive) in points of
+    the padded axis, are in the order of the message: first the strip that lies before the receiver, then the one after
+    it. Two ranks that are each other's neighbour on both sides rely on this order.
     """
     left, right = side.pads
     before, after = side.neighbours()
@@ -332,9 +315,8 @@ def _pieces(
 
     These are the columns half the circle away from the target's own, and `reach` more before and after them.
 
-    Returns:
-        (start at the source, start at the target, length) of each run of columns. Starts count from the first column of
-        the source and from the first column that the target needs.
+    Return (start at the source, start at the target, length) of each run of columns. Starts count from the first column
+    of the source and from the first column that the target needs.
     """
     total = parts[-1][1]
     first, last = parts[target][0] - reach[0], parts[target][1] + reach[1]

@@ -84,11 +84,7 @@ class Topology:
         return replace(self, rank=rank)
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Return, ascending, this rank and all ranks whose coordinates differ from its own only along `axes`.
-
-        Args:
-            axes: names out of `AXES`.
-        """
+        """Return, ascending, this rank and all ranks whose coordinates differ from its own only along `axes`."""
         own = self.place
         every = zip(AXES, self.shape, own, strict=True)
         along = [range(degree) if axis in axes else (place,) for axis, degree, place in every]
@@ -103,11 +99,7 @@ class Topology:
 
 
 def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
-    """Return the rank at `place` in a mesh of `shape`.
-
-    Raises:
-        UserError: a coordinate lies outside the mesh.
-    """
+    """Return the rank at `place` in a mesh of `shape`; raise a UserError if a coordinate lies outside the mesh."""
     rank = 0
     for degree, coordinate in zip(shape, place, strict=True):
         if not 0 <= coordinate < degree:
@@ -130,15 +122,8 @@ def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
     """Build the mesh that `config` asks for, over `size` ranks.
 
     With `parallel.data=auto`, the data degree is `size` divided by the product of the others. If the planner is to
-    choose latitude or longitude, all ranks lie along the data axis until it has chosen.
-
-    Args:
-        config: the degrees, or `auto`.
-        rank: number of this rank.
-        size: number of ranks that were started.
-
-    Returns:
-        The topology, seen from `rank`.
+    choose latitude or longitude, all ranks lie along the data axis until it has chosen. The topology is seen from
+    `rank`.
 
     Raises:
         UserError: the product of the degrees is not the number of ranks or, with `data=auto`, does not divide it.
@@ -169,13 +154,8 @@ def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
     96, 73. Larger shards come first, but no shard consists of the short block alone if that can be avoided: 17 rows, 3
     parts, blocks of 4: 8, 4, 5.
 
-    Args:
-        rows: number of rows of the grid (or columns).
-        parts: number of shards.
-        block: rows of a block, 2^depth for a U-Net with `depth` poolings.
-
-    Returns:
-        (first, last + 1) row of each shard, from the first to the last.
+    A U-Net with `depth` poolings needs blocks of 2^depth rows (or columns). Return (first, last + 1) row of each shard,
+    from the first to the last.
 
     Raises:
         UserError: there are fewer blocks than shards.
@@ -207,7 +187,6 @@ class Shard:
     Only the last block along an axis may be smaller.
 
     Attributes:
-        topology: the mesh, seen from this rank.
         rows: (first, last + 1) row of every rank along latitude.
         columns: (first, last + 1) column of every rank along longitude.
     """
@@ -250,10 +229,7 @@ class Shard:
 def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
     """Partition a grid over the ranks of a topology.
 
-    Args:
-        topology: the mesh, seen from this rank.
-        shape: (Y, X) of the grid.
-        depth: number of poolings by two.
+    `shape` is (Y, X) of the grid, and `depth` the number of poolings by two.
 
     Raises:
         UserError: there are more ranks along latitude than blocks of 2^depth rows, or more along longitude than whole
@@ -271,10 +247,7 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
 
 
 def mark_own(p: Tensor, shard: Shard) -> None:
-    """Mark `p` (..., Y, X) as a parameter of which each rank uses only the grid points of its own shard.
-
-    Copies of `p` do not carry the mark.
-    """
+    """Mark `p` (..., Y, X), but none of its copies, as a parameter of which each rank uses only its shard's points."""
     p.own_part = shard  # type: ignore[attr-defined]
 
 

@@ -99,11 +99,9 @@ def unpack(packed: Tensor, out: Tensor) -> Tensor:
 
 
 def majority(ballots: Tensor, tie: int) -> Tensor:
-    """Return (w,) int64 words of the bits that more than half of the rows hold.
+    """Return (w,) int64 words of the bits that more than half of the rows of `ballots` (ranks, w) hold.
 
-    Args:
-        ballots: (ranks, w) int64 words.
-        tie: the bits that elements with a tied vote get; only the low 32 are used.
+    Elements with a tied vote get the bits of `tie`, of which only the low 32 are used.
     """
     words = ballots.contiguous().view(torch.int32)
     out = torch.empty(words.shape[1], dtype=torch.int32, device=ballots.device)

@@ -59,16 +59,10 @@ def sign_allreduce(
 ) -> Tensor:
     """Vote on the sign of each element of `u` over the ranks of `group`.
 
-    Args:
-        u: float32, any shape, the same shape on every rank.
-        bits: 1, 2, 4 or 8 bits an element that each rank sends.
-        group: the ranks that vote.
-        step: number of the step, which decides how ties fall.
-        scale: what delta is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit whatever `bits` is.
-        out: (n,) float32 memory for the result, n at least `room(u.numel(), ranks)`; None allocates it.
-
-    Returns:
-        +1 or -1 in the shape of `u`, the same on every rank.
+    Each rank sends `bits` (1, 2, 4 or 8) bits for each element of `u`: float32, any shape, the same on every rank.
+    `scale` is that of delta; `sign` sends one bit, whatever `bits` is. `step` decides how ties fall. `out` is (n,)
+    float32 memory for the result, n at least `room(u.numel(), ranks)`; None allocates it. Return +1 or -1 in the shape
+    of `u`, the same on every rank.
     """
     flat, size = u.detach().flatten(), room(u.numel(), group.size)
     out = flat.new_empty(size) if out is None else out[:size]
@@ -94,8 +88,8 @@ def sign_allreduce(
 
 
 def room(elements: int, ranks: int) -> int:
-    """Return the number of elements after padding to whole words in equal slices for all ranks."""
-    return ranks * share(elements, ranks) * WORD
+    """Return the number of elements after padding to whole words in equal slices, not empty, for all ranks."""
+    return ranks * max(1, -(-words(elements) // ranks)) * WORD
 
 
 def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
@@ -110,11 +104,6 @@ def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
         rest = flat[whole * WORD :]
         packed[whole : whole + 1] = pack_signs(torch.nn.functional.pad(rest, (0, WORD - len(rest))), step)
     return packed.view(ranks, -1)
-
-
-def share(elements: int, ranks: int) -> int:
-    """Return the number of words in each rank's slice, at least one."""
-    return max(1, -(-words(elements) // ranks))
 
 
 def unit(bits: int, scale: VoteScale) -> float:
@@ -133,11 +122,8 @@ def inverse(delta: Tensor) -> Tensor:
 def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:
     """Return this rank's ballots: words (ranks, bits * w), one row for each rank that counts votes.
 
-    Args:
-        flat: (ranks * 64 * w,) floats in units of delta; overwritten if `bits` is above 1.
-        bits: bits of a code.
-        ranks: number of ranks that count votes.
-        step: number of the step, which decides how exact zeros fall.
+    `flat` (ranks * 64 * w,) holds floats in units of delta, which are overwritten if `bits` is above 1. `step` decides
+    how exact zeros fall.
     """
     if bits == 1:
         return pack_signs(flat, step).view(ranks, -1)
@@ -149,23 +135,19 @@ def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:
     return pack_codes(codes.view(ranks, -1), bits)
 
 
-def send(ballots: Tensor, group: Communicator) -> Tensor:
-    """Send row r of `ballots` to rank r and return the rows received, (ranks, words), in rank order."""
-    received = torch.empty_like(ballots)
-    sizes = [ballots.shape[1]] * group.size
-    group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True).wait()
-    return received
+def send(ballots: Tensor, group: Communicator) -> tuple[Tensor, Pending]:
+    """Start to send row r of `ballots` to rank r.
 
-
-def tell(winner: Tensor, group: Communicator) -> Tensor:
-    """Send this rank's words (w,) to all ranks and return the words of all ranks, (ranks * w,)."""
-    everywhere, pending = _tell(winner, group)
-    pending.wait()
-    return everywhere
+    Return the memory for the rows received, (ranks, words), in rank order, and the pending collective.
+    """
+    received, sizes = torch.empty_like(ballots), [ballots.shape[1]] * group.size
+    return received, group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True)
 
 
 def _tell(winner: Tensor, group: Communicator) -> tuple[Tensor, Pending]:
-    """Start what `tell` does and return the memory for the result and the pending collective.
+    """Start to send this rank's words (w,) to all ranks.
+
+    Return the memory for the words of all ranks, (ranks * w,), and the pending collective.
 
     On a CPU this is an all_to_all of copies, whose messages all leave at once. Gloo's all_gather goes round a ring, and
     each of its ranks - 1 rounds waits for a processor that the backward pass keeps busy.
@@ -189,7 +171,6 @@ class _Flight:
         pending: the collective that moves `words`.
         words: the ballots that this rank counts, (ranks, bits * w), or the winning words of all ranks, (ranks * w,).
         heads: (ranks, h) headers that came with the ballots.
-        take: receives the outcome.
     """
 
     pending: Pending
@@ -208,8 +189,6 @@ class Rounds:
     Args:
         groups: first the group whose ranks vote. The ranks of each further group then pass each other the winning
             words, in the order of the groups.
-        bits: bits of an element in a ballot.
-        step: number of the step, which decides how ties fall.
         voters: the ballots of the first `voters` ranks count; None counts all.
     """
 
@@ -221,13 +200,10 @@ class Rounds:
     def cast(self, ballots: Tensor, head: int, take: Take) -> None:
         """Send row r of `ballots` (ranks, head + words) to rank r, and advance the earlier votes.
 
-        Args:
-            ballots: a row for each rank that counts votes; each row begins with the header.
-            head: number of words of the header.
-            take: receives the outcome once it has arrived, in a later call of `cast` or `finish`.
+        Each row begins with a header of `head` words. `take` receives the outcome once it has arrived, in a later call
+        of `cast` or `finish`.
         """
-        received, sizes = torch.empty_like(ballots), [ballots.shape[1]] * len(ballots)
-        pending = self._groups[0].all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True)
+        received, pending = send(ballots, self._groups[0])
         self._advance(_Flight(pending, received[:, head:], received[:, :head], take))
 
     def finish(self) -> None:
@@ -248,19 +224,14 @@ class Rounds:
             told.pending.wait()
             winner = told.words
             for group in self._groups[1:]:
-                winner = tell(winner, group)
+                winner, pending = _tell(winner, group)
+                pending.wait()
             told.take(told.heads, winner)
         self._sent, self._told = sent, counted
 
 
 def count(ballots: Tensor, bits: int, step: int) -> Tensor:
-    """Return the winning bits, (w,) words.
-
-    Args:
-        ballots: (ranks, bits * w) words.
-        bits: bits of an element in a ballot.
-        step: number of the step, which decides how ties fall.
-    """
+    """Return the winning bits, (w,) words, of ballots (ranks, bits * w). `step` decides how ties fall."""
     if bits == 1 and triton_vote.usable(ballots.device):
         return triton_vote.majority(ballots, tie_word(step))
     if bits == 1:
@@ -278,12 +249,7 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
 
 
 def majority(planes: Sequence[Tensor], step: int) -> Tensor:
-    """Return the bits that more than half of the planes hold, (w,) words. Ties fall by the mask of `step`.
-
-    Args:
-        planes: one (w,) tensor of words for each rank.
-        step: number of the step.
-    """
+    """Return the bits that more than half of the planes (w,) hold, as (w,) words. Ties fall by the mask of `step`."""
     ranks = len(planes)
     counter = _add_up(planes)
     more = torch.zeros_like(planes[0])
@@ -303,8 +269,7 @@ def majority(planes: Sequence[Tensor], step: int) -> Tensor:
 def _add_up(planes: Sequence[Tensor]) -> list[Tensor]:
     """Count for each bit how many planes hold it, with full adders that turn three planes into two.
 
-    Returns:
-        The binary digits of the counts as planes, lowest digit first.
+    Return the binary digits of the counts as planes, lowest digit first.
     """
     counter: list[Tensor] = []
     column = list(planes)

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.config import ClipBy, MomentumSync, VoteScale
-from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
+from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, gathered
 from ensemble_ml.distributed.exchange import Bucket, BucketExchange, Reduction
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
 from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
@@ -52,18 +52,15 @@ class Vote(BucketExchange):
     """An exchange with one vote a bucket. For each element, `bits` go out and one bit comes back.
 
     Args:
-        group: the ranks that vote.
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
         scale: what delta (see `vote`) is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit,
             whatever `bits` is.
         inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
-        plan: when momenta are averaged.
-        settings: passed to `BucketExchange`.
 
     Raises:
-        UserError: `clip` cannot be applied to the total norm because ranks average first.
+        UserError: `clip` bounds the total norm, but ranks average first.
     """
 
     def __init__(
@@ -79,9 +76,8 @@ class Vote(BucketExchange):
     ):
         super().__init__(group, **settings)  # type: ignore[arg-type]
         self.bits = 1 if scale is VoteScale.sign else bits
-        self.scale = scale
+        self.scale, self.clip_by = scale, clip_by
         self.inner = inner or NullCommunicator()
-        self.clip_by = clip_by
         if self.clip and clip_by is ClipBy.total and self.inner.size > 1:
             raise UserError(
                 f"optim.clip={self.clip:g}: {self.inner.size} ranks form one gradient before they vote, a bucket at a"
@@ -118,17 +114,8 @@ class Vote(BucketExchange):
         """Return whether this rank's ballots do not count in this step."""
         return self.group.rank >= self.voters
 
-    @property
-    def ranks(self) -> int:
-        """Return the number of all ranks that take part, inner ones included."""
-        return self.group.size * self.inner.size
-
     def attach(self, optimizer: Optimizer) -> None:
-        """Serve the parameters of `optimizer`.
-
-        Raises:
-            UserError: the optimizer is not Lion.
-        """
+        """Serve the parameters of `optimizer`, or raise a UserError if it is not Lion."""
         if not isinstance(optimizer, Lion):
             raise UserError(f"{type(self).__name__}: ranks vote on signs, which only Lion takes; use optim=lion")
         super().attach(optimizer)
@@ -136,10 +123,10 @@ class Vote(BucketExchange):
 
     def _prepare(self) -> None:
         """Allocate one buffer for each bucket, long enough to be cut into equal slices of whole words for all ranks."""
-        optimizer = self._lion
-        self._beta = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
-        multiple = WORD * self.ranks
-        self._flats = [b.flat(self.params, multiple=multiple) for b in self.buckets]
+        self._beta = {p: group["betas"][0] for group in self._lion.param_groups for p in group["params"]}
+        multiple = WORD * self.group.size * self.inner.size
+        sizes = [-(-b.elements // multiple) * multiple for b in self.buckets]
+        self._flats = [torch.zeros(size, device=self.params[0].device) for size in sizes]
         self._views = [b.views(flat, self.params) for b, flat in zip(self.buckets, self._flats, strict=True)]
         self._signs: dict[Tensor, Tensor] = {}
         for bucket, views in zip(self.buckets, self._views, strict=True):
@@ -208,13 +195,11 @@ class Vote(BucketExchange):
     def _average_inside(self, bucket: Bucket, flat: Tensor, views: list[Tensor], used: Sequence[bool]) -> list[bool]:
         """Replace gradients by the inner ranks' mean, or by their sum scaled to the whole batch.
 
-        Returns:
-            For each parameter of the bucket, whether any inner rank used it.
+        Return for each parameter of the bucket whether any inner rank used it.
         """
         for view, grad in zip(views, self._grads(bucket), strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
-        # Which parameters were used, and the inner ranks' share of the batch, travel behind the gradients in one
-        # message.
+        # Which parameters were used, and the inner ranks' share of the batch, travel behind the gradients.
         counts = torch.tensor([float(u) for u in used], device=flat.device)
         share = torch.tensor([self.share or 0.0], device=flat.device)
         joined = torch.cat([flat[: bucket.elements], counts, share])
@@ -224,10 +209,8 @@ class Vote(BucketExchange):
         found = [bool(ranks) for ranks in used_by]
         flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(of_batch)
         for slot, view, there in zip(bucket.slots, views, found, strict=True):
-            p = self.params[slot.index]
             if there:
-                p.grad = torch.empty_like(p) if p.grad is None else p.grad
-                p.grad.copy_(view)
+                self._put(slot.index, view)
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
@@ -262,8 +245,7 @@ class Vote(BucketExchange):
     def _fill(self, bucket: Bucket, views: list[Tensor], flat: Tensor) -> Tensor:
         """Write u of each parameter of a bucket into its view.
 
-        Returns:
-            The sum of magnitudes of each parameter, (slots,); for one bit the sum of u, ().
+        Return the sum of magnitudes of each parameter, (slots,); for one bit the sum of u, ().
         """
         flat[bucket.elements :].zero_()
         for slot, view in zip(bucket.slots, views, strict=True):
@@ -281,10 +263,9 @@ class Vote(BucketExchange):
         return flat.sum() if self.bits == 1 else torch.stack(list(torch._foreach_norm(views, 1)))
 
     def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
-        """Return the header (h,) of a ballot.
+        """Return the header (h,) of a ballot: whether a number is not finite, then whether each parameter was used.
 
-        It holds whether a number is not finite, then one bit for each parameter: whether this rank, or one of its inner
-        ranks, used it.
+        Each parameter has one bit: whether this rank, or one of its inner ranks, used it.
         """
         bits = sum(int(u) << i for i, u in enumerate(used))
         # 63 bits a word, since words are signed.
@@ -301,19 +282,15 @@ class Vote(BucketExchange):
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
         """Divide the views by delta (see `vote`), so that codes are their floors."""
-        sizes = integers([max(v.numel(), 1) for v in views], magnitude.device)
         if self.scale is VoteScale.linf:
             magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
         else:
-            magnitude = magnitude / sizes
+            magnitude = magnitude / integers([max(v.numel(), 1) for v in views], magnitude.device)
         delta = magnitude * unit(self.bits, self.scale)
         torch._foreach_mul_(views, list(inverse(delta).unbind()))
 
     def _mark_used(self, bucket: Bucket, everyone: Tensor, used: Sequence[bool]) -> None:
-        """Give a zero gradient to parameters that only other ranks used.
-
-        The optimizer then steps them on this rank too, as it does on the others.
-        """
+        """Give a zero gradient to parameters that only other ranks used, so that the optimizer steps them here, too."""
         if all(used):
             return
         rows = everyone[:, 1:].tolist()
@@ -339,7 +316,6 @@ class LionCub(Vote):
     integers, and go back through all_gather.
 
     Args:
-        group: the ranks that exchange.
         bits: 1 or 8 bits an element that a rank sends.
         settings: passed to `Vote`; there is never an overlap with the backward pass.
 
@@ -356,21 +332,17 @@ class LionCub(Vote):
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         if self.bits == 1:
             ballots = cast(flat, 1, self.group.size, self.step)
-            received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
+            received, pending = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
+            pending.wait()
             total = _add_signs(received[: self.voters, len(header) :].contiguous())
-            winner = cast(total, 1, 1, self.step)[0]
-            gathered = winner.new_empty(self.group.size * len(winner))
-            self.group.all_gather(gathered, winner, async_op=True).wait()
-            take(received[:, : len(header)], gathered)
+            take(received[:, : len(header)], gathered(cast(total, 1, 1, self.step)[0], self.group))
             return
         self._to_units(views, magnitude)
         codes = flat.mul_(self.levels / 2.0**7).round_().clamp_(-self.levels, self.levels).to(torch.int8)
         if self.abstains:
             codes.zero_()
         self.group.all_reduce(codes, async_op=True).wait()
-        everyone = header.new_empty(self.group.size * len(header))
-        self.group.all_gather(everyone, header, async_op=True).wait()
-        take(everyone.view(self.group.size, -1), cast(codes.float(), 1, 1, self.step)[0])
+        take(gathered(header, self.group).view(self.group.size, -1), cast(codes.float(), 1, 1, self.step)[0])
 
 
 class DistributedLion(Vote):
@@ -384,9 +356,7 @@ class DistributedLion(Vote):
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         ballot = torch.cat([header, cast(flat, 1, 1, self.step)[0]])
-        everyone = ballot.new_empty(self.group.size * len(ballot))
-        self.group.all_gather(everyone, ballot, async_op=True).wait()
-        rows = everyone.view(self.group.size, -1)
+        rows = gathered(ballot, self.group).view(self.group.size, -1)
         total = _add_signs(rows[: self.voters, len(header) :].contiguous())
         take(rows[:, : len(header)], cast(total, 1, 1, self.step)[0])
 
@@ -402,13 +372,7 @@ def _add_signs(ballots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Synchronised:
-    """The record of one averaging.
-
-    Attributes:
-        layers: the layers that were averaged.
-        bytes_sent: the bytes that this rank sent for it.
-        variance: relative variance of every layer, if it was measured.
-    """
+    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
 
     layers: tuple[int, ...]
     bytes_sent: int
@@ -468,20 +432,11 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
     """Estimate for each tensor the variance over ranks (ddof = 1) divided by the mean square.
 
     It is 0 if the momenta agree, about 1 if they are unrelated, and P / (P - 1) at most for P ranks.
-
-    Args:
-        momenta: this rank's tensors.
-        group: the ranks to compare.
-        step: number of the step, which shifts the sampled elements.
-
-    Returns:
-        One number for each tensor, from up to SAMPLED of its elements; the same on all ranks.
+    The estimate is from up to SAMPLED elements of each tensor, shifted by `step`, and the same on all ranks.
     """
     samples = [m.as_strided((m.numel(),), (1,))[positions(m.numel(), step).to(m.device)] for m in momenta]
     own = torch.cat(samples).float()
-    gathered = own.new_empty(group.size * len(own))
-    group.all_gather(gathered, own)
-    layers = gathered.view(group.size, -1).split([len(s) for s in samples], dim=1)
+    layers = gathered(own, group).view(group.size, -1).split([len(s) for s in samples], dim=1)
     found = []
     for values in layers:
         square = values.square().mean()

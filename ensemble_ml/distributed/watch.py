@@ -43,22 +43,12 @@ _FAREWELL = 2 * _PERIOD + 0.5
 class Watch:
     """A thread that writes this rank's heartbeat and polls the store for a failure of another rank.
 
-    Rank 0 also checks the heartbeats of the others. On the other ranks, a second thread checks that rank 0 answers.
+    Nothing else uses the connection `store`: on a shared one, a call that waits for a collective's set-up would delay
+    the heartbeat. A rank counts as dead after `silence` seconds without one. `step` returns the step of this rank.
     """
 
     def __init__(self, store: Any, rank: int, size: int, silence: float, step: Callable[[], int]):
-        """Start the threads.
-
-        Args:
-            store: a connection to the store that nothing else uses. On a shared one, a call that waits for a
-                collective's set-up would delay the heartbeat.
-            rank: number of this rank.
-            size: number of ranks.
-            silence: seconds without a heartbeat after which a rank counts as dead.
-            step: returns the step that this rank is at.
-        """
-        self._rank, self._size, self._silence, self._step = rank, size, silence, step
-        self._store = store
+        self._store, self._rank, self._size, self._silence, self._step = store, rank, size, silence, step
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
@@ -170,10 +160,7 @@ class Watch:
         return time.monotonic() < self._until
 
     def _find_frozen(self) -> None:
-        """End this process if rank 0 does not answer although its host keeps the connection open.
-
-        This happens when rank 0 is stopped or blocked by its disk.
-        """
+        """End this process if rank 0, stopped or blocked by its disk, does not answer while its host still does."""
         looked = time.monotonic()
         while not self._gone.wait(_PERIOD):
             now = time.monotonic()
@@ -186,8 +173,7 @@ class Watch:
 
     def _leave_rank_0(self) -> None:
         """Print that rank 0 no longer answers, and end this process."""
-        failure = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
-        self._leave(failure)
+        self._leave({"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False})
 
     def _all_done(self) -> bool:
         """Register that this rank has finished. Return whether it may leave: rank 0 waits for all others."""

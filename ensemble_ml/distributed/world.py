@@ -20,6 +20,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ensemble_ml.config import Launcher
 from ensemble_ml.errors import UserError
@@ -30,12 +31,9 @@ class World:
     """The identity of a process among `size` ranks.
 
     Attributes:
-        rank: number of this rank.
-        size: number of ranks.
         local_rank: number of this rank on its node; equal to `rank` if the launcher does not give it.
         local_size: number of ranks on this node. If the launcher does not give it, it is `size` until the ranks are
             connected and have counted themselves.
-        launcher: the launcher whose variables were read.
         host: host of rank 0; None if no variable gives it.
         port: port on which rank 0 listens; None if no variable gives it.
         job: the launcher's name for this job, as far as it gives one; not unique for every launcher.
@@ -53,8 +51,7 @@ class World:
     counted: bool = True
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """The names of a launcher's variables."""
 
     rank: str
@@ -86,9 +83,7 @@ _JOB = {
 def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> World:
     """Read the launcher's variables. A process without any is a job of one rank.
 
-    Args:
-        env: environment variables.
-        wanted: the launcher whose variables are read; `auto` finds it, `none` gives one rank.
+    `wanted` is the launcher whose variables are read; `auto` finds it, `none` gives one rank.
 
     Raises:
         UserError: a variable is missing or not a number, a rank lies outside its world, a port is invalid, or two

@@ -1,6 +1,8 @@
 """CRPS, distribution function, quantile and moments of the forecast distributions, by the formulas of `closed_forms`.
 
-Distribution function, quantile and moments are computed in float64, since no loss contains them. So is the CRPS of
+Location, scale and values have the same physical units and any shape; the scale is positive. Results have the type of
+`location`. Distribution function, quantile and moments are computed in float64, since no loss contains them. So is the
+CRPS of
 
 - the skewed distributions, because the incomplete gamma function loses digits in float32;
 - the distribution with two bounds, which has little mass between them where its scale is large;
@@ -31,18 +33,9 @@ _STEP = 1e-5  # relative step of the shape k in the central difference
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the continuous ranked probability score (CRPS) of each forecast, in the units of `y`.
+    """Return the continuous ranked probability score (CRPS) of observations `y`, in their units.
 
     An observation outside the bounds gets the score of the nearer bound plus the distance to that bound.
-
-    Args:
-        family: the distribution.
-        location: location of the forecasts, physical units, any shape.
-        scale: scale of the forecasts, in the same units; positive.
-        y: observations, in the same units and of the same type.
-
-    Returns:
-        The scores, in the type of `location`.
     """
     if family is Family.NORMAL:
         return scale * forms.crps_normal(TORCH, (y - location) / scale)
@@ -69,16 +62,7 @@ def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Return the distribution function P(value <= y), in [0, 1].
-
-    At its bounds, a censored distribution counts the mass that lies there.
-
-    Args:
-        family: the distribution.
-        location: location, any shape.
-        scale: scale, in the units of `location`; positive.
-        y: values, in the same units.
-    """
+    """Return the distribution function P(value <= y), in [0, 1]; at a bound, with the mass that lies there."""
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l, x, v = (at - mu) / sigma, -mu / sigma, mu / sigma, at / sigma
     if family is Family.LOGNORMAL:
@@ -96,11 +80,7 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
     """Return the value that is not exceeded with probability `level`, in the units of `location`.
 
-    Args:
-        family: the distribution.
-        location: location, any shape.
-        scale: scale, in the units of `location`; positive.
-        level: probability between 0 and 1; a number, or a tensor that broadcasts against `location`.
+    The level is between 0 and 1: a number, or a tensor that broadcasts against `location`.
     """
     mu, sigma = location.double(), scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
@@ -119,13 +99,7 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
 
 
 def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the distribution, in the units of `location`.
-
-    Args:
-        family: the distribution.
-        location: location, any shape.
-        scale: scale, in the units of `location`; positive.
-    """
+    """Return mean and standard deviation of the distribution, in the units of `location`."""
     if family is Family.NORMAL:
         return location, scale
     mu, sigma = location.double(), scale.double()
@@ -155,7 +129,6 @@ class _Incomplete(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, x: Tensor) -> Tensor:
-        """Return F_k(x)."""
         ctx.save_for_backward(k, x)
         return gammainc(k, x)
 

@@ -1,6 +1,6 @@
 """Give distributions a wanted mean or more spread, and members the spread of a predicted distribution.
 
-A distribution is widened without moving its mean, and members keep their ranks.
+A distribution is widened without moving its mean, and members keep their ranks. Units and shapes are as in `formulas`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
     normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are
     raised to `LEAST_MEAN` scales.
-
-    Args:
-        family: the distribution.
-        mean: the means, any shape.
-        scale: the scale, in the units of `mean`; positive.
     """
     if family is Family.NORMAL:
         return mean
@@ -120,11 +115,7 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     bound, and the distance of the location from the bound is multiplied by `width` instead. The table of the truncated
     normal covers such locations, too.
 
-    Args:
-        family: the distribution.
-        location: location, any shape.
-        scale: scale, in the units of `location`.
-        width: factor of the scale, broadcast against `scale`.
+    `width` broadcasts against `scale`.
     """
     wider = width * scale
     if family is Family.NORMAL:
@@ -161,17 +152,11 @@ def remap_members(
     doi:10.1002/qj.1891). They are multiplied by a factor that gives them the mean of the distribution. Where the
     probability of rain is at most 1 / (2 M), all quantiles are zero, and the member of the last rank gets all the rain.
 
-    Args:
-        members: (M, ...) raw members x_i, two or more. NaN where one is absent: the new member is NaN there too, and M
-            above counts only those that are present.
-        mean: (...) mean m of the members.
-        spread: (...) standard deviation s of the members (ddof = 1).
-        location: (...) location of the predicted distribution, in the units of the members.
-        scale: (...) scale of the predicted distribution, in the same units.
-        family: the distribution.
-        order: (M,) positions of the members. Equal members are ranked in this order; None takes that of `members`. Use
-            one order for all points of a forecast and another for the next forecast, so that no member is always
-            wetter than the others.
+    `members` (M, ...) holds two or more raw members x_i, `mean` (...) their mean m and `spread` (...) their standard
+    deviation s (ddof = 1). `location` and `scale` are (...), in the units of the members. Where a member is absent
+    (NaN), the new one is NaN, too, and M above counts only those that are present. Equal members are ranked in the
+    `order` (M,) of their positions; None takes that of `members`. Use one order for all points of a forecast and
+    another for the next forecast, so that no member is always wetter than the others.
 
     Returns:
         (M, ...), in the dtype of `location`.

@@ -127,10 +127,7 @@ class Exchange:
 
     @property
     def seconds_waited(self) -> float:
-        """Return the seconds that this rank has waited in the exchange's collectives so far.
-
-        Waiting that the backward pass hides is included.
-        """
+        """Return the seconds that this rank has waited in collectives so far, also those that the backward pass hid."""
         return 0.0
 
     def after_step(self) -> dict[str, Any]:
@@ -140,9 +137,7 @@ class Exchange:
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
         """Gather the ranks' parts of some tensors, so that all ranks hold them whole. They are changed in place.
 
-        Args:
-            p: a parameter of `apart`.
-            held: tensors in the shape of `p`, which are right only at this rank's own grid points.
+        `p` is a parameter of `apart`. The tensors `held`, in its shape, are right only at this rank's own grid points.
         """
 
     def local_state(self) -> dict[str, Tensor]:
@@ -166,9 +161,7 @@ class Exchange:
 def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together, as a scalar on the device of the parameters.
 
-    Args:
-        params: the parameters; those without a gradient do not count.
-        norm_type: p of the norm; infinity gives the largest magnitude.
+    Parameters without a gradient do not count. `norm_type` is p of the norm; infinity gives the largest magnitude.
     """
     grads = [dense_values(p.grad) for p in params if p.grad is not None]
     found = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)

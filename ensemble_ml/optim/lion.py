@@ -112,11 +112,7 @@ class Lion(Eager):
         self.exchange.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with its own settings or those of the optimizer.
-
-        Raises:
-            UserError: a setting is out of range.
-        """
+        """Add a group, with its own settings or those of the optimizer; raise a UserError if one is out of range."""
         _check(**{key: param_group.get(key, default) for key, default in self.defaults.items()})
         super().add_param_group(param_group)
 
@@ -124,11 +120,7 @@ class Lion(Eager):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Parameters without a gradient are left unchanged.
 
-        Args:
-            closure: recomputes the loss before the step, as in torch's optimizers.
-
-        Returns:
-            The loss of the closure, or None.
+        As in torch's optimizers, `closure` recomputes the loss before the step, and this loss is returned.
 
         Raises:
             UserError: a gradient is not finite. Nothing has changed then.

@@ -21,13 +21,7 @@ def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: flo
 
     The cosine is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. The warm-up takes at most
     half of the run. Steps beyond the last one keep the final rate. In a run of a single step the rate is `peak`.
-
-    Args:
-        step: number of the step, from 0.
-        steps: number of steps in the run.
-        peak: learning rate at the end of the warm-up.
-        warmup: steps of the warm-up.
-        final: last learning rate as a fraction of `peak`.
+    Steps are numbered from 0. `warmup` is a number of steps, and `final` a fraction of `peak`.
     """
     warmup = min(warmup, steps // 2)
     if step < warmup:
@@ -46,16 +40,8 @@ def build(
 ) -> tuple[Optimizer, Schedule]:
     """Make the optimizer of `config` and its learning-rate schedule.
 
-    The schedule keeps no state: set `group["lr"] = schedule(step)` before each step.
-
-    Args:
-        config: the optimizer's settings.
-        params: tensors, or dictionaries of groups.
-        steps: number of steps in the run.
-        exchange: exchange with the other ranks, which is attached to the optimizer; None for a single rank.
-
-    Returns:
-        The optimizer, and a function that gives the learning rate of a step.
+    The schedule returns the learning rate of a step and keeps no state: set `group["lr"] = schedule(step)` before each
+    step. `exchange`, with the other ranks, is attached to the optimizer; None stands for a single rank.
 
     Raises:
         UserError: a setting of Lion is out of range.
@@ -72,12 +58,7 @@ def build(
 
 
 def schedule_of(config: OptimConfig, steps: int) -> Schedule:
-    """Return a function that gives the learning rate of a step, numbered from 0.
-
-    Args:
-        config: the optimizer's settings.
-        steps: number of steps in the run.
-    """
+    """Return a function that gives the learning rate of a step, numbered from 0."""
 
     def schedule(step: int) -> float:
         return warmup_cosine(step, steps=steps, peak=config.lr, warmup=config.warmup, final=config.final_lr)
