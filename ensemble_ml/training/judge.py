@@ -28,10 +28,7 @@ class Judge:
         self._sized: int | None = None  # the step at which factors were measured for other numbers of members
 
     def scores(self, loader: RunLoader | None) -> Validation:
-        """Return the scores of the validation dates.
-
-        Args:
-            loader: the loader of the run; None reads each batch when it is needed.
+        """Return the scores of the validation dates. Without a loader, each batch is read when it is needed.
 
         Raises:
             NotFiniteForecast: a forecast is not finite.
@@ -53,8 +50,7 @@ class Judge:
     def measure_widths_by_size(self, *, anew: bool = False) -> None:
         """Measure the calibration factors for other numbers of members. If none can be measured, the old ones stay.
 
-        Args:
-            anew: measure again even if this was done at this step, because weights may have changed since.
+        If this was done at this step, it is done again only if `anew`, because weights may have changed since.
 
         Raises:
             NotFiniteForecast: a forecast is not finite.
