@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from omegaconf import OmegaConf
 from ensemble_ml.config import MomentumKept, TournamentConfig, TrainConfig
 from ensemble_ml.config.training import OF_VOTES, ExchangeName
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import strict
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.points import point_shapes
@@ -155,16 +155,7 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
 
 def plain_config(config: Any) -> dict[str, Any]:
     """Return a configuration as nested dictionaries of JSON values."""
-    return _plain(asdict(config))
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON can hold."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value.value if isinstance(value, Enum) else value
+    return strict(asdict(config))
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

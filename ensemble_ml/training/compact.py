@@ -62,16 +62,10 @@ _SMALL = 0.002  # fraction of the time of a pass; a cut that saves less is not m
 
 
 def compact(config: CompactConfig) -> Path:
-    """Compact a model, and train the smaller one. `docs/compact.md` explains it.
+    """Compact a model, train the smaller one, and return the folder of its run. `docs/compact.md` explains it.
 
     A run that is resumed keeps the settings with which it began. Of `config`, only `data.store`, `output`, `run`,
     `threads` and `limit` are then used. A run that was killed before its first checkpoint begins again.
-
-    Args:
-        config: the settings of `ensemble-ml compact`.
-
-    Returns:
-        The folder of the new run.
 
     Raises:
         UserError: the checkpoint cannot be compacted, the run exists or cannot be resumed, the speed cannot be reached,
@@ -305,12 +299,7 @@ def cut_to(
 
 
 class Clock:
-    """A clock for the parts of a forward pass of one init time. Each part is timed once for each of its sizes.
-
-    Args:
-        model: the model whose parts they are.
-        inputs: inputs of one init time.
-    """
+    """A clock for the parts of a forward pass of one init time. Each part is timed once for each of its sizes."""
 
     def __init__(self, model: EnsembleModel, inputs: EnsembleInput):
         self.model, self.inputs = model, inputs

@@ -17,11 +17,7 @@ from ensemble_ml.training.widths import widths_by_size
 
 
 class Judge:
-    """The validation of one run. All ranks of a model must call the same methods together.
-
-    Args:
-        run: the run.
-    """
+    """The validation of one run. All ranks of a model must call the same methods together."""
 
     def __init__(self, run: Run):
         self.setup, self.state, self.session, self.area = run, run.state, run.session, run.loss.area

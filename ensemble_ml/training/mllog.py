@@ -33,8 +33,7 @@ _POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 class Mllog:
     """A log file of MLPerf. Lines wait in memory until `open` names the file; from then on each is flushed.
 
-    Args:
-        clock: returns seconds since 1970.
+    The clock returns seconds since 1970.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):

@@ -43,8 +43,7 @@ _WARM = 10  # steps of the network after which its speed is known
 class Progress:
     """The stages of the fits: which one runs, how much of it is done, and whether the network was cut short.
 
-    Args:
-        seconds: how long the fits may take from now on; None for no limit.
+    The fits may take so many seconds from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None):
