@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from omegaconf import OmegaConf
 from ensemble_ml.config import MomentumKept, TournamentConfig, TrainConfig
 from ensemble_ml.config.training import OF_VOTES, ExchangeName
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import strict
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.points import point_shapes
@@ -67,17 +67,11 @@ def _is_free(key: str) -> bool:
     return key in _FREE or (key.startswith(_FREE_GROUPS) and key not in _FIXED)
 
 
-def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
-    """Raise a UserError if a run was begun with other settings, except for those that may differ when it is resumed.
-
-    Args:
-        config: the settings of the resumed run.
-        checkpoint: the checkpoint to resume from.
-        also: keys of further settings that must not change.
-    """
-    ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
+def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    """Raise a UserError if a run was begun with other settings, except for those that may differ when it is resumed."""
+    ours = flat(plain_config(config))
     # Older runs do not have these settings.
-    later = {
+    later: dict[str, Any] = {
         "model.departures": False,
         "model.bank": 0.0,
         "model.bank_templates": 2,
@@ -87,17 +81,15 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
         "objective": "truth",
         "distill": 1.0,
     }
-    for key, value in (later | flat(plain_config(TournamentConfig()), "tournament.")).items():
-        theirs.setdefault(key, value)
+    theirs = later | flat(plain_config(TournamentConfig()), "tournament.") | flat(checkpoint.meta["config"])
     # The run has replaced `auto` by a number.
     if ours["model.depth"] == "auto":
         ours["model.depth"] = theirs["model.depth"]
-    averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value
+    also: tuple[str, ...] = ()
     # Momenta are averaged whenever a checkpoint is written, so later weights depend on the steps of checkpoints.
-    if averaged:
-        also = (*also, "checkpoint_every", "validate_every")
-    free = {k for k in {**ours, **theirs} if _is_free(k)}
-    fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
+    if config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value:
+        also = "checkpoint_every", "validate_every"
+    fixed = [k for k in {**ours, **theirs} if k in also or not _is_free(k)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     # Older runs accepted settings of votes even if they had no effect.
     if not config.optim.votes:
@@ -111,12 +103,7 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
 
 
 def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
-    """Raise a UserError if the store is not the one with which the run began.
-
-    Args:
-        source: the store.
-        checkpoint: the checkpoint to resume from.
-    """
+    """Raise a UserError if the store is not the one with which the run began."""
     was, now = checkpoint.meta["data_fingerprint"], source.fingerprint()
     if was != now:
         raise UserError(
@@ -125,12 +112,7 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
 
 
 def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise a UserError that names the differences if the spec of a checkpoint to start from is another one.
-
-    Args:
-        spec: the spec of the new run.
-        checkpoint: the checkpoint that `init_from` names.
-    """
+    """Raise a UserError that names the differences if the checkpoint that `init_from` names has another spec."""
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members", "config.recompute"]
     # If the shapes are equal, `points` made no difference: both models have the same point network, or none.
@@ -148,9 +130,6 @@ def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
     These are the dates of its own run, and of the runs from which that run was initialised.
 
-    Args:
-        checkpoint: the checkpoint from which a run begins.
-
     Returns:
         ISO dates by use: those of `training` were trained on, and those of `validation` chose a checkpoint.
     """
@@ -162,12 +141,8 @@ def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
 def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier: Mapping[str, Sequence[str]]) -> None:
     """Raise a UserError if earlier runs were trained on validation dates of this run.
 
-    The best checkpoint would be chosen by its score on data that it was trained on.
-
-    Args:
-        config: the settings of the run, for the message.
-        init_time: the validation dates.
-        earlier: the result of `earlier_dates`.
+    The best checkpoint would be chosen by its score on data that it was trained on. `earlier` is the result of
+    `earlier_dates`.
     """
     taught = sorted({iso(t) for t in init_time} & set(earlier["training"]))
     if taught:
@@ -180,25 +155,11 @@ def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier
 
 def plain_config(config: Any) -> dict[str, Any]:
     """Return a configuration as nested dictionaries of JSON values."""
-    return _plain(asdict(config))
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to one that JSON can hold."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value.value if isinstance(value, Enum) else value
+    return strict(asdict(config))
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as one dict with dotted keys.
-
-    Args:
-        plain: nested settings.
-        prefix: prefix of the keys, such as "optim.".
-    """
+    """Return nested settings as one dict with dotted keys that begin with `prefix`, such as "optim."."""
     found: dict[str, Any] = {}
     for key, value in plain.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

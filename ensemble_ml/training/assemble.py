@@ -80,11 +80,7 @@ class Run:
             self.take_settings(self.state.varied)
 
     def take_settings(self, varied: int) -> None:
-        """Take the values of `tournament.vary` of one of several trainers.
-
-        Args:
-            varied: number of the trainer whose values to take.
-        """
+        """Take the values of `tournament.vary` of trainer number `varied`."""
         self.state.varied = varied
         self.config = setup.own_settings(self.base, self.session.topology.place.trainer, varied)
         self.state.schedule = schedule_of(self.config.optim, self.state.steps)
@@ -101,22 +97,13 @@ class Run:
         return next(self.state.model.parameters()).dtype
 
     def batches(self, start_step: int, steps: int) -> Batches:
-        """Return this rank's part of the training batches of steps `start_step` to `steps` - 1.
-
-        Args:
-            start_step: the first step.
-            steps: the step at which to stop.
-        """
+        """Return this rank's part of the training batches of steps `start_step` to `steps` - 1."""
         return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
 
     def part_of(self, batch: Batch, step: int) -> float:
         """Return the fraction of the samples and grid points of a step that this rank's batch holds.
 
         Ranks that share a sample count as equal parts, even if their shards of the grid differ in size.
-
-        Args:
-            batch: this rank's batch.
-            step: the step.
         """
         return len(batch) / (self._order.samples(step) * self.session.topology.spatial)
 
@@ -141,7 +128,7 @@ class Run:
     @property
     def share(self) -> tuple[int, int]:
         """Return the index of this rank's part of a batch, and the number of parts."""
-        return _share(self.session)
+        return self.session.topology.place.data, self.session.topology.data
 
 
 def assemble(
@@ -167,13 +154,12 @@ def assemble(
             memory does not suffice.
     """
     session, progress = session or solo(), progress or Progress()
+    topology = session.topology
     # A batch is divided by samples among the data ranks, so ranks beyond the batch size would get none.
-    if (parts := session.topology.data) > config.batch_size:
+    if (parts := topology.data) > config.batch_size:
         idle = "batch_size=%d: parallel.data=%d ranks share it, so %d compute nothing; give batch_size=%d or more"
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
-    train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
-    train, validation = whole_dates(config, reader, train, validation)
-    topology = session.topology
+    train, validation = whole_dates(config, reader)
     if topology.trainer > 1 and not len(validation):
         raise UserError(
             f"data.validation={config.data.validation}: no init time has the members that are needed, and trainers"
@@ -181,7 +167,7 @@ def assemble(
         )
     own_train = setup.own_dates(config, train, topology.place.trainer)
     _refuse_idle_voters(config, session, len(own_train))
-    setup.refuse_shards(config.parallel.shard, session.topology.data * session.topology.spatial, session)
+    setup.refuse_shards(config.parallel.shard, topology.data * topology.spatial, session)
     shard = _shard(reader.spec, session)
     own = reader if shard is None else reader.within((shard.own_rows, shard.own_columns))
     if checkpoint is None:
@@ -233,11 +219,8 @@ def assemble(
 def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
     """Load the model that this one learns from, in its own precision, and partition it like the model of this run.
 
-    On a device without bfloat16 it computes in float32.
-
-    Raises:
-        UserError: it has other fields, leads, static fields or distributions, or another grid, or predicts the spread
-            alone for a model that does not predict it, or the other way round.
+    On a device without bfloat16 it computes in float32. Refuse a teacher of other fields, leads, grid or distributions,
+    and one that predicts nothing that this model does.
     """
     assert config.teacher is not None
     teacher = load_checkpoint(find_checkpoint(config.teacher))
@@ -294,13 +277,8 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
-    """Return this rank's part of the grid; None if it holds the whole grid.
-
-    Raises:
-        UserError: several ranks train a model that cannot be partitioned.
-    """
+    """Return this rank's part of the grid, None if it is the whole grid; refuse to partition other models than ours."""
     topology = session.topology
-    # Only our network can be partitioned.
     if topology.size > 1 and spec.config.name != "unet3d":
         raise UserError(
             f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
@@ -310,32 +288,19 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     return shard_of(spec, topology)
 
 
-def _share(session: Session) -> tuple[int, int]:
-    """Return the index of this rank's part of a batch, and the number of parts."""
-    return session.topology.place.data, session.topology.data
+def whole_dates(config: TrainConfig, reader: Reader) -> tuple[np.ndarray, np.ndarray]:
+    """Return the training and validation dates that have enough complete members, as indices.
 
-
-def whole_dates(
-    config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dates with enough complete members. Warn if no spread is left to predict, or if dates mix hours.
+    Warn if no spread is left to predict, or if dates mix hours.
 
     A training date needs the smallest of `data.members`, and one more if a member stands for the truth or only the
     spread is learned. A validation date needs `data.validation_members`, and one more if a member stands for the truth.
     Neither needs more members than the store has.
 
-    Args:
-        config: settings of the run.
-        reader: reads the store.
-        train: indices of the training dates.
-        validation: indices of the validation dates.
-
-    Returns:
-        The training and the validation dates that are left.
-
     Raises:
-        UserError: no date is left of those that were given.
+        UserError: no date is left of those that the settings name.
     """
+    train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     least = min(config.data.members, default=1) + reader.spare
     most = min(config.data.validation_members, reader.most) + (reader.full_size - reader.most)
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
@@ -361,7 +326,7 @@ def _begin(
     # These three refuse impossible settings, so they come before the fits, which may take long.
     exchange = run_exchange(config, session)
     candidates(session.device, config.model.precision)
-    first = batches_of(config, own, train, 0, 1, _share(session))
+    first = batches_of(config, own, train, 0, 1, (session.topology.place.data, session.topology.data))
     given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
     # A run that starts from another one must not choose by dates on which that one was trained.
     if given is not None:
@@ -408,11 +373,7 @@ def _begin(
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
-    """Build model and state of a resumed run from its checkpoint, in the same precision.
-
-    Raises:
-        UserError: the run computes in bfloat16, which this device lacks.
-    """
+    """Build model and state of a resumed run in the precision of its checkpoint; refuse one that this device lacks."""
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     was, now = checkpoint.meta.get("device"), device_name(session.device)
@@ -442,13 +403,7 @@ def batches_of(
 ) -> Batches:  # fmt: skip
     """Return the batches of steps `start_step` to `steps` - 1.
 
-    Args:
-        config: settings of the run.
-        reader: reads this rank's part of the store.
-        dates: indices of the training dates.
-        start_step: the first step.
-        steps: the step at which to stop.
-        share: index of the part of each batch to return, and the number of parts.
+    `share` is the index of the part of each batch to return, and the number of parts.
     """
     return Batches(
         reader,
@@ -549,10 +504,6 @@ def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | Non
 @contextmanager
 def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
     """Turn a lack of memory within the context into an error that names settings which need less.
-
-    Args:
-        config: settings of the run.
-        session: the ranks of the job.
 
     Raises:
         UserError: there is not enough memory, on the host or on the GPU.

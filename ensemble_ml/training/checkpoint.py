@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -108,11 +108,7 @@ def _readable(read: Callable[P, T]) -> Callable[P, T]:
 
 @_readable
 def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
-    """Read and verify a checkpoint folder, or a link to one.
-
-    Args:
-        path: for example runs/NAME/checkpoints/best.
-        training: also read what a resumed run needs.
+    """Read and verify a checkpoint folder, or a link to one; with `training` also what a resumed run needs.
 
     Raises:
         UserError: there is none, it is damaged, or it has another format.
@@ -143,9 +139,6 @@ def find_checkpoint(path: str | Path) -> Path:
     For a run, the best checkpoint is taken, and this is logged. A path that is no folder is returned as it is;
     `load_checkpoint` will refuse it.
 
-    Args:
-        path: a checkpoint, a run, or a folder of checkpoints.
-
     Raises:
         UserError: there is no best checkpoint (the message lists what the folder has), or it is damaged or has another
             format.
@@ -171,9 +164,6 @@ def find_checkpoint(path: str | Path) -> Path:
 def load_spec(path: str | Path) -> ModelSpec:
     """Return the spec of a checkpoint's model, without reading its weights.
 
-    Args:
-        path: the checkpoint.
-
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
     """
@@ -184,9 +174,7 @@ def load_spec(path: str | Path) -> ModelSpec:
 def load_meta(path: str | Path, folder: Path | None = None) -> dict[str, Any]:
     """Return the contents of a checkpoint's JSON, without reading its weights.
 
-    Args:
-        path: the checkpoint, as messages call it.
-        folder: where it lies; None if at `path`.
+    Messages call the checkpoint `path`; it lies in `folder`, if that is given.
 
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
@@ -221,9 +209,6 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     any. A warning is logged if these belong to the weights of another step of the run: a checkpoint that a signal or
     the clock asked for is not validated.
 
-    Args:
-        path: the checkpoint.
-
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
     """
@@ -244,11 +229,7 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
 
 
 def predicts_members(meta: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint was trained on members that stood for the truth.
-
-    Args:
-        meta: the content of checkpoint.json.
-    """
+    """Return whether a checkpoint with this checkpoint.json was trained on members that stood for the truth."""
     return bool(meta.get("config", {}).get("objective") == Objective.members.value)
 
 
@@ -258,7 +239,6 @@ def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput
     families = checkpoint.spec.families  # a closure over `checkpoint` would keep its tensors in memory
 
     def widen(_: AnyModel, given: tuple[EnsembleInput], prediction: Prediction) -> Prediction:
-        """Apply the calibration factors."""
         widths = usual.to(given[0].count.device)
         if by_size:
             widths = widths * widths_for(given[0].count, by_size)
@@ -284,10 +264,7 @@ def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: bool = True) -> None:
     """Load the weights and buffers of a checkpoint into a model.
 
-    Args:
-        model: the model, changed in place.
-        checkpoint: the checkpoint.
-        climate: also load the buffers that fits give (`fitted_buffers`); otherwise the model keeps its own.
+    Without `climate` the model keeps its own buffers where fits give them (`fitted_buffers`).
 
     Raises:
         UserError: names or shapes differ.
@@ -309,25 +286,15 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint, *, climate: boo
 
 
 def fitted_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a model that fits give, by name. Those of batch norms, which training changes, are left out.
-
-    Yields:
-        Name and buffer.
-    """
+    """Yield names and buffers of what fits give, so not those of batch norms, which training changes."""
     for prefix, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             yield from module.named_buffers(prefix, recurse=False)
 
 
 def point(folder: Path, link: str, target: str) -> None:
-    """Make `folder/link` lead to `target`, without a moment at which there is no link.
-
-    Args:
-        folder: the folder of checkpoints.
-        link: name of the link.
-        target: name of the checkpoint's folder.
-    """
-    if (folder / link).is_symlink() and os.readlink(folder / link) == target:
+    """Make `folder/link` lead to the checkpoint named `target`, without a moment at which there is no link."""
+    if is_target(folder, target, (link,)):
         return
     # A symbolic link cannot be changed in one step, but a rename replaces it at once.
     temporary = folder / f"{PARTIAL}{link}"
@@ -348,11 +315,8 @@ def step_of(link: Path) -> float | None:
 def newest_step(folder: Path) -> float | None:
     """Return the step of `last`, or of the newest checkpoint if a copy has lost its links; None if there is none.
 
-    Args:
-        folder: the folder of checkpoints, in which another rank may mend links now.
-
-    Returns:
-        The step; infinity if only folders in the place of links are there, whose steps are not known by their names.
+    Return infinity if only folders in the place of links are there: their names do not tell their steps. Another rank
+    may mend links now.
     """
     # A folder in the place of a link may become that of a step at any moment, so it is looked for first.
     copied = any((folder / link).is_dir() for link in ("last", "best"))
@@ -367,9 +331,6 @@ def mend_links(folder: Path) -> None:
 
     Call this before `clean`, which removes checkpoints that no link leads to. It may be killed at any moment and called
     again. If there is no `last`, the newest whole checkpoint becomes it.
-
-    Args:
-        folder: the folder of checkpoints.
 
     Raises:
         UserError: such a folder is damaged, or differs from the checkpoint of the same step beside it.
@@ -408,9 +369,6 @@ def mend_links(folder: Path) -> None:
 
 def refuse_unread(folder: Path) -> None:
     """Refuse to start anew in a folder whose checkpoints cannot be read. Call this if there is no `last`.
-
-    Args:
-        folder: the folder of checkpoints.
 
     Raises:
         UserError: there are checkpoints; the message names the newest, and why it cannot be read.
@@ -455,11 +413,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half-written, and checkpoints that no link leads to.
-
-    Args:
-        folder: the folder of checkpoints.
-    """
+    """Remove what a killed run left half-written, and checkpoints that no link leads to."""
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
         if entry.name.startswith(PARTIAL) or (_is_step(entry) and not is_target(folder, entry.name)):
             if entry.is_symlink() or entry.is_file():
@@ -469,22 +423,13 @@ def clean(folder: Path) -> None:
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors on the CPU, which share no memory with them.
-
-    Args:
-        tensors: tensors by name.
-    """
+    """Return copies of tensors on the CPU, which share no memory with them."""
     return {name: torch.empty_like(t, device="cpu").copy_(t.detach()) for name, t in tensors.items()}
 
 
-def is_target(folder: Path, name: str) -> bool:
-    """Return True if `last` or `best` leads to this folder.
-
-    Args:
-        folder: the folder of checkpoints.
-        name: name of the checkpoint's folder.
-    """
-    return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
+def is_target(folder: Path, name: str, links: Sequence[str] = ("last", "best")) -> bool:
+    """Return True if one of the links leads to the checkpoint's folder of this name."""
+    return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in links)
 
 
 def _whole(path: Path) -> bool:
@@ -521,20 +466,13 @@ def digest(meta: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's JSON, without the entry for this hash and the entry for times (`CLOCK`).
 
     So a run that is repeated, or killed and resumed, has the same hash.
-
-    Args:
-        meta: the contents of checkpoint.json.
     """
     plain = {k: v for k, v in meta.items() if k not in ("sha256", CLOCK)}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's entries, is on disk.
-
-    Args:
-        path: the file or folder.
-    """
+    """Wait until a file, or the list of a folder's entries, is on disk."""
     # Without this, a power failure after the rename could leave a folder whose files are empty.
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -7,7 +7,7 @@ S surface variable, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -44,11 +44,7 @@ class Sample:
     day: float  # day of the year of the initialisation time
 
     def batch(self, members: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return mean, spread, M and day of the year with a batch axis of length one, as `models.model` takes them.
-
-        Args:
-            members: M.
-        """
+        """Return mean, spread, M and day of the year with a batch axis of length one, as `models.model` takes them."""
         return self.mean[None], self.spread[None], torch.tensor([float(members)]), torch.tensor([self.day])
 
 
@@ -103,15 +99,8 @@ class Dates:
         self._latest = _Latest(reader)
 
     def of(self, members: int) -> Dates:
-        """Return the same dates with another number of members.
-
-        Args:
-            members: M.
-
-        Returns:
-            A reader that shares the cache of the date read last.
-        """
-        other = copy.copy(self)  # shares the cache
+        """Return the same dates with another M; both share the cache of the date read last."""
+        other = copy.copy(self)
         other.members = min(members, self.reader.most)
         return other
 
@@ -121,15 +110,11 @@ class Dates:
         return len(self.spec.leads_out), self.spec.fields
 
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
-        """Return the mean and the spread of some members of a date, and the spread of all its members.
+        """Return the mean and the spread of the members at positions `chosen`, and the spread of all members of a date.
 
         By default the first M complete members are taken. If fewer than M are complete, the first M members are taken,
         and a field that one of them lacks is NaN. The member that stands for the truth is never among them. If all
         members are taken, or as many as are complete, the spread of all is NaN: the target must not be an input.
-
-        Args:
-            date: index of the date.
-            chosen: positions of the members to take; None for the default.
         """
         whole = self.reader.available(date)
         if chosen is None:
@@ -153,11 +138,6 @@ class Dates:
 
         The member that stands for the truth is never drawn.
 
-        Args:
-            date: index of the date.
-            size: number of members to draw.
-            draw: the generator of random numbers.
-
         Returns:
             (size,) positions of the members, ascending; fewer if the store has fewer.
         """
@@ -176,33 +156,17 @@ class Dates:
         return every[every != self.reader.withheld(date)]
 
     def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
-        """Yield this rank's part of the dates, and show progress over them as a stage of the fits.
-
-        Args:
-            stage: name of the stage that progress shows.
-            dates: indices of the dates of all ranks.
-
-        Yields:
-            Index of a date.
-        """
+        """Yield this rank's part of the dates of all ranks, and show progress over them as a stage of the fits."""
         yield from self.progress.over(stage, self.team.mine(dates.tolist()))
 
     def target(self, part: Part, date: int) -> Tensor:
-        """Read the truth, or the mean or spread of all members, (T, F, Y, X), NaN where a field is absent.
-
-        Args:
-            part: truth, mean or spread.
-            date: index of the date.
-        """
+        """Read the truth, or the mean or spread of all members, (T, F, Y, X), NaN where a field is absent."""
         return torch.from_numpy(self.reader.target(part, int(date)).joined())
 
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
         """Return the root mean square of the full ensemble's spread at the input leads, over grid points and dates.
 
-        All grid points of a date have the same weight, whatever their area, and so have all dates.
-
-        Args:
-            dates: indices of the dates of all ranks.
+        All grid points of a date have the same weight, whatever their area, and so have all dates of all ranks.
 
         Returns:
             (T_in, F) in the fields' units; zero for a field that is absent on all dates, such as rain at lead zero.
@@ -220,14 +184,11 @@ class Dates:
         return np.sqrt(sums / np.maximum(counts, 1))
 
     def input_moments(self, dates: np.ndarray) -> Moments:
-        """Return the moments of the members' values at the input leads, (F,).
+        """Return the moments of the members' values at the input leads, (F,), on the dates of all ranks.
 
         If `dates` are whole years of a tensor store, the moments in the store are taken. Otherwise values are read, one
         member at a time, from at most `most_dates` dates: all members if the dates are few, else a few members of each
         date, in rotation.
-
-        Args:
-            dates: indices of the dates of all ranks.
         """
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
@@ -269,11 +230,7 @@ class Dates:
         return total
 
     def refuse_empty(self, count: Tensor, part: Part) -> None:
-        """Check that each field is present on some date.
-
-        Args:
-            count: (T, F) number of dates on which each field is present.
-            part: the part of the store that was counted, for the message.
+        """Check that each field is present on some date, by the numbers of dates `count` (T, F).
 
         Raises:
             UserError: a field is absent on all dates; the message names the first one.
@@ -299,24 +256,12 @@ def _moments(values: np.ndarray) -> Moments:
 
 
 def field_names(spec: ModelSpec) -> list[str]:
-    """Return a name for each of the F fields, such as `z at 500 hPa`.
-
-    Args:
-        spec: variables and levels.
-    """
+    """Return a name for each of the F fields, such as `z at 500 hPa`."""
     return [name if level is None else f"{name} at {level} hPa" for name, level in spec.names]
 
 
 def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[float]] | list[float]]:
-    """Return smallest and largest values by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
-
-    Args:
-        spec: variables and levels.
-        extremes: (F, 2) smallest and largest value of each field.
-
-    Returns:
-        Plain values for JSON.
-    """
+    """Return the extremes (F, 2) by name, as values for JSON: {"t": {"500": [low, high], ...}, "t2m": [low, high]}."""
     found: dict[str, Any] = {}
     for (name, level), row in zip(spec.names, extremes.tolist(), strict=True):
         if level is None:
@@ -326,32 +271,20 @@ def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[fl
     return found
 
 
-def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Widen ranges so that they include those of an earlier run.
+def widest(ranges: Any, earlier: Any) -> Any:
+    """Widen the result of `ranges` so that it includes that of an earlier run, if there is one.
 
-    Args:
-        ranges: the result of the function `ranges`.
-        earlier: the ranges of the earlier run, or None.
-
-    Returns:
-        Ranges for the fields of `ranges`. A field that the earlier run lacks keeps its range.
+    A field that the earlier run lacks keeps its range.
     """
-
-    def joined(now: Any, then: Any) -> Any:
-        """Join two ranges, or two dictionaries of ranges."""
-        if isinstance(now, dict):
-            return {key: joined(value, then.get(key)) if then else value for key, value in now.items()}
-        return [min(now[0], then[0]), max(now[1], then[1])] if then else now
-
-    return joined(ranges, earlier)
+    if not earlier:
+        return ranges
+    if isinstance(ranges, dict):
+        return {key: widest(value, earlier.get(key)) for key, value in ranges.items()}
+    return [min(ranges[0], earlier[0]), max(ranges[1], earlier[1])]
 
 
 def present(values: Tensor) -> Tensor:
-    """Return whether each field has a value at any point, (...) bool.
-
-    Args:
-        values: (..., Y, X), NaN where there is no value.
-    """
+    """Return whether each field (..., Y, X) has a value at any point, (...) bool; NaN is none."""
     return torch.isfinite(values).any(-1).any(-1)
 
 
@@ -359,21 +292,13 @@ def most_dates(spec: ModelSpec) -> int:
     """Return the largest number of dates that a fit reads.
 
     For 52 fields at one predicted lead it is 400 at half a degree and 2000 at two degrees.
-
-    Args:
-        spec: variables, leads and grid.
     """
     values = len(spec.leads_out) * spec.fields * len(spec.latitude) * len(spec.longitude)
     return min(_MOST_DATES, max(_ALWAYS, _MOST_VALUES // values))
 
 
 def spaced(dates: np.ndarray, most: int) -> np.ndarray:
-    """Return `dates`, or `most` of them, evenly spaced, if there are more.
-
-    Args:
-        dates: the dates.
-        most: the largest number of dates to return.
-    """
+    """Return `dates`, or `most` of them, evenly spaced, if there are more."""
     if len(dates) <= most:
         return dates
     return dates[np.linspace(0, len(dates) - 1, most).round().astype(int)]
@@ -384,10 +309,6 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
 
     Without validation dates, a fifth of the training dates is held out to choose by, or none if there are fewer than
     five. The held-out dates form up to five stretches, because a single stretch would lie in one season.
-
-    Args:
-        train: indices of the training dates.
-        validation: indices of the validation dates.
     """
     if len(validation):
         return train, validation
@@ -401,21 +322,14 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
 
 
 def dates_called(validation: np.ndarray) -> str:
-    """Return the name, in messages, of the dates by which fits are chosen.
-
-    Args:
-        validation: the validation dates that were passed to `kept_apart`.
-    """
+    """Return the name, in messages, of the dates that `kept_apart` gives to choose fits by."""
     return "the validation dates" if len(validation) else "training dates held out"
 
 
 def neighbours(times: np.ndarray) -> np.ndarray:
-    """Return for each date whether it follows the date before it without a gap, (D,) bool.
+    """Return for each of D ascending times whether it follows the one before it without a gap, (D,) bool.
 
     A gap is a step of more than one and a half times the shortest step. The first date follows none.
-
-    Args:
-        times: (D,) initialisation times, ascending.
     """
     if len(times) < 2:
         return np.zeros(len(times), bool)

@@ -113,9 +113,6 @@ def fit_climate(
         team: the ranks that call this together, with the same arguments. All get the same result, except for the last
             bits if their processors differ.
 
-    Returns:
-        The climate and the scales.
-
     Raises:
         UserError: a field is missing on all training dates, no date has `members` complete members, or the sums of the
             linear correction would not fit in memory.
@@ -203,14 +200,11 @@ def _start(
 ) -> Start:  # fmt: skip
     """Fit what is added to mean and spread before the U-Net, and let `spread` use it."""
     spec = dates.spec
-    known = {
-        "spread": spread.climatology,
-        "shrink": spread.shrink,
-        "spread_shrink": spread.full_shrink,
-        "anchor": anchor,
-    }
-    arrays = {name: values.numpy() for name, values in known.items()}
-    start, targets = Start(spec, replace(Climate.default(spec), static=static, **arrays)), Left(truth, spread)
+    climate = replace(
+        Climate.default(spec), static=static, spread=spread.climatology.numpy(), shrink=spread.shrink.numpy(),
+        spread_shrink=spread.full_shrink.numpy(), anchor=anchor.numpy(),
+    )  # fmt: skip
+    start, targets = Start(spec, climate), Left(truth, spread)
     fit_linear(start, dates, train, validation, sizes, targets)
     # With a truth the point network comes later: the loss of errors needs the width of the distribution.
     if start.points is not None and truth is None:
@@ -233,12 +227,7 @@ def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
     """Return mean and deviation of each point, for local area-wise standardisation (LAS)."""
     spec = reader.spec
     maps = local_statistics(
-        reader.source,
-        chosen,
-        leads=spec.leads_in,
-        variables=spec.variables,
-        levels=spec.levels,
-        surface=spec.surface,
+        reader.source, chosen, leads=spec.leads_in, variables=spec.variables, levels=spec.levels, surface=spec.surface
     )
     pairs = {"mean": Fields(maps.mean_p, maps.mean_s), "std": Fields(maps.std_p, maps.std_s)}
     return {name: fields.joined().astype(np.float32) for name, fields in pairs.items()}
@@ -254,11 +243,9 @@ def _truth_terms(
     dates: Dates, truth: Truth | None, sample: np.ndarray, train: np.ndarray, validation: np.ndarray,
     sizes: Sequence[int],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Fit the terms that need the truth.
+    """Return bias and inflation (T, F, Y, X), the CRPS that remains (T, F), and a and b of `models.heads` (T, F).
 
-    Returns:
-        Bias and inflation (T, F, Y, X), the CRPS that remains (T, F), and a and b of `models.heads` (T, F). If no truth
-        is learned, these are zeros, and ones for the CRPS and for a.
+    Without a truth, these are zeros, and ones for the CRPS and for a.
     """
     if truth is None:
         nothing = torch.zeros(*dates.shape, *dates.spec.grid.shape)
@@ -278,12 +265,8 @@ def _truth_terms(
         truth.learn_dry(inflation, some)  # the network changes which points are dry
     dry_share, dry_mean = truth.dry
     return {
-        "bias": truth.whole_bias,
-        "inflation": inflation,
-        "error": error,
-        "dry_share": dry_share,
-        "dry_mean": dry_mean,
-    }
+        "bias": truth.whole_bias, "inflation": inflation, "error": error, "dry_share": dry_share, "dry_mean": dry_mean,
+    }  # fmt: skip
 
 
 def _widened(

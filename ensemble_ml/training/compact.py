@@ -62,16 +62,10 @@ _SMALL = 0.002  # fraction of the time of a pass; a cut that saves less is not m
 
 
 def compact(config: CompactConfig) -> Path:
-    """Compact a model, and train the smaller one. `docs/compact.md` explains it.
+    """Compact a model, train the smaller one, and return the folder of its run. `docs/compact.md` explains it.
 
     A run that is resumed keeps the settings with which it began. Of `config`, only `data.store`, `output`, `run`,
     `threads` and `limit` are then used. A run that was killed before its first checkpoint begins again.
-
-    Args:
-        config: the settings of `ensemble-ml compact`.
-
-    Returns:
-        The folder of the new run.
 
     Raises:
         UserError: the checkpoint cannot be compacted, the run exists or cannot be resumed, the speed cannot be reached,
@@ -143,10 +137,6 @@ def _refuse(path: Path, checkpoint: Checkpoint) -> None:
 def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
     """Return the settings that a checkpoint recorded, for one rank, without a tournament, and with another store path.
 
-    Args:
-        plain: the settings as JSON values.
-        store: the path of the store.
-
     Raises:
         UserError: a setting is unknown to this version, or has a value that it does not allow.
     """
@@ -162,12 +152,9 @@ def train_config(plain: Mapping[str, Any], store: str) -> TrainConfig:
 
 
 def fine_tuning(config: CompactConfig, former: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return the settings of the training after the cut: by default a quarter of the steps, at half the learning rate.
+    """Return the settings of the training after the cut, from `former`, those of the checkpoint.
 
-    Args:
-        config: the settings of the compaction.
-        former: the settings of the checkpoint.
-        checkpoint: the checkpoint.
+    By default it takes a quarter of the steps, at half the learning rate.
     """
     whole = checkpoint.meta["steps"]
     steps = -(-whole // 4) if config.steps is None else config.steps
@@ -190,12 +177,7 @@ def fine_tuning(config: CompactConfig, former: TrainConfig, checkpoint: Checkpoi
 def shrink(
     run: Run, model: EnsembleModel, speedup: float
 ) -> tuple[ModelSpec, dict[str, Tensor], Speed, dict[str, Any]]:
-    """Choose sizes and cut a model to them.
-
-    Args:
-        run: the run of the model.
-        model: the model, with the weights that predict.
-        speedup: how many times as fast a forward pass must become.
+    """Cut a model, with the weights that predict, so that a forward pass becomes `speedup` times as fast.
 
     Returns:
         The spec, the weights and the speed of the smaller model, and the facts that its checkpoints record.
@@ -222,13 +204,7 @@ def shrink(
 def reach(
     clock: Clock, importance: Importance, speedup: float, precision: Precision
 ) -> tuple[EnsembleModel, list[float]]:
-    """Cut the model of a clock until its forward pass is as fast as requested.
-
-    Args:
-        clock: times the passes of the model and its parts.
-        importance: importance of channels and hidden units.
-        speedup: how many times as fast a forward pass must become.
-        precision: the setting `model.precision`; `auto` chooses again for the smaller model.
+    """Cut the model of a clock until its forward pass is `speedup` times as fast.
 
     Returns:
         The smaller model, and the milliseconds of a pass of the whole model and of the smaller one.
@@ -265,11 +241,7 @@ def _sizes_of(spec: ModelSpec, names: Iterable[str]) -> dict[str, Any]:
 
 
 def first_of(inputs: EnsembleInput) -> EnsembleInput:
-    """Return the first sample of a batch of inputs.
-
-    Args:
-        inputs: the batch.
-    """
+    """Return the first sample of a batch of inputs."""
     first = {k: v[:1] if isinstance(v, Tensor) else v for k, v in vars(inputs).items()}
     return replace(inputs, **first)
 
@@ -312,12 +284,7 @@ def without_network(model: EnsembleModel) -> EnsembleModel:
 def cut_to(
     model: EnsembleModel, importance: Importance, sizes: Mapping[str, int]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Cut a model to some sizes and refit the last layer of its point network.
-
-    Args:
-        model: the model.
-        importance: importance of channels and hidden units, by which some stay.
-        sizes: number of channels or units to keep, by group.
+    """Cut a model to `sizes`, the channels or units to keep by group, and refit the last layer of its point network.
 
     Returns:
         The spec and the weights of the smaller model.
@@ -332,12 +299,7 @@ def cut_to(
 
 
 class Clock:
-    """A clock for the parts of a forward pass of one init time. Each part is timed once for each of its sizes.
-
-    Args:
-        model: the model whose parts they are.
-        inputs: inputs of one init time.
-    """
+    """A clock for the parts of a forward pass of one init time. Each part is timed once for each of its sizes."""
 
     def __init__(self, model: EnsembleModel, inputs: EnsembleInput):
         self.model, self.inputs = model, inputs
@@ -397,13 +359,7 @@ class Clock:
         module.to(self.device, self.dtype)
         speed.apply(module)
         shape = 1, channels, geometry.rows, geometry.columns, self.planes
-        x = speed.arrange(torch.randn(shape, device=self.device, dtype=self.dtype))
-
-        def call() -> None:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=speed.low):
-                _quietly(module, x)
-
-        return self._fastest(call)
+        return self._alone(module, speed.arrange(torch.randn(shape, device=self.device, dtype=self.dtype)))
 
     def _network(self, units: int) -> float:
         """Time the point network on a strip of points, and scale to all points of the grid."""
@@ -413,12 +369,16 @@ class Clock:
         points, (rows, columns) = 4096, self.model.cells
         cells = min(points, rows * columns)
         x = torch.randn(1, network.first.shape[1] - 1, 1, cells, device=self.device, dtype=self.dtype)
+        return self._alone(network, x) * rows * columns / cells
+
+    def _alone(self, module: nn.Module, x: Tensor) -> float:
+        """Time a part of the model in the model's precision."""
 
         def call() -> None:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.speed.low):
-                _quietly(network, x)
+                _quietly(module, x)
 
-        return self._fastest(call) * rows * columns / cells
+        return self._fastest(call)
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the milliseconds of the fastest of some calls."""

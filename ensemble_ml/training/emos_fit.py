@@ -98,19 +98,11 @@ def fit_emos_model(
     model: EmosModel, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
     progress: Progress | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """Fit the coefficients of `model`.
+    """Fit the coefficients of `model`. A point where too few dates have a truth takes the global coefficients.
 
-    A point where too few dates have a truth takes the global coefficients.
-
-    Args:
-        model: the model, which is changed.
-        reader: reads the store.
-        train: indices of the training dates.
-        validation: indices of the validation dates, which choose the form. It is "shrunk 8" if there are none, or if no
-            field has anything to predict on them (`_Fit.scores`).
-        members: M, at which the forms are compared.
-        sizes: other ensemble sizes to fit for; the model has rows for some only (see `rows_for`).
-        progress: shows how far the fit is.
+    The validation dates choose the form, at M = `members`. It is "shrunk 8" if there are none, or if no field has
+    anything to predict on them (`_Fit.scores`). Of the other ensemble `sizes` to fit for, the model has rows for some
+    only (see `rows_for`).
 
     Returns:
         {"form": the chosen form, "validation_crps_ratio": CRPS by form over that of the raw ensemble, empty if nothing
@@ -141,11 +133,9 @@ def fit_emos_model(
     # The model has a fixed number of rows. Unused rows repeat the largest size.
     spare = len(model.sizes) - len(wanted)
     model.sizes.copy_(torch.tensor([*wanted, *[wanted[-1]] * spare]))
-    first = fit.all_points(form, None)
+    fitted = first = fit.all_points(form, None)
     for size in [samples.members, *(s for s in wanted if s != samples.members)]:
-        if size == samples.members:
-            fitted = first
-        else:
+        if size != samples.members:
             fit.samples = _Samples.read(reader, train, size)
             fitted = fit.all_points(form, first)
         for row, filled in enumerate(model.sizes.tolist()):
@@ -169,12 +159,9 @@ class _Fit:
     def scores(self, validation: _Samples, typical: Tensor) -> dict[str, float]:
         """Return for each form the geometric mean over leads and fields of its CRPS divided by the raw ensemble's.
 
-        The raw ensemble is N(m, (1 + 1/M) s^2).
-
-        Args:
-            validation: the validation dates, only at `some_points`.
-            typical: typical spreads (T, F). A field has nothing to predict, and is left out, if its raw CRPS is
-                negligible compared with its typical spread or with its raw CRPS on the training dates.
+        The raw ensemble is N(m, (1 + 1/M) s^2). A field has nothing to predict, and is left out, if its raw CRPS is
+        negligible compared with its `typical` spread (T, F) or with its raw CRPS on the training dates. `validation`
+        has `some_points` only.
         """
         logs: dict[str, list[float]] = {}
         for lead, field in self.progress.over("EMOS: its forms", self.columns):
@@ -191,12 +178,7 @@ class _Fit:
         return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
     def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
-        """Fit `form` at all points, and return the coefficients by lead and field.
-
-        Args:
-            form: the form to fit.
-            first: coefficients of another size to start from, or None.
-        """
+        """Fit `form` at all points, from the coefficients `first` of another size; return them by lead and field."""
         each = self.progress.over("EMOS: all points", self.columns)
         return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in each}
 

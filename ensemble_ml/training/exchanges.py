@@ -41,11 +41,8 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
 
     The loss of a rank is its part of the loss of the whole batch, so gradients are summed over ranks, not averaged.
 
-    Args:
-        config: settings of the run.
-        session: the ranks of the job.
-        made: a list, to which new communicators are added for the caller to close; None for the run itself. With a
-            list, the exchange is only for timing steps, and nothing is logged.
+    With a list `made`, the exchange is only for timing steps: new communicators are added to the list for the caller to
+    close, and nothing is logged.
 
     Raises:
         UserError: settings do not fit the ranks, or with `optim.hierarchical` the nodes are not alike.
@@ -120,12 +117,7 @@ class VoteLog:
         self._stream = open(path, "a")  # noqa: SIM115 - closed by `close`
 
     def __call__(self, vote: int, ranks: tuple[int, ...]) -> None:
-        """Write a vote.
-
-        Args:
-            vote: its number, from 0.
-            ranks: the ranks whose ballots it counted.
-        """
+        """Write the ranks whose ballots a vote counted, and its number, which is given from 0."""
         self._stream.write(json.dumps({"vote": vote + 1, "ranks": ranks}) + "\n")
 
     def flush(self) -> None:
@@ -138,13 +130,7 @@ class VoteLog:
 
 
 def first_line(config: TrainConfig, fingerprint: str, exchange: QuorumVote) -> dict[str, Any]:
-    """Return the first line of a run's record.
-
-    Args:
-        config: settings of the run.
-        fingerprint: fingerprint of the data.
-        exchange: the exchange, with the rule by which votes end.
-    """
+    """Return the first line of a run's record."""
     settings = json.dumps([deciding_settings(config), fingerprint], sort_keys=True)
     rule = {"quorum": exchange.rule.ballots, "bound": exchange.rule.bound}
     return {"run": hashlib.sha256(settings.encode()).hexdigest()[:16], "ranks": exchange.group.size, **rule}
@@ -153,10 +139,8 @@ def first_line(config: TrainConfig, fingerprint: str, exchange: QuorumVote) -> d
 def read_votes(path: Path, expected: dict[str, Any], meets: Callable[[int], bool]) -> dict[int, list[int]]:
     """Read the votes of an earlier run.
 
-    Args:
-        path: the record.
-        expected: the first line that a record of this run would have.
-        meets: returns whether all ranks have to be in a vote, from the number of steps done after it.
+    `expected` is the first line that a record of this run would have. `meets` returns whether all ranks have to be in a
+    vote, from the number of steps done after it.
 
     Returns:
         The ranks of each vote, by its number, which counts from 0.

@@ -15,7 +15,6 @@ from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Device, Draw, Schedule, fixed_draws
 from ensemble_ml.loading.explain import explain
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, TorchLoader, make_plan
-from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, batches_of, whole_dates
 
 ONE = Topology()
@@ -24,16 +23,15 @@ ONE = Topology()
 def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
     """Open the loader that gives a run its batches, from its current step to its end. All ranks must call this.
 
-    Args:
-        run: the run.
-        folder: the run folder.
-        resumed: the run goes on from a checkpoint, so it does not begin with a validation.
+    A run that is not `resumed` begins with a validation.
 
     Raises:
         UserError: settings do not fit the store.
     """
-    config, session = run.config.loading, run.session
-    schedule = make_schedule(run, run.state.step, run.state.steps, fresh=not resumed)
+    config, session, parts = run.config.loading, run.session, run.session.topology.data
+    draws = _validation_draws(run.config, run.reader, run.validation_dates, parts)
+    batches = run.batches(run.state.step, run.state.steps)
+    schedule = Schedule(batches, draws, run.config.validate_every, not resumed, parts)
     # Torch's own DataLoader plans nothing and shares nothing between ranks.
     if config.name is LoaderName.torch:
         return TorchLoader(config, schedule, run.reader, session.topology.place.data)
@@ -45,20 +43,6 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
     )  # fmt: skip
 
 
-def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Schedule:
-    """Return the schedule of batches and validations of some steps.
-
-    Args:
-        run: the run.
-        start_step: the first step, from 0.
-        steps: the step at which to stop.
-        fresh: the run is new, so it begins with a validation.
-    """
-    config, parts = run.config, run.session.topology.data
-    draws = _validation_draws(config, run.reader, run.validation_dates, parts)
-    return Schedule(run.batches(start_step, steps), draws, config.validate_every, fresh, parts)
-
-
 def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
     """Return the samples of a validation, grouped into batches of the size `validation_size(config, parts)`."""
     members = np.arange(min(config.data.validation_members, reader.most))
@@ -66,13 +50,9 @@ def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int],
 
 
 def validation_size(config: TrainConfig, parts: int) -> int:
-    """Return the number of dates of a validation batch.
+    """Return the number of dates of a validation batch, if a training batch is divided into `parts`.
 
     It is the number of samples of a training batch that a rank holds, because memory was planned for these.
-
-    Args:
-        config: settings of the run.
-        parts: number of parts that a training batch is divided into.
     """
     return -(-config.batch_size // parts)
 
@@ -101,14 +81,10 @@ def lane_of(session: Session) -> Lane:
 def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.ndarray]:
     """Check the settings, and return the indices of the training and of the validation dates.
 
-    Args:
-        config: settings of the run.
-        whole: reads the whole grid.
-
     Raises:
         UserError: settings do not fit the store.
     """
-    train, validation = whole_dates(config, whole, *setup.split_dates(config.data, whole.source.layout.init_time))
+    train, validation = whole_dates(config, whole)
     batches_of(config, whole, train, 0, 1)  # raises a UserError if no date has the numbers of members asked for
     return train, validation
 
@@ -151,7 +127,7 @@ def describe(
 
 
 def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
-    """Return the file for the picture of a rank's loading; None if `loading.counters` is not set."""
+    """Return the file for the picture of a rank's loading; None if `loading.timeline` is not set."""
     wanted = config.loading.timeline
     if wanted is None:
         return None

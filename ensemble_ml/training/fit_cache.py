@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ensemble_ml.distributed import Session, solo
+from ensemble_ml.distributed import Session
 from ensemble_ml.folders import hash_of_code, write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
@@ -56,29 +56,18 @@ _OF_THE_NETWORK = (
 
 def kept_fit(
     output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
-    seed: int, progress: Progress | None = None, session: Session | None = None,
+    seed: int, progress: Progress | None, session: Session,
 ) -> Fit:  # fmt: skip
     """Return the fit from `output`/.fits if it is there, and log again what it logged; otherwise make it and keep it.
 
     The first rank looks for the file and writes it. A new fit is made by all ranks together, and all return the first
-    rank's. A fit that was cut short for lack of time is not kept, because the next run may have more time.
-
-    Args:
-        output: folder of the runs.
-        reader: reads the store.
-        train: indices of the training dates.
-        validation: indices of the validation dates.
-        members: number of members in the validation, at which spread and residuals are compared.
-        sizes: numbers of members that the training will show.
-        seed: seed of the point network.
-        progress: shows how far the fits are, and bounds their time.
-        session: the ranks that call this; None for one rank.
+    rank's. A fit that was cut short for lack of time is not kept, because the next run may have more time. Arguments
+    are those of `fit_climate`.
 
     Raises:
         UserError: the fit is impossible (see `fit_climate`).
     """
     path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes, seed)}{_SUFFIX}"
-    session = session or solo()
     found = session.once(lambda: _read(path))
     if found is not None:
         return found
@@ -104,11 +93,7 @@ class _LineKeeper(logging.Handler):
         self.lines: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line, unless it reports the progress of a fit, which does not concern the next run.
-
-        Args:
-            record: the line.
-        """
+        """Keep a line, unless it reports the progress of a fit, which does not concern the next run."""
         if record.name != progress_log.name:
             self.lines.append((record.levelno, record.getMessage()))
 

@@ -55,14 +55,7 @@ class Work:
 
 
 def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: list[int]) -> Work:
-    """Count the work of the fits of a run.
-
-    Args:
-        reader: reads the store.
-        train: indices of the training dates.
-        validation: indices of the validation dates.
-        sizes: numbers of members that training samples have.
-    """
+    """Count the work of the fits of a run whose training samples have `sizes` members."""
     spec, cells = reader.spec, reader.spec.grid.shape[0] * reader.spec.grid.shape[1]
     fields = len(spec.leads_out) * spec.fields
     dates = len(spaced(train, most_dates(spec)))
@@ -106,14 +99,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
 
 
 def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> float:
-    """Predict how many seconds the fits take if all ranks are as fast as this process. Measuring takes some seconds.
-
-    Args:
-        reader: reads the store.
-        work: the work of the fits.
-        ranks: ranks that share it.
-        members: number of members of a sample.
-    """
+    """Predict how many seconds the fits take if all ranks are as fast as this process. Measuring takes some seconds."""
     dates = Dates(reader, members)
     tried = min(_TRIED, len(reader.source.layout.init_time))
     began = time.perf_counter()
@@ -140,14 +126,7 @@ def _operations_a_second(dtype: torch.dtype) -> float:
 
 
 def describe_fits(reader: Reader, work: Work, ranks: int, members: int) -> str:
-    """Describe how long the fits will take.
-
-    Args:
-        reader: reads the store.
-        work: the work of the fits.
-        ranks: ranks that share it.
-        members: number of members of a sample.
-    """
+    """Describe how long the fits will take."""
     seconds = predicted_seconds(reader, work, ranks, members)
     share = f" on {ranks} ranks as fast as this process, each with its part of the dates" if ranks > 1 else ""
     return f"Fits before the first step: about {duration(seconds)}{share}; kept for other runs in OUTPUT/.fits"

@@ -57,12 +57,7 @@ class Importance:
 
 
 def measure_importance(run: Run, model: EnsembleModel) -> Importance:
-    """Measure importance on the first `BATCHES` training batches.
-
-    Args:
-        run: the run of the model.
-        model: the model of the run, with the weights that predict.
-    """
+    """Measure the importance for a run's model, with the weights that predict, on `BATCHES` training batches."""
     every = groups(model.spec, model.state_dict())
     sums = {name: torch.zeros(group.size, device=run.device) for name, group in every.items()}
     with _second_moments(model.points) as moments:

@@ -17,21 +17,14 @@ from ensemble_ml.training.widths import widths_by_size
 
 
 class Judge:
-    """The validation of one run. All ranks of a model must call the same methods together.
-
-    Args:
-        run: the run.
-    """
+    """The validation of one run. All ranks of a model must call the same methods together."""
 
     def __init__(self, run: Run):
         self.setup, self.state, self.session, self.area = run, run.state, run.session, run.loss.area
         self._sized: int | None = None  # the step at which factors were measured for other numbers of members
 
     def scores(self, loader: RunLoader | None) -> Validation:
-        """Return the scores of the validation dates.
-
-        Args:
-            loader: the loader of the run; None reads each batch when it is needed.
+        """Return the scores of the validation dates. Without a loader, each batch is read when it is needed.
 
         Raises:
             NotFiniteForecast: a forecast is not finite.
@@ -53,8 +46,7 @@ class Judge:
     def measure_widths_by_size(self, *, anew: bool = False) -> None:
         """Measure the calibration factors for other numbers of members. If none can be measured, the old ones stay.
 
-        Args:
-            anew: measure again even if this was done at this step, because weights may have changed since.
+        If this was done at this step, it is done again only if `anew`, because weights may have changed since.
 
         Raises:
             NotFiniteForecast: a forecast is not finite.

@@ -82,14 +82,7 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint without tensors of single ranks, and let `last` point to it, and `best` if `snapshot.best`.
-
-    Args:
-        folder: the folder of checkpoints.
-        snapshot: contents of the checkpoint.
-
-    Returns:
-        The folder of the checkpoint.
+    """Write a checkpoint without tensors of single ranks, let its links lead to it, and return its folder.
 
     Raises:
         OSError: the checkpoint cannot be written.
@@ -152,9 +145,6 @@ class Keeper:
     def begin(self, snapshot: Snapshot) -> None:
         """Wait for the previous checkpoint, copy this rank's own tensors, and start to write while training goes on.
 
-        Args:
-            snapshot: contents of the checkpoint.
-
         Raises:
             OSError: the previous checkpoint or the new folder cannot be written, for example because the disk is full.
             UserError: the previous checkpoint exists already, with other weights.
@@ -172,10 +162,7 @@ class Keeper:
         self._last = time.monotonic()
 
     def follow(self, all_done: bool) -> None:
-        """Rename the folder once every rank has written. Call this after every step.
-
-        Args:
-            all_done: every rank has written its files; the value must be the same on all ranks.
+        """Rename the folder once every rank has written (`all_done`, equal on all ranks). Call this after every step.
 
         Raises:
             OSError: the checkpoint cannot be written.

@@ -60,14 +60,9 @@ _TINY = 1e-12
 
 
 def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
-    """Refuse a linear correction if the sums of its fit would take more than half of the memory.
+    """Raise a UserError if the sums of the linear correction's fit would take more than half of the memory.
 
-    Args:
-        spec: variables, leads and grid.
-        on_host: ranks on this host; each of them holds the sums.
-
-    Raises:
-        UserError: the sums need more than that.
+    Each of the ranks `on_host` holds the sums.
     """
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
@@ -76,8 +71,7 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
         raise UserError(
             f"model.linear=true: its fit to {len(spec.leads_out)} leads of {channels // (KINDS * len(spec.leads_out))}"
             f" fields takes {needed / 1e9:.3g} GB{' a rank' if on_host > 1 else ''}, more than {limit / 1e9:.3g} GB;"
-            " predict fewer at once"
-            " (data.leads_out, data.variables, data.levels), or set model.linear=false"
+            " predict fewer at once (data.leads_out, data.variables, data.levels), or set model.linear=false"
         )
 
 
@@ -86,10 +80,6 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
 
     A point that has a value on no date gets the area mean of its field, because single members may have a value there.
     A field without any value is zero.
-
-    Args:
-        dates: reads dates.
-        chosen: indices of the dates.
     """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
@@ -108,14 +98,8 @@ def fit_linear(
 ) -> None:
     """Fit the weights of the linear correction. With too few dates they stay as they are, which is logged.
 
-    Args:
-        start: the model's start, whose linear correction is changed in place.
-        dates: reads dates.
-        train: indices of the training dates.
-        validation: indices of the validation dates.
-        sizes: numbers of members that training samples have.
-        targets: returns from a date, its sample and M the errors of mean and spread to predict, (T, F, Y, X) each in
-            physical units, NaN where absent.
+    `targets` returns from a date, its sample and M the errors of mean and spread to predict, (T, F, Y, X) each in
+    physical units, NaN where absent. Training samples have `sizes` members.
     """
     # Validation dates without a target cannot choose a penalty. Then training dates are held out instead.
     asked = telling(dates, targets, validation)
@@ -125,7 +109,8 @@ def fit_linear(
         return
     rows = Rows(start, dates, targets, train)
     # Three ensemble sizes suffice to fit two terms in 1/M, and each size costs another pass over the dates.
-    shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
+    every = sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members})
+    shown = [every[i] for i in sorted({0, len(every) // 2, len(every) - 1})]
     # With 1/M centred, the first term is the correction at a middle size, and the second is its change with M.
     centre = float(np.mean([1 / size for size in shown]))
     sums = sums_of(rows, train, shown, centre)
@@ -152,13 +137,7 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Seque
     """Return the validation dates if penalties or fractions can be chosen by them, and otherwise no dates.
 
     They can if each target exists somewhere on them. The spread is not needed if the validation uses all members,
-    because no date has a target for it then.
-
-    Args:
-        dates: reads dates.
-        targets: returns the errors to predict, as in `fit_linear`.
-        validation: indices of the validation dates.
-        kinds: the targets that are needed: 0 for the mean, 1 for the spread.
+    because no date has a target for it then. `kinds` are the targets that are needed: 0 for the mean, 1 for the spread.
     """
     missing = {kind for kind in kinds if kind == 0 or dates.members < dates.reader.full_size}
     for date in validation:
@@ -169,20 +148,8 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Seque
     return validation[:0]
 
 
-def _three(sizes: list[int]) -> list[int]:
-    """Return the smallest, the middle and the largest of sorted sizes."""
-    return [sizes[i] for i in sorted({0, len(sizes) // 2, len(sizes) - 1})]
-
-
 def penalties_of(groups: list[list[int]]) -> Sequence[float]:
-    """Return the penalties that are tried for these groups of basis functions.
-
-    Args:
-        groups: groups of one level of `linear.nested_bands`.
-
-    Returns:
-        Penalties for a single group of all functions, or for what several groups add.
-    """
+    """Return the penalties to try for these groups of one level of `linear.nested_bands`."""
     return PENALTIES if len(groups) == 1 else BAND_PENALTIES
 
 
@@ -211,7 +178,8 @@ def _refine(
         errors += _errors(rows, date, candidates, groups, found, centre)
     rows.dates.team.add_up(errors)
     for group, added, error in zip(groups, candidates, errors, strict=True):
-        found[group] += _taken(added, _chosen(error, penalties))
+        best = _chosen(error, penalties)
+        found[group] += added.gather(0, best.expand(1, added.shape[1], -1))[0]
     return errors
 
 
@@ -231,11 +199,6 @@ def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Te
         found[1 + place] = torch.cholesky_solve(wanted, factor) * scale[:, None]
     team.add_up(found)
     return found.float()
-
-
-def _taken(candidates: Tensor, best: Tensor) -> Tensor:
-    """Return the coefficients (TERMS * K, O) of the best candidate of each output."""
-    return candidates.gather(0, best.expand(1, candidates.shape[1], -1))[0]
 
 
 def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:

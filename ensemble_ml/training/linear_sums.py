@@ -39,11 +39,7 @@ Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
 class Rows:
     """A source of predictors and targets of single dates, mirrored south of the equator (`models.linear`).
 
-    Args:
-        start: the model's start, whose linear correction is fitted.
-        dates: reads dates.
-        targets: returns the errors to predict (see `linear_fit.fit_linear`).
-        train: indices of the training dates.
+    The errors to predict are those of `targets` (see `linear_fit.fit_linear`).
     """
 
     def __init__(self, start: Start, dates: Dates, targets: Targets, train: np.ndarray):
@@ -61,14 +57,9 @@ class Rows:
     def __call__(
         self, date: int, members: int, chosen: np.ndarray | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return predictors and targets of a date from M of its members.
+        """Return predictors and targets of a date from M of its members: those at `chosen`, by default the first ones.
 
         Both are multiplied by the root of the weight of their point.
-
-        Args:
-            date: index of the date.
-            members: M.
-            chosen: positions of the members; None for the first ones.
 
         Returns:
             Predictors (K, P) and targets (O, P) in typical spreads, which targets exist (O, P), and the roots of the
@@ -87,29 +78,15 @@ class Rows:
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> list[np.ndarray | None]:
-        """Return the choices of a date's members with which it enters the sums.
+        """Return the choices of `size` members of a date with which it enters the sums.
 
-        Args:
-            date: index of the date.
-            size: number of members of each choice.
-            draw: the generator of random numbers.
-
-        Returns:
-            None for the first members, then positions of random ones.
+        These are None for the first members, then positions of random ones.
         """
         choices = self.choices if size < self.dates.reader.full_size else 1  # all members are a single choice
         return [None, *(self.dates.drawn(date, size, draw) for _ in range(choices - 1))]
 
     def shares(self, date: int, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor | slice, Tensor]]:
-        """Return, for each group of basis functions, its points and the roots of its values there.
-
-        Args:
-            date: index of the date.
-            groups: groups of basis functions.
-
-        Returns:
-            Which of the date's points lie under the group, and the root of the sum of its functions at each.
-        """
+        """Return for each group of basis functions its points on a date, and the root of the sum of its functions."""
         rows = self._at(int(date)) // self.columns
         found: list[tuple[Tensor | slice, Tensor]] = []
         for group in groups:
@@ -130,12 +107,8 @@ class Rows:
 def relative_spread(heads: Heads, sample: Sample, members: int) -> Tensor:
     """Return the ratio of the prior spread to s_clim, as a geometric mean over leads and fields, (Y, X).
 
-    The ratio of each field is first bounded by `_LEAST_RATIO` and `_LARGEST_RATIO`.
-
-    Args:
-        heads: hold s_clim and k.
-        sample: a date; a field without a value counts as if it had the climatological spread.
-        members: M.
+    The ratio of each field is first bounded by `_LEAST_RATIO` and `_LARGEST_RATIO`. A field without a value counts as
+    if it had the climatological spread.
     """
     # The prior spread is used, because one member has no spread of its own, and that of two members is mostly noise.
     s0 = heads.base_spread(*sample.batch(members)[1:3])[0]
@@ -144,12 +117,7 @@ def relative_spread(heads: Heads, sample: Sample, members: int) -> Tensor:
 
 
 def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]:
-    """Return how many choices of members and how many points of each date the sums take.
-
-    Args:
-        cells: Y X, points of the grid.
-        predictors: K.
-        dates: number of training dates.
+    """Return how many choices of members, and how many of the `cells` points of each date, the sums take.
 
     Returns:
         Choices of a date's members, points of each choice, and operations of the sums over all dates.
@@ -161,11 +129,9 @@ def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]
 
 
 def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
-    """Return the values at the 3 x 3 points around some points, (9 C, P).
+    """Return the values at the 3 x 3 points around the points with indices `at` (P,) into Y X, (9 C, P).
 
-    Args:
-        padded: (C, Y + 2, X + 2) fields, padded by one on each side.
-        at: (P,) indices into Y X.
+    The fields (C, Y + 2, X + 2) are padded by one on each side.
     """
     columns, wide = padded.shape[2] - 2, padded.shape[2]
     corner = at // columns * wide + at % columns
@@ -195,9 +161,6 @@ class Sums:
     def of(self, group: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the sums of a group of basis functions, once for all outputs that have targets at the same sizes.
 
-        Args:
-            group: the functions.
-
         Yields:
             For predictors times each of the terms: their products with themselves (TERMS K, TERMS K) and with the
             targets (TERMS K, O); and which of all outputs have targets at these sizes, (O,).
@@ -224,11 +187,7 @@ class Sums:
 def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> Sums:
     """Compute the sums over the training dates of all ranks.
 
-    Args:
-        rows: predictors and targets.
-        train: indices of the training dates.
-        sizes: ensemble sizes M; each date enters the sums once for each of them.
-        centre: mean of 1/M over these.
+    Each date enters them once for each of the ensemble `sizes`; `centre` is the mean of 1/M over these.
     """
     outputs, channels = rows.linear.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels

@@ -66,10 +66,6 @@ class Loss:
     def __call__(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Compute this rank's part of the loss.
 
-        Args:
-            prediction: the prediction for the batch.
-            batch: inputs and targets.
-
         Returns:
             `loss` and its parts, scalars: `crps` and `spread`, each if the model has that head and the batch its
             target, and `distill` if there is a teacher. A part whose targets are all NaN is zero.
@@ -138,11 +134,7 @@ class Loss:
 def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     """Return the CRPS of fields that have different distributions, (B, T, F, ...) in the units of `y`.
 
-    Args:
-        families: distribution of each field on axis 2.
-        location: (B, T, F, ...) location, in the units of `y`.
-        scale: (B, T, F, ...) scale, in the units of `y`.
-        y: (B, T, F, ...) observations.
+    Location and scale have the same shape and units. `families` are the distributions of the fields on axis 2.
     """
     # One call for each distribution. With a single one, no copy is needed.
     kinds = by_family(families)

@@ -33,8 +33,7 @@ _POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 class Mllog:
     """A log file of MLPerf. Lines wait in memory until `open` names the file; from then on each is flushed.
 
-    Args:
-        clock: returns seconds since 1970.
+    The clock returns seconds since 1970.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time):
@@ -43,13 +42,7 @@ class Mllog:
         self._stream: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Write the lines so far to a new file.
-
-        An older file is replaced: the checker wants `run_start` once.
-
-        Args:
-            path: the file.
-        """
+        """Write the lines so far to a new file. An older one is replaced: the checker wants `run_start` once."""
         self._stream = open(path, "w")  # noqa: SIM115 - closed by `close`
         self._stream.write("".join(self._waiting))
         self._stream.flush()
@@ -94,27 +87,13 @@ class Mllog:
 
 
 def encoded(time_ms: int, kind: str, key: str, value: Any, metadata: dict[str, Any]) -> str:
-    """Return a line of the log.
-
-    Args:
-        time_ms: milliseconds since 1970.
-        kind: POINT_IN_TIME, INTERVAL_START or INTERVAL_END.
-        key: name of the event.
-        value: its value.
-        metadata: file and line number of the event, and further facts.
-    """
+    """Return a line of the log; `metadata` are file and line number of the event, and further facts."""
     event = {"namespace": "", "time_ms": time_ms, "event_type": kind, "key": key}
     return _PREFIX + json.dumps(event | {"value": strict(value), "metadata": strict(metadata)})
 
 
 def staged(lines: str, began: float, ended: float) -> str:
-    """Return a log with the time of staging before its other lines.
-
-    Args:
-        lines: the log of a run.
-        began: when `prepare` began, seconds since 1970.
-        ended: when it ended.
-    """
+    """Return the log of a run, with the times at which `prepare` began and ended before its other lines."""
     times = ("staging_start", began, _START), ("staging_stop", ended, _END)
     where = {"file": __file__, "lineno": 0}
     return "".join(encoded(int(at * 1e3), kind, key, None, where) + "\n" for key, at, kind in times) + lines
@@ -124,9 +103,6 @@ class RunLog(Mllog):
     """The log of a training run, from its settings to its last step.
 
     A run that ends by an error or a signal, or without reaching the score of `until`, ends with the status "aborted".
-
-    Args:
-        config: settings of the run.
     """
 
     def __init__(self, config: TrainConfig):
@@ -158,54 +134,29 @@ class RunLog(Mllog):
         self.start("run_start")
 
     def knows_data(self, ranks: int, train: int, validation: int, steps_per_epoch: int) -> None:
-        """Log the size of the job.
-
-        Args:
-            ranks: processes.
-            train: training dates.
-            validation: validation dates.
-            steps_per_epoch: steps in which all training dates are seen once.
-        """
+        """Log the size of the job: ranks and dates. In `steps_per_epoch` steps all training dates are seen once."""
         self._steps_per_epoch = steps_per_epoch
         for key, value in {"number_of_ranks": ranks, "train_samples": train, "eval_samples": validation}.items():
             self.point(key, value)
 
     def trains(self, step: int) -> None:
-        """Log the beginning of an epoch.
-
-        Args:
-            step: steps that are done.
-        """
+        """Log the beginning of an epoch after `step` steps."""
         self._epoch = step // self._steps_per_epoch + 1
         self.start("epoch_start", epoch_num=self._epoch)
 
     def stepped(self, step: int, steps: int) -> None:
-        """Log the end of the epoch if a step was its last, and the beginning of the next epoch if there is one.
-
-        Args:
-            step: steps that are done.
-            steps: steps of the run.
-        """
+        """Log the end of the epoch if a step was its last, and the beginning of the next epoch if there is one."""
         if step % self._steps_per_epoch == 0:
             self._close_epoch()
             if step < steps:
                 self.trains(step)
 
     def validates(self, step: int) -> None:
-        """Log that a validation begins.
-
-        Args:
-            step: steps that are done.
-        """
+        """Log that a validation begins after `step` steps."""
         self.start("eval_start", epoch_num=step // self._steps_per_epoch)
 
     def validated(self, step: int, scores: Mapping[str, float]) -> None:
-        """Log the scores of a validation.
-
-        Args:
-            step: steps that are done.
-            scores: scores by name; crps_ratio is the one to reach.
-        """
+        """Log the scores of a validation by name, of which crps_ratio is the one to reach."""
         epoch = step // self._steps_per_epoch
         error = scores.get("crps_ratio")
         if error is not None:
@@ -216,11 +167,7 @@ class RunLog(Mllog):
         self.end("eval_stop", epoch_num=epoch)
 
     def ended(self, *, well: bool) -> None:
-        """Log the end of the run, and close the file.
-
-        Args:
-            well: the run was not cut short by an error or a signal.
-        """
+        """Log the end of the run, which was cut short unless it ended `well`, and close the file."""
         self._close_epoch()
         success = well and (self._reached or not self._until)
         self.end("run_stop", status="success" if success else "aborted")
@@ -244,15 +191,7 @@ MUTE = Mute()
 
 
 def run_log(config: TrainConfig, session: Session, *, resumed: bool) -> RunLog | Mute:
-    """Return the log of a run. It is mute if `tracking.mllog` is off, on ranks after the first, and for a resumed run.
-
-    For a resumed run a warning is logged.
-
-    Args:
-        config: settings of the run.
-        session: the ranks of the job.
-        resumed: whether the run goes on from a checkpoint.
-    """
+    """Return the log of a run: mute if `tracking.mllog` is off, on ranks after the first, and for a resumed run."""
     if not config.tracking.mllog or not session.first:
         return MUTE
     if resumed:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -50,8 +50,6 @@ from ensemble_ml.training.probing import Found, Job, Shape, cache_folder, measur
 from ensemble_ml.training.rehearsal import Tracing, trace
 
 log = logging.getLogger(__name__)
-
-C = TypeVar("C", bound=TrainConfig)
 
 _BUDGET = 0.95  # fraction of a rank's memory that a plan may use
 
@@ -98,17 +96,11 @@ class Planner:
             self.speed = self.session.once(lambda: candidate_speeds(device, wanted)[0])
 
     def computed(self, traced: Tracing) -> Piece:
-        """Compute the local work of a step from the speeds in `plan.gflops` and `plan.bandwidth`.
+        """Compute the local work of a step in seconds from the speeds in `plan.gflops` and `plan.bandwidth`.
 
         Convolutions and products take operations / speed, everything else bytes / bandwidth, or no time if
         `plan.bandwidth` is zero. This is the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785) without
-        overlap of the two.
-
-        Args:
-            traced: a dry run of the step.
-
-        Returns:
-            The work in seconds, two thirds of it in the backward pass.
+        overlap of the two. Two thirds of the work is in the backward pass.
         """
         seconds = traced.flops / 1e9 / self.settings.gflops
         if self.settings.bandwidth:
@@ -124,31 +116,15 @@ class Planner:
         return [pieces[i] if i in pieces else reckoned(known, one.flops) for i, one in enumerate(own)]
 
     def shard(self, topology: Topology) -> tuple[int, int]:
-        """Return the shape (Y, X) of a rank's shard of the grid.
-
-        Args:
-            topology: the ranks, seen from this one.
-
-        Raises:
-            UserError: the grid cannot be partitioned in this way.
-        """
+        """Return the shape (Y, X) of a rank's shard of the grid; raise a UserError if it cannot be partitioned so."""
         return shard_of(self.spec, topology).shape
 
     def fits(self, ranks: int) -> bool:
-        """Return True if grid, batch, model and optimizer allow a partition over `ranks`. Memory is not checked.
-
-        Args:
-            ranks: number of ranks.
-        """
+        """Return True if grid, batch, model and optimizer allow a partition over `ranks`. Memory is not checked."""
         return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 
     def open(self, ranks: int, batch: int) -> list[Candidate]:
-        """Return the partitions over `ranks` that fit grid, batch and settings; the list may be empty.
-
-        Args:
-            ranks: number of ranks.
-            batch: samples in a step of the whole job.
-        """
+        """Return the partitions over `ranks` that fit the grid, a job's `batch` and the settings; possibly none."""
         if ranks % self.config.parallel.shard:
             return []
         try:
@@ -189,14 +165,7 @@ class Planner:
         return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
 
     def followed(self, candidate: Candidate) -> Tracing | str:
-        """Make a dry run of a partition.
-
-        Args:
-            candidate: the partition.
-
-        Returns:
-            The costs of a step, or the reason why model or optimizer do not allow this partition.
-        """
+        """Make a dry run of a step, or return the reason why model or optimizer do not allow this partition."""
         try:
             check_exchange(self.config.optim, candidate.topology, self._on_node)
             return self.traced(candidate)
@@ -204,13 +173,7 @@ class Planner:
             return str(error)
 
     def traced(self, candidate: Candidate) -> Tracing:
-        """Make a dry run of a partition's busiest rank.
-
-        Args:
-            candidate: the partition.
-
-        Returns:
-            The costs of its step, with the messages of the rank that sends most.
+        """Make a dry run of a step of a partition's busiest rank, with the messages of the rank that sends most.
 
         Raises:
             UserError: model or optimizer do not allow this partition.
@@ -279,9 +242,6 @@ class Planner:
     def needed(self, candidate: Candidate) -> int:
         """Return the bytes that a rank of a partition needs at the peak of a step, interpreter and libraries included.
 
-        Args:
-            candidate: the partition.
-
         Raises:
             UserError: model or optimizer do not allow this partition.
         """
@@ -346,14 +306,7 @@ class Planner:
         return self.session.world.local_size if self.session.world.size > 1 else self.local
 
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
-        """Return a partition with the cost of its step.
-
-        Args:
-            c: the partition.
-            piece: local work of its busiest rank.
-            links: the links between its ranks.
-            traced: costs of the dry run.
-        """
+        """Return a partition with the cost of its step, from the local work of its busiest rank and its dry run."""
         buckets, overlap = exchange_traffic(
             self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
         )
@@ -366,11 +319,7 @@ class Planner:
 def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = False) -> list[tuple[bool, int]]:
     """Return the pairs (`model.recompute`, `parallel.shard`) to try until one fits into memory, the fastest pair first.
 
-    Args:
-        config: settings of the run.
-        spec: the model's spec.
-        ranks: number of ranks.
-        every: return all possible pairs, and not only those that the settings allow.
+    With `every`, return all possible pairs, and not only those that the settings allow.
     """
     recompute, shard = spec.config.recompute, config.parallel.shard
     if spec.config.bank:  # a bank allows neither: its kernels are made once a pass, on each rank
@@ -381,15 +330,8 @@ def ways(config: TrainConfig, spec: ModelSpec, ranks: int, *, every: bool = Fals
     return [(one, n) for one in again for n in shards]
 
 
-def with_way(config: C, spec: ModelSpec, recompute: bool, shards: int) -> dict[str, Any]:
-    """Return settings and spec with one of the `ways`, in a dictionary with the keys `config` and `spec`.
-
-    Args:
-        config: settings of the run.
-        spec: the model's spec.
-        recompute: compute residual blocks again in the backward pass.
-        shards: ranks that share the weights.
-    """
+def with_way(config: TrainConfig, spec: ModelSpec, recompute: bool, shards: int) -> dict[str, Any]:
+    """Return settings and spec with one of the `ways`, in a dictionary with the keys `config` and `spec`."""
     parallel, model = replace(config.parallel, shard=shards), replace(config.model, recompute=recompute)
     changed = replace(spec, config=replace(spec.config, recompute=recompute))
     return {"config": replace(config, parallel=parallel, model=model), "spec": changed}
@@ -403,13 +345,7 @@ def way_text(recompute: bool, shards: int) -> str:
 def settled(config: TrainConfig, spec: ModelSpec, session: Session) -> tuple[TrainConfig, ModelSpec]:
     """Replace `parallel.shard=auto` and `model.recompute=auto` by the first of the `ways` that fits into memory.
 
-    Args:
-        config: settings of the run.
-        spec: the model's spec, also of a run that is resumed.
-        session: the ranks of the job, with the mesh of the run.
-
-    Returns:
-        Settings and spec without `auto`.
+    The session has the mesh of the run. The spec may be that of a run that is resumed.
 
     Raises:
         UserError: none fits; the message says how much the last one needs.
@@ -452,13 +388,7 @@ def _between(message: Message, topology: Topology) -> Message:
 
 
 def plan(config: PlanConfig) -> Path:
-    """Print the predicted cost of every partition, and write plan.json.
-
-    Args:
-        config: settings of the run and of the plan.
-
-    Returns:
-        The path of plan.json.
+    """Print the predicted cost of every partition, write plan.json, and return its path.
 
     Raises:
         UserError: there is no store, settings do not fit it, no link can be timed, no partition fits the ranks or their
@@ -558,15 +488,7 @@ def shared_out(
     """Choose the partition if `parallel.lat` or `parallel.lon` is auto, and set up its mesh. All ranks must call this.
 
     A run that is resumed on as many ranks keeps its mesh, to continue bit for bit, unless its settings name another.
-
-    Args:
-        config: settings of the run.
-        spec: the model's spec.
-        session: the ranks of the job.
-        before: the configuration of the run that is resumed, or None.
-
-    Returns:
-        Settings with the degrees that were chosen.
+    `before` is the configuration of the run that is resumed.
 
     Raises:
         UserError: no partition fits, or the settings cannot be planned for.

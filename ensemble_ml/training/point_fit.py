@@ -62,11 +62,7 @@ class Known:
     weight: Tensor
 
     def at(self, rows: Tensor | slice) -> Known:
-        """Return some rows.
-
-        Args:
-            rows: which rows.
-        """
+        """Return some rows."""
         return Known([values[rows] for values in self.arrays], self.weight[rows])
 
 
@@ -87,20 +83,12 @@ class Pool:
     rows: int
 
     def spaced(self, most: int) -> slice:
-        """Return a slice of this rank's rows, as its part of evenly spaced rows of all ranks.
-
-        Args:
-            most: about how many rows all ranks take.
-        """
+        """Return a slice of this rank's rows, as its part of about `most` evenly spaced rows of all ranks."""
         step = max(1, self.rows // most)
         return slice(-self.first % step, None, step)
 
     def held(self, rows: Tensor) -> Tensor:
-        """Return the positions among this rank's rows of those of `rows` that it holds.
-
-        Args:
-            rows: numbers of rows of the whole pool.
-        """
+        """Return the positions among this rank's rows of those `rows` of the whole pool that it holds."""
         own = rows - self.first
         return own[(own >= 0) & (own < len(self.inputs))]
 
@@ -116,13 +104,8 @@ def gather(
 ) -> Pool | None:
     """Collect random points of all dates, for each of a few random choices of the date's members.
 
-    Args:
-        network: the network that will be fitted.
-        dates: reads dates.
-        train: indices of the training dates.
-        sizes: numbers of members that training samples have.
-        take: returns inputs and arrays at some points of a date.
-        arrays: how many arrays each loss needs.
+    Training samples have `sizes` members. `take` returns inputs and arrays at some points of a date; the losses need as
+    many of these as `arrays` says.
 
     Returns:
         This rank's part of the pool; None, which is logged, if `pool_size` allows too few points, if the time for this
@@ -172,12 +155,8 @@ def gather(
 def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: Sequence[int], dates: int) -> tuple[int, int]:
     """Return the size of a pool that the bounds on memory, rows and operations allow.
 
-    Args:
-        cells: Y X, points of the grid.
-        first: shape (H, K + 1) of the network's first weights.
-        fields: T F.
-        arrays: number of arrays (N, T F) that each loss needs.
-        dates: number of training dates.
+    `first` is the shape (H, K + 1) of the network's first weights, `fields` are T F, and each loss needs some `arrays`
+    (N, T F).
 
     Returns:
         Number of choices of a date's members, and number of points of each.
@@ -191,11 +170,7 @@ def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: Sequence[
 
 
 def steps_of(rows: int) -> tuple[int, int, int]:
-    """Return the size of a batch, batches of a pass over a pool, and number of passes.
-
-    Args:
-        rows: rows of the pool.
-    """
+    """Return the size of a batch, batches of a pass over a pool, and number of passes."""
     batch = min(_BATCH, max(256, rows // 64), rows)
     a_pass = rows // batch
     return batch, a_pass, max(_PASSES, -(-_LEAST_STEPS // a_pass))
@@ -204,20 +179,10 @@ def steps_of(rows: int) -> tuple[int, int, int]:
 def choices_of(
     dates: Dates, train: np.ndarray, sizes: Sequence[int], turns: int, draw: np.random.Generator
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each date `turns` times, with positions of some of its members.
+    """Yield the index of each date `turns` times, with positions of some of its members.
 
     The number of members alternates between that of the validation and one drawn from `sizes`: within a date if there
     are several turns, otherwise from date to date.
-
-    Args:
-        dates: reads dates.
-        train: indices of the training dates.
-        sizes: numbers of members that training samples have.
-        turns: number of choices of each date.
-        draw: the generator of random numbers.
-
-    Yields:
-        Index of the date, and positions of its members.
     """
     # A choice of all members has no target: the spread of all would be its own input.
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
@@ -278,17 +243,10 @@ def _standardisation(pool: Pool, dates: Dates) -> tuple[Tensor, Tensor]:
 def learn(network: PointNetwork, pool: Pool, losses: Losses, unit: Tensor, dates: Dates) -> bool:
     """Fit the weights of the network to a pool.
 
-    Inputs are standardised and outputs divided by `unit` for the fit. At the end both scalings go into the weights.
+    Inputs are standardised and outputs divided by `unit` (U,) for the fit. Finally both scalings go into the weights.
 
     If there is no time for all steps, each step advances the schedule of the learning rate by more, so that the rate
-    still falls to zero at the end.
-
-    Args:
-        network: the network, changed in place.
-        pool: this rank's part of the pool.
-        losses: returns losses from outputs (P, U) and the targets at these points.
-        unit: (U,) unit of each output.
-        dates: the dates of the pool; their seed draws the first weights, the batches and the dropout.
+    still falls to zero at the end. The seed of the dates draws the first weights, the batches and the dropout.
 
     Returns:
         True if the network was fitted; False if there was no time for any step, and the network is unchanged.

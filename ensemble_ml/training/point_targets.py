@@ -65,14 +65,8 @@ def fit_points(
 ) -> bool:  # fmt: skip
     """Fit the weights of the point network, and choose which fraction of d'' each field takes.
 
-    Args:
-        start: the model's start, fitted already except for its point network, which is changed in place.
-        dates: reads dates.
-        train: indices of the training dates.
-        validation: indices of the validation dates.
-        sizes: numbers of members that training samples have.
-        targets: returns the errors to predict (see `linear_fit.fit_linear`).
-        s1: returns the expected spread, which sigma follows; None if the model does not predict the truth.
+    The rest of the model's start is fitted already. `s1` returns the expected spread, which sigma follows; it is None
+    if the model does not predict the truth. `targets` and `sizes` are as in `linear_fit.fit_linear`.
 
     Returns:
         True if the network was fitted; False if it was not, for lack of time, dates, memory or targets.
@@ -113,13 +107,7 @@ def fit_points(
 
 
 class Points:
-    """A source of inputs and targets of the network at single points of a date.
-
-    Args:
-        start: the model's start, fitted already except for its point network.
-        dates: reads dates.
-        targets: returns the errors to predict (see `linear_fit.fit_linear`).
-        s1: returns the expected spread, which sigma follows; None if the model does not predict the truth.
+    """A source of inputs and targets of the network at single points of a date, with arguments as of `fit_points`.
 
     Attributes:
         arrays: number of arrays that each loss needs: that of the spread, then that of the truth.
@@ -141,27 +129,15 @@ class Points:
             self.arrays.append(3 if self.score.bounded else 2)
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Return the errors before the linear correction, at all points.
+        """Return the errors of mean and spread before the linear correction, at all points.
 
-        Args:
-            date: index of the date.
-            sample: the date.
-            members: M.
-
-        Returns:
-            Errors of the mean, then of the spread, (2 T F, Y X) in typical spreads, NaN where absent.
+        Their shape is (2 T F, Y X), in typical spreads, NaN where absent.
         """
         errors = torch.stack(self.targets(date, sample, members)) / self.start.heads.typical[..., None, None]
         return errors.flatten(3).flatten(0, 2)
 
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return the inputs, and the arrays that the losses need, at some points.
-
-        Args:
-            date: index of the date.
-            sample: the date.
-            members: M.
-            at: (P,) indices into Y X.
+        """Return the inputs, and the arrays that the losses need, at the points with indices `at` (P,) into Y X.
 
         Returns:
             x without the constant (K, P), and the arrays (T F, P) of each loss. These are e_S for the spread; e and
@@ -220,11 +196,9 @@ class _Score:
         self.back = torch.argsort(torch.cat([self.normal, *self.bounded.values()]))
 
     def __call__(self, found: Tensor, given: Sequence[Tensor]) -> Tensor:
-        """Return the CRPS in typical spreads, (P, T F).
+        """Return the CRPS in typical spreads, (P, T F), from v and w before they are bounded, (P, 2 T F).
 
-        Args:
-            found: (P, 2 T F) v and w, before they are bounded.
-            given: (P, T F) error, sigma0 and, if any field has bounds, the truth; in the units of `Points.take`.
+        Given are error, sigma0 and, if any field has bounds, the truth, (P, T F) each, in the units of `Points.take`.
         """
         error, sigma0 = given[0], given[1].clamp(min=_TINY)
         v, w = bounded(found).chunk(2, 1)

@@ -98,15 +98,7 @@ class Found:
 
 
 def probe(job: Job, session: Session) -> Found:
-    """Make the measurements of a job on the ranks of a session. All of them must call this.
-
-    Args:
-        job: the job.
-        session: the ranks.
-
-    Returns:
-        The same measurements on every rank.
-    """
+    """Make the measurements of a job on the ranks of a session, the same on all. All of them must call this."""
     deadline = time.perf_counter() + job.seconds
     shapes = () if job.gflops else job.shapes
     paths = [_kept(job, shape, session) for shape in shapes]
@@ -211,11 +203,6 @@ def _fastest(rehearsal: Rehearsal, session: Session) -> Speed:
 def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Callable[[], list[float]]:
     """Return a training step that measures itself.
 
-    Args:
-        config: settings of the optimizer.
-        rehearsal: model, batch and loss.
-        exchange: the exchange of gradients.
-
     Returns:
         A function that takes a step and returns seconds: of the whole step, of the backward pass, and from the start of
         the backward pass until each bucket of gradients was ready (until its end if there are no buckets).
@@ -262,7 +249,8 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     """Return the file for the times of a shape, named by a hash of what they depend on; None if there is no folder."""
     if job.folder is None:
         return None
-    facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
+    machine = [device_name(session.device), sorted(processors()), os.cpu_count()]
+    facts: list[Any] = [machine, torch.__version__, torch.get_num_threads(), session.topology.size]
     spec = job.spec.to_json()
     optim = job.config.optim
     facts += [spec, shape.topology.shape, shape.samples, optim.name.value, optim.exchange.value]
@@ -270,11 +258,6 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     facts += [shape.topology.size == session.topology.size, job.config.parallel.shard]
     facts += [session.world.local_size, _CODE]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
-
-
-def _machine(device: torch.device) -> list[Any]:
-    """Return the facts of this machine that times depend on."""
-    return [device_name(device), sorted(processors()), os.cpu_count()]
 
 
 def _load(path: Path | None) -> Piece | None:
@@ -289,21 +272,12 @@ def _load(path: Path | None) -> Piece | None:
 
 
 def cache_folder(wanted: str | None) -> Path | None:
-    """Return the folder in which measured times are kept; None if the user has no cache folder.
-
-    Args:
-        wanted: the folder in the settings; None for the user's cache folder.
-    """
+    """Return `wanted`, or the folder of the user's cache for measured times; None if there is none."""
     return Path(wanted) if wanted is not None else user_cache("plan")
 
 
 def measured_here(job: Job, processes: int, threads: int) -> Found:
-    """Make the measurements of a job on processes that are started for it on this machine.
-
-    Args:
-        job: the job.
-        processes: how many processes.
-        threads: threads of each.
+    """Make the measurements of a job on processes that are started for it on this machine, each with some threads.
 
     Raises:
         UserError: one of the processes failed.
@@ -341,13 +315,7 @@ def _start(command: Sequence[str], environment: dict[str, str], errors: Path) ->
 
 
 def main(given: Path, out: Path, threads: int) -> None:
-    """Run one process of `measured_here`.
-
-    Args:
-        given: the file with the job.
-        out: the file for the measurements, which the first rank writes.
-        threads: torch's number of threads.
-    """
+    """Run one process of `measured_here` on the job in the file `given`. The first rank writes the result to `out`."""
     torch.set_num_threads(threads)
     keep_freed_memory()
     job = pickle.loads(given.read_bytes())

@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -43,8 +43,7 @@ _WARM = 10  # steps of the network after which its speed is known
 class Progress:
     """The stages of the fits: which one runs, how much of it is done, and whether the network was cut short.
 
-    Args:
-        seconds: how long the fits may take from now on; None for no limit.
+    The fits may take so many seconds from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None):
@@ -64,40 +63,23 @@ class Progress:
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages)
 
     def doing(self, text: str | Callable[[], str]) -> None:
-        """Set the description of what is running from now on.
-
-        Args:
-            text: the description, or a function that returns it whenever it is shown.
-        """
+        """Set the description of what is running from now on, or a function that returns it whenever it is shown."""
         self._doing = text if callable(text) else lambda: text
 
     def begin(self, stages: Sequence[str]) -> None:
-        """Set the stages to come, and log the time that they have.
-
-        Args:
-            stages: their names, in order.
-        """
+        """Set the stages to come, in order, and log the time that they have."""
         self._stages = list(stages)
         if self._seconds is not None:
             log.info("fits: %d stages before the first step, in %s at most", len(stages), duration(self._seconds))
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], object]]:
-        """Show a stage while the context is open.
-
-        Args:
-            name: name of the stage.
-            total: number of its steps.
-
-        Yields:
-            A function that counts steps as done.
-        """
+        """Show a stage of `total` steps while the context is open, and yield a function that counts steps as done."""
         number = self._stages.index(name) + 1 if name in self._stages else 0
         title = f"fit {number} of {len(self._stages)}, {name}"
         began, done = time.monotonic(), 0
 
         def tick(steps: int) -> None:
-            """Count steps as done."""
             nonlocal done
             done += steps
             bar.update(steps)
@@ -118,18 +100,9 @@ class Progress:
             finally:
                 self.took[name] = self.took.get(name, 0.0) + time.monotonic() - began
 
-    def over(self, stage: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
-        """Yield `items` as the steps of a stage.
-
-        Args:
-            stage: name of the stage.
-            items: the items.
-            total: how many there are, if `items` has no length.
-
-        Yields:
-            Each item.
-        """
-        with self.stage(stage, len(items) if total is None else total) as tick:  # type: ignore[arg-type]
+    def over(self, stage: str, items: Collection[T]) -> Iterator[T]:
+        """Yield `items` as the steps of a stage."""
+        with self.stage(stage, len(items)) as tick:
             for item in items:
                 yield item
                 tick(1)
@@ -144,11 +117,7 @@ class Progress:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def note_cut(self, steps: str) -> None:
-        """Note that the network was cut short, and log a warning.
-
-        Args:
-            steps: how many steps it got, in words.
-        """
+        """Note that the network was cut short, and log a warning that says how many `steps` it got, in words."""
         self.cut = True
         log.warning("%s: max_minutes left time for %s; give more minutes for the whole fit", NETWORK, steps)
 
@@ -167,13 +136,9 @@ class Pace:
         self.steps = 0  # steps taken so far
 
     def stride(self, done: int) -> int:
-        """Return how many steps of the schedule the next step advances.
+        """Return how many steps of the schedule the next step advances, if `done` are done.
 
-        Args:
-            done: steps of the schedule that are done.
-
-        Returns:
-            The number of steps; zero at the end of the schedule or of the time.
+        Return zero at the end of the schedule or of the time.
         """
         left, stride = self._total - done, min(1, self._total - done)
         if self._until is not None and left:
@@ -207,30 +172,19 @@ class Team:
         return self._ranks.size == 1
 
     def stretch(self, count: int) -> range:
-        """Return which of `count` items this rank takes, as one contiguous range.
-
-        Args:
-            count: number of items.
-        """
+        """Return which of `count` items this rank takes, as one contiguous range."""
         rank, size = self._ranks.rank, self._ranks.size
         return range(count * rank // size, count * (rank + 1) // size)
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's items, a contiguous part of `items`.
-
-        Args:
-            items: the items of all ranks.
-        """
+        """Return this rank's items, a contiguous part of the `items` of all ranks."""
         taken = self.stretch(len(items))
         return items[taken.start : taken.stop]
 
     def add_up(self, *sums: Tensor) -> None:
-        """Sum tensors over ranks in place; booleans are combined by `or`.
+        """Sum tensors, of the same shapes on all ranks, over ranks in place; booleans are combined by `or`.
 
         A given number of ranks always adds in the same order, so the sums are equal bit for bit from run to run.
-
-        Args:
-            sums: tensors of the same shapes on all ranks.
         """
         if self.alone:
             return
@@ -241,10 +195,9 @@ class Team:
             values.copy_(whole)
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks in the order of the ranks, (sum of all n, ...).
+        """Return the rows (n, ...) of all ranks in the order of the ranks, (sum of all n, ...).
 
-        Args:
-            rows: (n, ...) the rows of this rank; n may differ between ranks.
+        The number n may differ between ranks.
         """
         if self.alone:
             return rows
@@ -260,21 +213,13 @@ class Team:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts.tolist(), strict=True)])
 
     def anywhere(self, flag: bool) -> bool:
-        """Return True on all ranks if `flag` is true on any rank.
-
-        Args:
-            flag: this rank's flag.
-        """
+        """Return True on all ranks if `flag` is true on any rank."""
         found = torch.tensor(flag)
         self.add_up(found)
         return bool(found)
 
     def first_says(self, number: int) -> int:
-        """Return the first rank's `number` on all ranks.
-
-        Args:
-            number: this rank's number; only that of the first rank matters.
-        """
+        """Return the first rank's `number` on all ranks."""
         found = torch.tensor(number)
         if not self.alone:
             self._ranks.broadcast(found).wait()
