@@ -67,7 +67,7 @@ def _is_free(key: str) -> bool:
     return key in _FREE or (key.startswith(_FREE_GROUPS) and key not in _FIXED)
 
 
-def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:
+def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError if a run was begun with other settings, except for those that may differ when it is resumed."""
     ours = flat(plain_config(config))
     # Older runs do not have these settings.
@@ -85,10 +85,9 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:
     # The run has replaced `auto` by a number.
     if ours["model.depth"] == "auto":
         ours["model.depth"] = theirs["model.depth"]
-    also: tuple[str, ...] = ()
     # Momenta are averaged whenever a checkpoint is written, so later weights depend on the steps of checkpoints.
     if config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value:
-        also = "checkpoint_every", "validate_every"
+        also = (*also, "checkpoint_every", "validate_every")
     fixed = [k for k in {**ours, **theirs} if k in also or not _is_free(k)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     # Older runs accepted settings of votes even if they had no effect.
