@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import mmap
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,18 +30,18 @@ from functools import cached_property
 
 import numpy as np
 
+from ensemble_ml.loading.arena import PAGE
 from ensemble_ml.loading.batches import Draw, Turn, target_parts
 from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Room
 from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.store_items import INDEX_THREADS, MemoryShard, indexed
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.store.schema import ArraySpec
-from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, runs
+from ensemble_ml.store.shard import ShardFile, chunk_spans, runs
 from ensemble_ml.store.source import Part
 
-PAGE = mmap.PAGESIZE  # a cache allocates whole pages, so the plan counts in pages
 _MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer than half a minute
 NEVER = np.iinfo(np.int64).max
-_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,7 +430,7 @@ class Units:
         self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
         self.each = reader.full_size + 1
         self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self.store.keep_factors(self._parts, self.dates.tolist(), pool)
             self._found = list(pool.map(self._date, self.dates.tolist()))
         self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
@@ -480,7 +478,7 @@ class Units:
             for run in date.runs[unit % self.each]:
                 pieces[run.shard].append((run.offset, data[start : start + run.size]))
                 start += run.size
-        shards = {known[0]: Pieces(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
+        shards = {known[0]: MemoryShard(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
         return self.reader.over(self.store.through(shards.__getitem__))
 
     def name(self, unit: int) -> str:
@@ -498,21 +496,13 @@ class Units:
         members: list[list[Run]] = [[] for _ in range(self.each)]
         for part in self._parts:
             for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
-                shard = ShardFile(path)
-                try:
-                    # The index of a shard has 16 bytes for each chunk, and a crc32c. It is kept, so that decoding needs
-                    # no request for it.
-                    tail = int(np.prod(spec.chunks)) * 16 + 4
-                    index = shard.read(shard.size - tail, tail)
-                    view = Pieces(path, shard.size, index, [])
-                finally:
-                    shard.close()
+                shard = indexed(path, spec)
                 for member, wanted in _by_member(spec, numbers, part, self.each - 1):
-                    _, spans = chunk_spans(view, spec, wanted)
-                    for a, b in runs(spans, view.size):
+                    _, spans = chunk_spans(shard, spec, wanted)
+                    for a, b in runs(spans, shard.size):
                         start = int(spans[a, 0])
                         members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
-                shards.append((path, view.size, index))
+                shards.append((path, shard.size, shard.index))
         return _Date(tuple(shards), tuple(map(tuple, members)))
 
 
@@ -522,31 +512,3 @@ def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> l
         return [(last, numbers)]
     member = np.unravel_index(numbers, spec.chunks)[0]
     return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
-
-
-class Pieces(Shard):
-    """A shard of which the index and some runs are in memory, given as (offset, bytes)."""
-
-    def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
-        self.path, self.size, self._index = path, size, index
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
-        self._offsets = [offset for offset, _ in self._pieces]
-
-    def read(self, start: int, size: int) -> np.ndarray:
-        """Return `size` bytes of the file from `start` on, (size,) uint8; without a copy if one run holds them all."""
-        # `read_chunks` first reads the index, which is in memory.
-        if start == self.size - len(self._index):
-            return self._index
-        first = bisect_right(self._offsets, start) - 1
-        found: list[np.ndarray] = []
-        while size:
-            assert 0 <= first < len(self._pieces), "a read that was not planned"
-            offset, data = self._pieces[first]
-            part = data[start - offset : start - offset + size]
-            assert len(part) and start >= offset, "a read that was not planned"
-            found.append(part)
-            start, size, first = start + len(part), size - len(part), first + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def close(self) -> None:
-        """Do nothing: no file was opened."""
