@@ -77,11 +77,7 @@ def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
 
 
 def _whole_numbers(**settings: Any) -> list[int]:
-    """Return the values as `int`.
-
-    Raises:
-        UserError: A value is not a whole number. The check comes early, so that the error does not come from a thread.
-    """
+    """Return the values as `int`. The check comes early, so that the error does not come from a thread."""
     for key, value in settings.items():
         if not isinstance(value, Integral):
             raise UserError(f"{key}={value!r}: must be a whole number")
@@ -89,11 +85,7 @@ def _whole_numbers(**settings: Any) -> list[int]:
 
 
 def _rule(assign: Assign | str) -> Assign:
-    """Return the rule that a text names.
-
-    Raises:
-        UserError: There is no such rule.
-    """
+    """Return the rule that a text names, or raise a UserError."""
     try:
         return Assign(assign)
     except ValueError:

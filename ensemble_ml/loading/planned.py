@@ -46,9 +46,7 @@ class Engine(Workers):
 
     Args:
         schedule: Schedule of the run. The plan of `cache` must have been made for this schedule.
-        cache: Cache of this rank.
         coordinate: Data coordinate of this rank, which is the number of its share of each batch.
-        device: Device to which batches are copied.
         ahead: Number of batches that are prepared ahead of the one in use.
         threads: Number of threads that fetch and decode.
         alone: True if no other rank takes units from this one. If False, the units of a batch are kept until a step or
@@ -58,17 +56,9 @@ class Engine(Workers):
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cache: UnitCache,
-        *,
-        coordinate: int,
-        device: Device,
-        ahead: int,
-        threads: int,
-        alone: bool,
-        meets: Callable[[int], bool] | None = None,
-    ):
+        self, schedule: Schedule, cache: UnitCache, *, coordinate: int, device: Device, ahead: int, threads: int,
+        alone: bool, meets: Callable[[int], bool] | None = None,
+    ):  # fmt: skip
         super().__init__(cache)
         self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
         self._alone, self._meets, self._met = alone, meets, -1
@@ -80,9 +70,7 @@ class Engine(Workers):
         self._start(threads)
 
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
-        """Return the next batch of this rank.
-
-        The next call frees the memory of this batch for reuse.
+        """Return the next batch of this rank, whose memory the next call frees for reuse.
 
         Args:
             validation: True asks for a validation batch, False for a training batch.

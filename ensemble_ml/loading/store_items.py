@@ -11,6 +11,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,16 +136,13 @@ class StoreItems:
             if skip >= piece.bytes or done == len(out):
                 skip -= min(skip, piece.bytes)
                 continue
-            shard = ShardFile(piece.path)
-            try:
+            with closing(ShardFile(piece.path)) as shard:
                 for offset, size in piece.runs:
                     wanted = min(size - skip, len(out) - done)
                     if wanted > 0:
                         shard.read_into(offset + skip, out[done : done + wanted])
                         done += wanted
                     skip = max(0, skip - size)
-            finally:
-                shard.close()
         self.store.check_same()
 
     def shards(self, sample: int, packed: memoryview) -> dict[str, MemoryShard]:
@@ -163,24 +161,14 @@ class StoreItems:
         self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
 
     def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
-        """Read the arrays of a sample into `out`.
-
-        Args:
-            store: This store, with chunks from memory instead of those on disk.
-            sample: Number of the sample.
-            out: Arrays to fill, by name.
-        """
+        """Read the arrays of a sample into `out`, by name, from this store with other chunks than those on disk."""
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
             store.read(part, int(self.dates[sample]), self.selection, place)
 
     def chunks(self, sample: int) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield the chunks of a sample, shard by shard, as `TensorStore.chunks` does.
-
-        Yields:
-            Array, path of the shard, and numbers of the chunks.
-        """
+        """Yield array, path of the shard, and numbers of its chunks, as `TensorStore.chunks` does."""
         for part in self.parts:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
@@ -205,13 +193,10 @@ def indexed(path: str, spec: ArraySpec) -> MemoryShard:
 
     The index stays in memory, so that later reads need not request it. It has 16 bytes for each chunk, and a crc32c.
     """
-    shard = ShardFile(path)
-    try:
+    with closing(ShardFile(path)) as shard:
         # A file that is shorter than its index is kept as it is, and `chunk_spans` raises the error.
         start = max(0, shard.size - int(np.prod(spec.chunks)) * 16 - 4)
         return MemoryShard(path, shard.size, shard.read(start, shard.size - start), [])
-    finally:
-        shard.close()
 
 
 class MemoryShard(Shard):
@@ -346,11 +331,7 @@ class Places:
 
 
 def _positions(dates: Any, count: int) -> np.ndarray:
-    """Return the positions of init times, which may be given as a mask.
-
-    Raises:
-        UserError: They are not whole numbers, or not within 0 to `count` - 1.
-    """
+    """Return the positions of init times, which may be given as a mask. Refuse others than 0 to `count` - 1."""
     if dates is None:
         return np.arange(count)
     found = np.asarray(dates)

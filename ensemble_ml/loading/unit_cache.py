@@ -48,20 +48,12 @@ class UnitCache(Reading):
         UserError: The folder cannot be used.
     """
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        rank: int,
-        units: Units,
-        *,
-        folder: str | Path | None = None,
-        timeline: Timeline | None = None,
-    ):
+    def __init__(self, plan: UnitPlan, rank: int, units: Units, *, folder: str | Path | None, timeline: Timeline):
         super().__init__(units.name)
         self.plan, self.rank, self.units = plan, rank, units
         self.counters = Counters()
         self.others = Others()
-        self.timeline = timeline or Timeline()
+        self.timeline = timeline
         held = plan.held(rank)
         self.arenas = {RAM: Arena(held[RAM])}
         if plan.room.disk:

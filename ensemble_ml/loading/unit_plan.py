@@ -25,8 +25,10 @@ import hashlib
 import heapq
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -123,43 +125,31 @@ class UnitPlan:
 
     @cached_property
     def _fate(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]:
-        """Compute what happens at each use.
-
-        Returns:
-            The use that brings in the unit (the use itself where the unit is read), the tier, whether the unit is kept
-            (each (A,)), and the drops by use.
-        """
+        """Compute the arrays (A,) `source`, `tier` and `keep`, and the drops by use."""
         count = len(self.trace.unit)
         source, tier = np.arange(count), np.full(count, STORAGE, np.uint8)
         keep = np.zeros(count, bool)
         dropped: dict[int, list[int]] = {}
         owner = self.home[self.trace.unit] if count else np.zeros(0, np.int64)
         static = self.trace.regular or count > _MOST
+        pages = -(-np.asarray(self.sizes) // PAGE) * PAGE  # a cache allocates whole pages
+        room = self.room.ram + self.room.disk
         # The homes hold disjoint sets of units, so each cache is planned by itself.
         for rank in range(self.ranks):
             uses = np.flatnonzero(owner == rank)
             chunks = self.trace.unit[uses]
-            pages = -(-np.asarray(self.sizes) // PAGE) * PAGE
-            room = self.room.ram + self.room.disk
             found = _hold(chunks, pages, room) if static else decide(chunks, pages, room)
             _replay(uses, chunks, pages, self.room, found, source, tier, keep, dropped)
         return source, tier, keep, dropped
 
     @property
     def source(self) -> np.ndarray:
-        """Return the use that brings in what each use needs, (A,).
-
-        It is the use itself where the unit comes from slow storage.
-        """
+        """Return the use that brings in what each use needs, (A,): itself where the unit comes from slow storage."""
         return self._fate[0]
 
     @property
     def tier(self) -> np.ndarray:
-        """Return the tier of each use, (A,).
-
-        It is the tier (RAM, DISK) in which the use finds its unit, or into which a unit that was read is put. It is
-        STORAGE for a unit that is read and not kept.
-        """
+        """Return the tier in which each use finds its unit or puts what it has read, (A,); STORAGE if none keeps it."""
         return self._fate[1]
 
     @property
@@ -173,10 +163,7 @@ class UnitPlan:
         return self.source != np.arange(len(self.source))
 
     def dropped(self, use: int) -> Sequence[int]:
-        """Return the units that the home drops before it keeps the unit that `use` has read.
-
-        Each is given by the use that brought it in.
-        """
+        """Return the units, as the uses that brought them in, that the home drops before it keeps that of `use`."""
         return self._fate[3].get(use, ())
 
     @cached_property
@@ -195,10 +182,7 @@ class UnitPlan:
         return range(first, first + self.columns)
 
     def traffic(self, rank: int | None = None) -> dict[str, int]:
-        """Count the bytes that a rank takes from each tier.
-
-        Args:
-            rank: Rank to count for; None counts for all ranks.
+        """Count the bytes that a rank, or all ranks together (None), take from each tier.
 
         Returns:
             Bytes by name: `storage` (also those read for other ranks), `ram`, `disk`, `peers`, and `used`, the sum of
@@ -245,7 +229,7 @@ def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
     new = np.zeros(len(chunks), bool)
     new[first] = True
     # A unit need not stay after its last use.
-    stays = held[chunks] & (next_uses(chunks) < np.iinfo(np.int64).max)
+    stays = held[chunks] & (next_uses(chunks) < NEVER)
     return Decisions(held[chunks] & ~new, stays, ())
 
 
@@ -307,13 +291,9 @@ class Decisions:
 
 
 def next_uses(chunks: np.ndarray) -> np.ndarray:
-    """Return, for each use, the position of the next use of the same chunk.
+    """Return, for each of A uses of chunks in order of time, the position of the next use of the same chunk.
 
-    Args:
-        chunks: (A,) chunk of each use, in order of time.
-
-    Returns:
-        (A,) int64 positions in the trace; NEVER where a chunk is not used again.
+    The positions are (A,) int64; NEVER where a chunk is not used again.
     """
     # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
     # successor.
@@ -325,16 +305,7 @@ def next_uses(chunks: np.ndarray) -> np.ndarray:
 
 
 def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
-    """Run Belady's rule with bypass over a trace.
-
-    Args:
-        chunks: (A,) chunk of each use, in order of time.
-        sizes: Size of each chunk in bytes.
-        capacity: Size of the cache in bytes.
-
-    Returns:
-        The decision at each use, and the evictions.
-    """
+    """Run Belady's rule with bypass over A uses of chunks in order of time, with sizes and capacity in bytes."""
     following = next_uses(chunks).tolist()
     hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
     resident: dict[int, int] = {}  # chunk -> its next use
@@ -446,30 +417,17 @@ class Units:
         Raises:
             UserError: A file is missing, cut short or unreadable, or the store was replaced.
         """
-        date = self._found[unit // self.each]
-        start, shard, opened = 0, None, -1
-        try:
-            for run in date.runs[unit % self.each]:
-                # Runs are in the order of their shards, so each file is opened once.
-                if run.shard != opened:
-                    if shard is not None:
-                        shard.close()
-                    shard, opened = ShardFile(date.shards[run.shard][0]), run.shard
-                assert shard is not None
-                shard.read_into(run.offset, out[start : start + run.size])
-                start += run.size
-        finally:
-            if shard is not None:
-                shard.close()
+        date, start = self._found[unit // self.each], 0
+        # Runs are in the order of their shards, so each file is opened once.
+        for number, of_shard in groupby(date.runs[unit % self.each], key=lambda run: run.shard):
+            with closing(ShardFile(date.shards[number][0])) as shard:
+                for run in of_shard:
+                    shard.read_into(run.offset, out[start : start + run.size])
+                    start += run.size
         self.store.check_same()
 
     def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
-        """Return a reader of one sample whose units are in memory.
-
-        Args:
-            draw: The sample.
-            packed: Bytes of its units, in the order of `of`.
-        """
+        """Return a reader of one sample, whose units are in memory: `packed`, in the order of `of`."""
         units = self.of(draw)
         date = self._found[int(units[0]) // self.each]
         pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
