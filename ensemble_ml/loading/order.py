@@ -60,22 +60,14 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 def member_subset(
     seed: int, epoch: int, sample: int, n_members: int, sizes: Sequence[int], there: np.ndarray | None = None
 ) -> np.ndarray:
-    """Draw which members a sample shows in an epoch.
+    """Draw which members a sample shows in an epoch: their positions, ascending, (size,) int64.
 
-    First the number of members is drawn, then the members. The random order covers all `n_members`, and members that
-    the sample lacks are skipped. A member that is missing from another sample therefore changes nothing here.
+    First the number of members is drawn, then the members. The random order covers all `n_members` of the full
+    ensemble, and members that the sample lacks are skipped. A member that is missing from another sample therefore
+    changes nothing here.
 
-    Args:
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        sample: Number of the sample, from 0.
-        n_members: Number of members of the full ensemble.
-        sizes: Allowed numbers of members. A number that is listed twice is drawn twice as often. Numbers above that of
-            the members of the sample are ignored.
-        there: Ascending positions of the members that this sample has; None stands for all `n_members`.
-
-    Returns:
-        (size,) int64 positions of the chosen members, ascending.
+    A number that is listed twice in `sizes` is drawn twice as often. Numbers above that of the members of the sample
+    are ignored. `there` are the ascending positions of the members that this sample has; None stands for all.
 
     Raises:
         UserError: The sample has fewer members than every size in `sizes`.

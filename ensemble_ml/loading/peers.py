@@ -33,13 +33,7 @@ def _planned(tiers: Tiers) -> str:
 
 
 class Peers(Others):
-    """The connections to all other ranks.
-
-    Args:
-        tiers: Tiers of this rank.
-        gather: All-gather of bytes over the ranks.
-        host: Name under which other nodes reach this one.
-        node: Name that ranks share only where they share memory.
+    """The connections to all other ranks. `host` and `node` are those of `Wire`.
 
     Raises:
         UserError: Ranks have planned different runs.

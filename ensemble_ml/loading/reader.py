@@ -246,16 +246,13 @@ class Reader:
             self.refuse(good, names, date, positions)
 
     def refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
-        """Raise a UserError for the first field that is not good.
+        """Raise a UserError that names the first field that is not good.
 
         Args:
             good: bool (M, T, V, Z) or (M, T, S), False for a field that is missing or has a value that is not allowed.
             names: Names of the variables along the third axis.
             date: Index of the init time.
             positions: (M,) positions of the members.
-
-        Raises:
-            UserError: A field is not good. The message names it.
         """
         if good.all():
             return
@@ -284,13 +281,10 @@ def day_of_year(time: np.datetime64) -> int:
 
 
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the first axis, (...) float32.
+    """Return mean and sample standard deviation of members (M, ...) without missing values, (...) float32.
 
     The standard deviation has ddof = 1; it is zero for one member. Sums are computed in float64 and in two passes,
     because values may be large compared with their spread: geopotential is 500 times its spread.
-
-    Args:
-        values: Members (M, ...) without missing values.
     """
     count = len(values)
     mean = values.sum(axis=0, dtype=np.float64)
@@ -309,13 +303,10 @@ def _square(values: np.ndarray) -> np.ndarray:
 
 
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the members that have a value at each point, (...) float32.
+    """Return mean and sample standard deviation of the members (M, ...) that are not NaN at each point, (...) float32.
 
     A point without any value is NaN; the standard deviation of a single value is zero. Members are added one at a time,
     so no temporary array of all members is made.
-
-    Args:
-        values: Members (M, ...), NaN where a point has no value.
     """
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:

@@ -293,19 +293,11 @@ def cache_room(
 ) -> tuple[int, int]:
     """Divide `loading.ram`, or this rank's share of half of the free memory, between the cache and everything else.
 
-    The decoded batches, the memory into which threads decode, and packed units that are being read come first. The
-    cache gets the rest, less the units that wait to enter it. Units wait until all ranks have passed their turn, and
-    the turns of a validation count as passed together. Waiting units take at most as many bytes as the cache itself,
-    so the cache gets at least half of the rest.
-
-    Args:
-        config: Settings of loading.
-        schedule: All batches of the run.
-        reader: Reader of the store.
-        lane: Ranks that read the same rows.
-        packed: Most packed bytes of one batch.
-        together: Packed bytes of this rank in turns that are passed together: those of a validation, and those of the
-            steps between meetings of the ranks.
+    The decoded batches, the memory into which threads decode, and packed units that are being read come first: at most
+    `packed` bytes for each batch. The cache gets the rest, less the units that wait to enter it. Units wait until all
+    ranks have passed their turn. The turns of a validation, and those of the steps between meetings of the ranks, are
+    passed together, and have `together` packed bytes. Waiting units take at most as many bytes as the cache itself, so
+    the cache gets at least half of the rest.
 
     Returns:
         Bytes of the cache in whole pages, and number of batches to prepare ahead.

@@ -36,14 +36,7 @@ _SECONDS = 60.0  # a rank that sends no byte for so many seconds is late, and sl
 
 
 class UnitPeers(Others):
-    """The connections to all other ranks of a plan.
-
-    Args:
-        cache: Cache of this rank.
-        gather: All-gather of bytes over the ranks of the plan.
-        host: Name under which other nodes reach this one; None takes the host name.
-        node: Name that ranks share only where they share memory; None takes that of `wire.this_node`.
-        number: Number of this rank in the job, by which messages name it; None if it is its number in the plan.
+    """The connections to all other ranks of a plan. `host`, `node` and `number` are those of `Wire`.
 
     Raises:
         UserError: Ranks have planned different runs.

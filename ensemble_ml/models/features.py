@@ -67,13 +67,7 @@ def unbiased_spread(
 
     On average, s1 equals the full ensemble's spread. Of s0 (`shrunk_spread`), only the square is right on average.
 
-    Args:
-        spread: s, (B, ...); zero where M = 1.
-        count: (B,) M.
-        climatology: s_clim, broadcast against `spread`.
-        shrink: k in members, broadcast against `spread`; positive.
-        gain: g, broadcast against `spread`; positive.
-        level: l, broadcast against `spread`; positive.
+    The arguments are those of `shrunk_spread`, with g as `gain` and l as `level`, broadcast against `spread`; positive.
     """
     # The formula of c4 gives NaN for one member. M is therefore clamped to 2. The value that this gives does not
     # matter, because its weight M - 1 is zero.

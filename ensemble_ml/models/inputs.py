@@ -276,12 +276,8 @@ class Prediction:
     def widened(self, widths_BTF: Tensor, families: Sequence[Family]) -> Prediction:
         """Return the prediction with the scale of each lead and field multiplied by a calibration factor.
 
-        The means of the distributions stay as they are (see `distributions.widen`). A prediction without location and
-        scale is returned unchanged.
-
-        Args:
-            widths_BTF: calibration factors, (B, T, F), or (T, F) for all samples.
-            families: distribution of each of the F fields.
+        The factors are (B, T, F), or (T, F) for all samples. The means of the distributions stay as they are (see
+        `distributions.widen`). A prediction without location and scale is returned unchanged.
         """
         if self.location is None or self.scale is None:
             return self
@@ -302,14 +298,10 @@ def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
 
 
 def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
-    """Reduce the members to their mean and spread, the input of a model.
+    """Reduce members (B, M, T, F, Y, X), with a value at every point, to their mean and spread, the input of a model.
 
     All samples must have the same number M of members. Models that also take one member, all members or the fraction of
-    members with a value need more than this.
-
-    Args:
-        members: (B, M, T, F, Y, X) members, physical units; each has a value at every point.
-        day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
+    members with a value need more than this. `day_of_year` (B,) is that of the initialisation time, 1 to 366.
     """
     batch, count = members.shape[:2]
     return EnsembleInput(

@@ -102,9 +102,7 @@ class Start(nn.Module):
 class EnsembleModel(Start):
     """A model that predicts the full ensemble's spread and the distribution of the truth from a reduced ensemble.
 
-    Args:
-        spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the training dates. Give `Climate.default(spec)` if a state_dict will be loaded.
+    Give `Climate.default(spec)` as `climate` if a state_dict will be loaded.
 
     Raises:
         UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the

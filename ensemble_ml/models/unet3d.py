@@ -153,10 +153,6 @@ class ResidualBlock(nn.Module):
     """A residual block: x + conv2(scale2(conv1(scale1(x)))). The last convolution starts at zero.
 
     Args:
-        channels: C of input and output.
-        planes: Z.
-        vertical: how weights act across planes.
-        geometry: rows, columns and edges of this level of the U-Net.
         inner: channels between the two convolutions; None for as many as outside.
         recompute: keep only the input for the backward pass, and compute the rest again there.
     """

@@ -378,15 +378,9 @@ class EmosModel(Rival):
     def put(self, size: int, lead: int, field: int, fitted: Emos, reference: Tensor | float = 0.0) -> None:
         """Store the coefficients that were fitted for one ensemble size, lead and field.
 
-        Each coefficient is one number for all points, or one for each point. The reference r of each point becomes a
-        part of its intercept, because r + a + b (m - r) = m + [a - (b - 1) r] + (b - 1) m.
-
-        Args:
-            size: row of the ensemble size.
-            lead: position of the lead.
-            field: position of the field.
-            fitted: the coefficients.
-            reference: r, (Y * X,), or one number for all points.
+        Each coefficient is one number for all points, or one for each point. So is the reference r, (Y * X,), which
+        becomes a part of the intercept, because r + a + b (m - r) = m + [a - (b - 1) r] + (b - 1) m. `size` is the row
+        of the ensemble size.
         """
         shape = self.spec.grid.shape
         season = fitted.season if fitted.season.shape[-1] else fitted.season.new_zeros(*fitted.a.shape, 2)
