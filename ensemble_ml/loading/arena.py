@@ -65,10 +65,7 @@ class Arena:
         return sum(size for _, size in self._free)
 
     def put(self, data: np.ndarray) -> Extents | None:
-        """Store the bytes of a unit.
-
-        Args:
-            data: (bytes,) uint8.
+        """Store the bytes of a unit, (bytes,) uint8.
 
         Returns:
             Their pieces, or None where the disk is full or faulty, or too few pages are free. The unit is then read
@@ -147,14 +144,7 @@ class Arena:
 
 
 def read_extents(fd: int, extents: Extents) -> np.ndarray:
-    """Copy a unit out of the arena of another process.
-
-    Args:
-        fd: File descriptor of that arena.
-        extents: Pieces of the unit.
-
-    Returns:
-        (bytes,) uint8.
+    """Copy a unit, (bytes,) uint8, out of the arena of another process, which `fd` has open.
 
     Raises:
         OSError: It cannot be read, or is shorter than its pieces.

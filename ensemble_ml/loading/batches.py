@@ -24,7 +24,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order, member_subset, withheld_member
 from ensemble_ml.loading.plan import to_holders
 from ensemble_ml.loading.reader import Reader, day_of_year, iso
-from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
+from ensemble_ml.models.inputs import EnsembleInput, valid_shares
 from ensemble_ml.store.source import Fields, Part
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,6 @@ class Batches:
     Iterating twice gives the same batches twice.
 
     Args:
-        reader: Reader of the store.
         dates: Indices of the training dates.
         batch_size: Dates per step; the last batch of an epoch may be shorter.
         seed: Seed of dates and members (`order.py`).
@@ -122,26 +121,20 @@ class Batches:
         return (self.batch(step) for step in range(self.start_step, self.steps))
 
     def batch(self, step: int) -> Batch:
-        """Read this share of the batch of a global step.
-
-        Args:
-            step: Global step, from 0.
+        """Read this share of the batch of a global step, counted from 0.
 
         Raises:
             UserError: An input field is missing, a value is not finite where its variable has no mask, or too few
                 members of a date are complete.
         """
         draws = self.draws(step, self.share[1])[self.share[0]]
-        idle = not draws
-        return collate(self.reader, draws or [self.stand_in(step)], idle=idle)
+        return collate(self.reader, draws or [self.stand_in(step)], idle=not draws)
 
     def draws(self, step: int, parts: int, holders: np.ndarray | None = None) -> list[list[Draw]]:
         """Return the samples of a global step in `parts` shares, whose lengths differ by at most one.
 
-        Args:
-            step: Global step, from 0.
-            parts: Number of shares.
-            holders: (dates,) share to which each training date should go if possible; None cuts the batch in its order.
+        `holders` (dates,) is the share to which each training date should go if possible; None cuts the batch in its
+        order.
         """
         epoch, samples = self.order.step(step)
         shares = np.array_split(samples, parts)
@@ -159,12 +152,8 @@ class Batches:
     def draw(self, epoch: int, sample: int) -> Draw:
         """Draw the members of a sample and, where a member stands for the truth, that member.
 
-        Args:
-            epoch: Number of the epoch, from 0.
-            sample: Position of the date among the training dates.
-
-        Returns:
-            The sample, with its members ascending. All of them are complete on its date.
+        `sample` is the position of the date among the training dates. The members are ascending, and all of them are
+        complete on the date.
 
         Raises:
             UserError: Every size is larger than the number of complete members of the date that may be shown.
@@ -178,11 +167,7 @@ class Batches:
         return Draw(date, member_subset(seed, epoch, sample, self.reader.full_size, sizes, complete), withheld)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes that can be drawn. At least `Reader.spare` members of a date are not shown.
-
-        Raises:
-            UserError: No size is left.
-        """
+        """Return the sizes that can be drawn. At least `Reader.spare` members of a date are not shown."""
         most = self.reader.full_size - self.reader.spare
         allowed = [size for size in sizes if size <= most]
         if not allowed:
@@ -202,14 +187,10 @@ def fixed_batches(
     batch_size: int = 1,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Yield the validation batches of `dates`, in order.
+    """Yield the validation batches of `dates`, indices of init times, in order.
 
-    Args:
-        reader: Reader of the store.
-        dates: Indices of init times.
-        members: Positions among the complete members of each date, without the withheld one.
-        batch_size: Dates per batch.
-        share: (which, of how many) of the batches, which are dealt out one by one.
+    `members` are positions among the complete members of each date, without the withheld one. `share` is (which, of how
+    many) of the batches, which are dealt out one by one.
     """
     groups = fixed_draws(reader, dates, members, batch_size)[share[0] :: share[1]]
     return (collate(reader, group) for group in groups)
@@ -226,13 +207,6 @@ def batches_by_size(
     """Yield the `fixed_batches` of the first M members, for each M in `sizes`, together with M.
 
     Batches of the same dates follow each other, and each date is read once for all sizes.
-
-    Args:
-        reader: Reader of the store.
-        dates: Indices of init times.
-        sizes: Numbers of members, M.
-        batch_size: Dates per batch.
-        share: (which, of how many) of the batches, which are dealt out one by one.
     """
     for group in fixed_draws(reader, dates, np.arange(max(sizes)), batch_size)[share[0] :: share[1]]:
         read = [_read_sizes(reader, draw, sizes) for draw in group]
@@ -261,10 +235,7 @@ def read_sample(reader: Reader, draw: Draw) -> Arrays:
 
 
 def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays]:
-    """Read a sample once, and return it with its first members, for each number in `sizes`.
-
-    All results share the memory of the targets.
-    """
+    """Read a sample once, and return it with its first members for each of `sizes`. All share the memory of targets."""
     members, targets = reader.forecast(draw.date, draw.read), dict[str, np.ndarray]()
     if draw.withheld is not None and reader.spec.config.postprocess:
         withheld = Fields(members.pressure[-1], members.surface[-1]).joined()
@@ -284,17 +255,10 @@ def target_parts(reader: Reader) -> list[tuple[Part, str]]:
 def join(
     reader: Reader, draws: Sequence[Draw], samples: Sequence[Arrays], *, idle: bool = False, new: NewArray | None = None
 ) -> Batch:
-    """Stack samples to a batch.
+    """Stack samples, each given by its arrays by name, to a batch on the CPU.
 
-    Args:
-        reader: Reader of the store.
-        draws: The samples.
-        samples: Arrays of each sample by name.
-        idle: Whether the batch is a stand-in; its targets become NaN.
-        new: Function that returns memory for an array of the batch; None allocates it.
-
-    Returns:
-        The batch, on the CPU.
+    The targets of an `idle` batch, which is a stand-in, become NaN. `new` returns memory for an array of the batch;
+    None allocates it.
     """
     spec = reader.spec
     counts = [len(draw.members) for draw in draws]
@@ -312,19 +276,11 @@ def join(
     for name, values in targets.items():
         if name == "target_spread":
             values[whole] = torch.nan
-        if spec.masked:
-            targets[name] = _hide(spec, inputs, values)
+        if spec.masked:  # where none of the input members has a value, there is no forecast to correct
+            targets[name] = torch.where(torch.isnan(inputs.mean[:, spec.lead_positions]), torch.nan, values)
         if idle:
             targets[name] = torch.full_like(values, torch.nan)
     return Batch(inputs, [iso(time) for time in times], **targets, idle=idle)
-
-
-def _hide(spec: ModelSpec, inputs: EnsembleInput, target: Tensor) -> Tensor:
-    """Set the target to NaN, which has weight zero, where none of the input members has a value.
-
-    There is no forecast to correct at such points.
-    """
-    return torch.where(torch.isnan(inputs.mean[:, spec.lead_positions]), torch.nan, target)
 
 
 def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
@@ -369,11 +325,7 @@ class Device:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def bring(self, batch: Batch) -> tuple[Batch, Any]:
-        """Start to copy a batch to the device.
-
-        Returns:
-            The batch on the device, and a CUDA event that marks the end of the copy (None on a CPU).
-        """
+        """Start to copy a batch to the device; return it with the event that ends the copy (None on a CPU)."""
         if self._stream is None:
             return batch.to(self.device, self.dtype), None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
@@ -382,13 +334,9 @@ class Device:
             return moved, self._stream.record_event()
 
     def take(self, batch: Batch, ready: Any) -> Batch:
-        """Return the batch for use on the current stream.
+        """Return the batch that `bring` returned for use on the current stream.
 
         Later kernels of that stream wait for the copy; the calling thread does not.
-
-        Args:
-            batch: The batch that `bring` returned.
-            ready: The event that `bring` returned.
         """
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)

@@ -11,9 +11,7 @@ refers to the batch in it any more. No process is forked and nothing is pickled.
 
 from __future__ import annotations
 
-import logging
 import mmap
-import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -41,12 +39,10 @@ from ensemble_ml.loading.items import (
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan, Room, shares
-from ensemble_ml.loading.threads import ended, start
+from ensemble_ml.loading.threads import Workers
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
 from ensemble_ml.machine import free_memory
-
-log = logging.getLogger(__name__)
 
 _STALL = 30.0  # seconds of waiting after which the log names the file that is read
 _ALGORITHM = "philox-argsort-1"  # how the order is drawn; part of the state
@@ -81,11 +77,7 @@ def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
 
 
 def _whole_numbers(**settings: Any) -> list[int]:
-    """Return the values as `int`.
-
-    Raises:
-        UserError: A value is not a whole number. The check comes early, so that the error does not come from a thread.
-    """
+    """Return the values as `int`. The check comes early, so that the error does not come from a thread."""
     for key, value in settings.items():
         if not isinstance(value, Integral):
             raise UserError(f"{key}={value!r}: must be a whole number")
@@ -93,11 +85,7 @@ def _whole_numbers(**settings: Any) -> list[int]:
 
 
 def _rule(assign: Assign | str) -> Assign:
-    """Return the rule that a text names.
-
-    Raises:
-        UserError: There is no such rule.
-    """
+    """Return the rule that a text names, or raise a UserError."""
     try:
         return Assign(assign)
     except ValueError:
@@ -363,7 +351,7 @@ def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gath
 Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
 
 
-class Engine:
+class Engine(Workers):
     """The threads that run through a plan, and the buffers into which they decode.
 
     A batch passes through these states: its buffers are taken from `_spare` (or made), filled by the threads
@@ -371,11 +359,11 @@ class Engine:
     """
 
     def __init__(self, loader: ClairvoyantLoader, run: Iterator[tuple[int, np.ndarray, np.ndarray]]):
+        super().__init__(loader.tiers)
         self.items, self.tiers = loader.items, loader.tiers
         self._run, self._reuse = run, loader._reuse_buffers
         order, ranks = loader.plan.order, loader.plan.ranks
         self._most = -(-min(order.batch_size, order.n) // ranks)
-        self._change = threading.Condition()
         self._free = loader._ahead + 1  # batches that may be started; the user holds one
         self._spare: list[Buffers] = []  # buffers that are free for another batch
         self._filled: dict[int, Buffers] = {}  # batch number -> buffers that it is decoded into
@@ -384,12 +372,7 @@ class Engine:
         self._let_go: Counter[int] = Counter()  # batch number -> number of arrays that were released
         self._missing: dict[int, int] = {}  # batch number -> samples that are not decoded yet
         self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
-        self._ended, self._stopped = False, False
-        self._error: BaseException | None = None
-        self._tasks = self._list_tasks()
-        self._take = threading.Lock()
-        self._left: bool | None = None  # whether threads still run after `close`; None before it
-        self._workers = start(loader._threads, self._work)
+        self._start(loader._threads)
 
     def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
         """Yield (batch number, place in the batch, sample) and wait while enough batches are ahead."""
@@ -410,24 +393,16 @@ class Engine:
                 self._change.notify_all()
             for place, sample in enumerate(samples.tolist()):
                 yield number, place, sample
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
+        self._end_tasks()
 
     def _work(self) -> None:
-        """Fetch and decode samples until the tasks end. An error is kept for the user's thread."""
-        try:
-            packed = _scratch(max(1, int(self.items.sizes.max())))
-            while not self._stopped:
-                with self._take:
-                    task = next(self._tasks, None)
-                if task is None:
-                    return
-                self._make(packed, *task)
-        except BaseException as error:
-            with self._change:
-                self._error = self._error or error
-                self._change.notify_all()
+        """Fetch and decode samples until the tasks end."""
+        packed = _scratch(max(1, int(self.items.sizes.max())))
+        while not self._stopped:
+            task = self._next_task()
+            if task is None:
+                return
+            self._make(packed, *task)
 
     def _make(self, packed: memoryview, number: int, place: int, sample: int) -> None:
         """Fetch one packed sample and decode it into its place in the batch."""
@@ -498,17 +473,7 @@ class Engine:
                     return False
                 if self._stopped:  # its threads are gone
                     raise UserError("ClairvoyantLoader: it was closed within its loop; leave the loop by break instead")
-                if not self._change.wait(_STALL) and (slow := self.tiers.slowest()):
-                    log.warning("loading: %s has been read for %.0f s without an answer", *slow)
-
-    def close(self) -> bool:
-        """End the threads. Return whether all have ended; some may still wait for storage. It may be called again."""
-        with self._change:
-            self._stopped = True
-            self._change.notify_all()
-        if self._left is None:
-            self._left = not ended(self._workers, self.tiers.slowest)
-        return not self._left
+                self._wait(_STALL)
 
 
 def _scratch(size: int) -> memoryview:

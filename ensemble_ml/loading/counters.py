@@ -44,11 +44,7 @@ class Counters:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **more: float) -> None:
-        """Add to some of the counters.
-
-        Args:
-            **more: Amounts to add, by the name of the counter.
-        """
+        """Add amounts to some of the counters, by name."""
         with self.lock:
             for name, value in more.items():
                 setattr(self, name, getattr(self, name) + value)

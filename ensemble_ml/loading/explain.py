@@ -49,10 +49,6 @@ def measure(units: Units, schedule: Schedule) -> Speeds:
     """Measure the speed of storage and of decoding, on the first rank's samples of at most eight turns.
 
     The operating system may have these samples in its cache, which makes storage look faster than it is.
-
-    Args:
-        units: Units of the run.
-        schedule: All batches of the run.
     """
     draws: list[Draw] = [draw for turn in islice(iter(schedule), 8) for draw in turn.read_by(0)]
     bytes_read, reading, decoding, done = 0, 0.0, 0.0, 0
@@ -76,15 +72,8 @@ def predict(
 ) -> Prediction:
     """Predict the time of a run by following the pipeline of the rank with most samples through all turns.
 
-    Args:
-        plan: Plan of the run.
-        units: Its units.
-        speeds: Measured or given speeds.
-        ahead: Number of batches read ahead.
-        threads: Number of threads of a rank that fetch and decode.
-        validations: (N,) bool, whether each turn belongs to a validation. Such a turn is assumed to cost a third of a
-            training step.
-        lanes: Number of groups of ranks, each of which reads its own rows of every sample from the same storage.
+    Each of the `lanes`, groups of ranks, reads its own rows of every sample from the same storage. `validations` (N,)
+    tells which turns belong to a validation. Such a turn is assumed to cost a third of a training step.
     """
     trace = plan.trace
     turns = len(validations)
@@ -119,25 +108,13 @@ def _pipeline(stored: np.ndarray, decoded: np.ndarray, computed: np.ndarray, ahe
 
 
 def explain(
-    config: LoadingConfig,
-    plan: UnitPlan,
-    units: Units,
-    schedule: Schedule,
-    *,
-    ahead: int,
-    step: float | None = None,
+    config: LoadingConfig, plan: UnitPlan, units: Units, schedule: Schedule, *, ahead: int, step: float | None = None,
     lanes: int = 1,
-) -> str:
+) -> str:  # fmt: skip
     """Describe in lines of text what a plan of loading reads, from where, in what time, and what limits it.
 
-    Args:
-        config: Settings of loading.
-        plan: Plan of the run.
-        units: Its units.
-        schedule: All batches of the run.
-        ahead: Number of batches read ahead.
-        step: Seconds that a training step computes; None predicts the time without compute.
-        lanes: Number of groups of ranks, each of which reads its own rows of every sample.
+    Without `step`, the seconds that a training step computes, the time is predicted without compute. `lanes` is the
+    number of groups of ranks, each of which reads its own rows of every sample.
     """
     validations = np.array([turn.validation for turn in schedule], bool)
     found = measure(units, schedule)
@@ -155,10 +132,10 @@ def explain(
         each = 1e3 * then.total / max(1, int((~validations).sum()))
         lines.append(f"  predicted without compute: {then.total:.3g} s, {each:.3g} ms a step; limit: {then.limit}")
     else:
-        text = (
+        lines.append(
             f"  predicted: {then.total:.3g} s, of it {then.compute:.3g} s compute, {then.waited:.3g} s waiting for data"
+            f"; limit: {then.limit}"
         )
-        lines.append(f"{text}; limit: {then.limit}")
     return "\n".join(lines)
 
 
@@ -178,10 +155,9 @@ def _what(plan: UnitPlan, ahead: int) -> list[str]:
         f"  cache of a rank: {room}; {rule}; {ahead} batches ahead",
     ]
     names = {"storage": "slow storage", "ram": "memory", "disk": "local disk", "peers": "other ranks"}
-    lines += [
+    return lines + [
         f"  from {label:<12} {_mb(traffic[name]):>14} {traffic[name] / used:7.2%}" for name, label in names.items()
     ]
-    return lines
 
 
 def _mb(count: float) -> str:

@@ -107,11 +107,7 @@ class Opened(Items, Protocol):
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
-    """Check that a dataset has samples 0 to len - 1.
-
-    Args:
-        dataset: The dataset.
-        name: Its name, for the message.
+    """Check that a dataset has samples 0 to len - 1. The message calls it `name`.
 
     Raises:
         UserError: It has no `len` or no samples by number, or it is empty.

@@ -34,17 +34,9 @@ class Stream(IntEnum):
 
 
 def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.ndarray:
-    """Return random words that depend on (seed, stream, epoch, sample) alone.
+    """Return raw words of Philox that depend on (seed, stream, epoch, sample) alone, (count,) uint64.
 
-    Args:
-        seed: Seed of the run; it is taken modulo 2^64.
-        stream: Purpose of the words, so that dates and members are drawn independently.
-        epoch: Number of the epoch, from 0.
-        sample: Number of the sample, from 0.
-        count: Number of words.
-
-    Returns:
-        (count,) uint64 raw words of Philox.
+    The seed is taken modulo 2^64. Streams keep draws for different purposes independent.
     """
     # Philox adds 1 to the lowest word of the counter for each block of output. Sample and epoch are put into the words
     # above it, so that the sequences of two samples never overlap.
@@ -55,18 +47,10 @@ def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """Return the order in which an epoch visits its samples.
+    """Return the order in which an epoch visits its samples, a permutation (n,) int64 of 0 to n - 1.
 
     The order is a stable argsort of raw random words. The last few results are cached, because every step of an epoch
-    asks for the same order.
-
-    Args:
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        n: Number of samples.
-
-    Returns:
-        (n,) int64 permutation of 0 to n - 1. The array is shared and read-only.
+    asks for the same order. The array is shared and read-only.
     """
     order = np.argsort(words(seed, Stream.DATES, epoch, 0, n), kind="stable")
     order.flags.writeable = False
@@ -76,22 +60,14 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 def member_subset(
     seed: int, epoch: int, sample: int, n_members: int, sizes: Sequence[int], there: np.ndarray | None = None
 ) -> np.ndarray:
-    """Draw which members a sample shows in an epoch.
+    """Draw which members a sample shows in an epoch: their positions, ascending, (size,) int64.
 
-    First the number of members is drawn, then the members. The random order covers all `n_members`, and members that
-    the sample lacks are skipped. A member that is missing from another sample therefore changes nothing here.
+    First the number of members is drawn, then the members. The random order covers all `n_members` of the full
+    ensemble, and members that the sample lacks are skipped. A member that is missing from another sample therefore
+    changes nothing here.
 
-    Args:
-        seed: Seed of the run.
-        epoch: Number of the epoch, from 0.
-        sample: Number of the sample, from 0.
-        n_members: Number of members of the full ensemble.
-        sizes: Allowed numbers of members. A number that is listed twice is drawn twice as often. Numbers above that of
-            the members of the sample are ignored.
-        there: Ascending positions of the members that this sample has; None stands for all `n_members`.
-
-    Returns:
-        (size,) int64 positions of the chosen members, ascending.
+    A number that is listed twice in `sizes` is drawn twice as often. Numbers above that of the members of the sample
+    are ignored. `there` are the ascending positions of the members that this sample has; None stands for all.
 
     Raises:
         UserError: The sample has fewer members than every size in `sizes`.
@@ -115,14 +91,8 @@ def member_subset(
 def withheld_member(seed: int, turn: int, date: int, there: np.ndarray) -> int:
     """Draw the member of a date that stands for the truth, and that no sample of this turn may show.
 
-    Args:
-        seed: Seed of the run.
-        turn: 0 for fits and validation, so that they always use the same member; 1 + the epoch for training.
-        date: Index of the init time.
-        there: Positions of the members that are complete on the date, one or more.
-
-    Returns:
-        One of `there`.
+    `turn` is 0 for fits and validation, so that they always use the same member, and 1 + the epoch for training.
+    `there` are the positions of the members that are complete on the date, one or more.
     """
     return int(there[int(words(seed, Stream.WITHHELD, turn, date, 1)[0] % np.uint64(len(there)))])
 
@@ -144,11 +114,7 @@ class Order:
         return -(-self.n // self.batch_size)
 
     def samples(self, step: int) -> int:
-        """Return the number of samples in a step.
-
-        Args:
-            step: Global step of the run, from 0.
-        """
+        """Return the number of samples in a global step of the run, counted from 0."""
         return min(self.batch_size, self.n - step % self.steps_per_epoch * self.batch_size)
 
     def epoch(self, epoch: int) -> np.ndarray:
@@ -156,14 +122,7 @@ class Order:
         return epoch_order(self.seed, epoch, self.n)
 
     def step(self, step: int) -> tuple[int, np.ndarray]:
-        """Return the epoch and the samples of a step.
-
-        Args:
-            step: Global step of the run, from 0.
-
-        Returns:
-            Number of the epoch, and the samples of the global batch, (at most batch_size,) int64.
-        """
+        """Return the epoch of a global step, and the samples of its global batch, (at most batch_size,) int64."""
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.batch_size
         return epoch, self.epoch(epoch)[first : first + self.batch_size]

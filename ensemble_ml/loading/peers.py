@@ -14,7 +14,8 @@ import struct
 import threading
 
 from ensemble_ml.loading.slab import Slab, checksum
-from ensemble_ml.loading.tiers import Tiers, slab_shape
+from ensemble_ml.loading.threads import Scratch
+from ensemble_ml.loading.tiers import Others, Tiers, slab_shape
 from ensemble_ml.loading.wire import Gather, Server, Wire, fill
 
 log = logging.getLogger(__name__)
@@ -31,14 +32,8 @@ def _planned(tiers: Tiers) -> str:
     return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
-class Peers:
-    """The connections to all other ranks (implements `ensemble_ml.loading.tiers.Others`).
-
-    Args:
-        tiers: Tiers of this rank.
-        gather: All-gather of bytes over the ranks.
-        host: Name under which other nodes reach this one.
-        node: Name that ranks share only where they share memory.
+class Peers(Others):
+    """The connections to all other ranks. `host` and `node` are those of `Wire`.
 
     Raises:
         UserError: Ranks have planned different runs.
@@ -47,7 +42,7 @@ class Peers:
     def __init__(self, tiers: Tiers, gather: Gather, host: str | None = None, node: str | None = None):
         self._tiers, self._gather = tiers, gather
         self._slabs: dict[tuple[int, int], Slab | None] = {}
-        self._buffers = threading.local()
+        self._scratch = Scratch()
         self._lock = threading.Lock()
         slabs = {str(tier): slab.address for tier, slab in tiers.slabs.items()}
         self._wire = Wire(
@@ -58,7 +53,7 @@ class Peers:
     def _answer(self, connection: socket.socket, sample: int, wanted: bool) -> None:
         """Answer another rank that asks for a sample, or asks this rank to put it into its slab."""
         try:
-            data = self._tiers.own(sample, self._buffer(int(self._tiers.plan.placement.kept[sample])))
+            data = self._tiers.own(sample, self._scratch.take(int(self._tiers.plan.placement.kept[sample])))
         except Exception as error:  # a dataset may raise anything; the asking rank reads it itself
             log.warning("loading: sample %d cannot be served: %s", sample, error)
             connection.sendall(_REPLY.pack(-1, 0))
@@ -68,13 +63,6 @@ class Peers:
             connection.sendall(data)
         else:
             connection.sendall(_REPLY.pack(0, 0))
-
-    def _buffer(self, size: int) -> memoryview:
-        """Return `size` bytes of memory that belong to this thread of the server."""
-        held: bytearray = getattr(self._buffers, "held", bytearray())
-        if len(held) < size:
-            held = self._buffers.held = bytearray(size)
-        return memoryview(held)[:size]
 
     def finish(self) -> None:
         """Wait until all ranks have got all their samples. All ranks call this."""
@@ -91,19 +79,14 @@ class Peers:
         Returns:
             The bytes; None if that rank is dead, is late or refuses, or if its answer is damaged.
         """
-        try:
-            slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
-            found = None if slab is None else slab.get(sample)
-            if found is not None or self._wire.silent(owner):  # shared memory stays readable after its owner has died
-                return found
-            given = self._ask(owner, sample, scratch if slab is None else None)
-            self._wire.heard(owner)
-            if slab is None:
-                return scratch if given else None
-            return slab.get(sample) if given else None  # the owner answers after it has stored the sample
-        except OSError as error:
-            self._wire.lose(owner, error)
-            return None
+        slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
+        if slab is None:
+            served = self._wire.attempt(owner, lambda: self._ask(owner, sample, scratch))
+            return scratch if served else None
+        found = slab.get(sample)  # shared memory stays readable after its owner has died
+        if found is None and self._wire.attempt(owner, lambda: self._ask(owner, sample, None)):
+            return slab.get(sample)  # the owner answers after it has stored the sample
+        return found
 
     def _slab(self, owner: int, tier: int) -> Slab | None:
         """Return the slab of another rank; None where it is on another node or cannot be opened."""
@@ -141,8 +124,7 @@ class Peers:
     def close(self) -> bool:
         """End all connections, after which no rank may ask any more.
 
-        Returns:
-            False if the server still reads storage for another rank.
+        Return False if the server still reads storage for another rank.
         """
         for slab in self._slabs.values():
             if slab is not None:

@@ -174,13 +174,7 @@ class Plan:
         return choose(self.users, epochs, whole, sizes, used, self.tiers.ram)
 
     def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
-        """Return the uses of a rank in an epoch.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            rank: Rank whose uses are listed.
-            start_step: First global step; uses in earlier steps are left out.
-        """
+        """Return the uses of a rank in an epoch, counted from 0, without those in steps before `start_step`."""
         samples, user = self.users(epoch)
         index = np.arange(len(samples))
         step = index // self.order.batch_size + epoch * self.order.steps_per_epoch
@@ -188,21 +182,13 @@ class Plan:
         return Reads(step[mine], index[mine] % self.order.batch_size, samples[mine])
 
     def users(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of an epoch and the rank that uses each.
-
-        Returns:
-            (F,) samples in the order of the global batches, and (F,) ranks.
-        """
+        """Return the samples of an epoch (F,) in the order of the global batches, and the rank that uses each (F,)."""
         samples = self.order.epoch(epoch)
         index = np.arange(len(samples))
         return samples, self._ranks_of(samples, index // self.order.batch_size, index % self.order.batch_size)
 
     def run(self, rank: int, *, start_step: int = 0) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield the samples of a rank for every global step from `start_step` on.
-
-        Args:
-            rank: Rank whose samples are listed.
-            start_step: First global step.
 
         Yields:
             Global step, positions in the global batch, and samples. Both arrays are empty where the rank has no sample.
@@ -274,8 +260,8 @@ class Traffic:
             samples, user = plan.users(epoch)
             owner, tier, size = where.owner[samples], where.tier[samples], where.kept[samples]
             mine = (owner == user) & (epoch > 0)  # the first use of what a rank holds fills its cache
-            for name, chosen in (("ram", mine & (tier == RAM)), ("disk", mine & (tier == DISK))):
-                moved[name] += int(size[chosen].sum())
+            moved["ram"] += int(size[mine & (tier == RAM)].sum())
+            moved["disk"] += int(size[mine & (tier == DISK)].sum())
             # The first use of a copy still comes from its owner; only later uses find it in memory.
             copied, copy = plan.copies.find(user, samples)
             again = copied & copied_before[copy]
@@ -284,15 +270,8 @@ class Traffic:
             moved["peers"] += int(size[(owner != NOBODY) & (owner != user) & ~again].sum())
         repeats = plan.epochs - 1
         storage, bound = total + repeats * (total - held), total + repeats * max(0, total - room)
-        return cls(
-            storage=storage,
-            bound=bound,
-            held=held,
-            total=total,
-            epochs=plan.epochs,
-            steps=plan.order.steps_per_epoch,
-            **moved,
-        )
+        steps = plan.order.steps_per_epoch
+        return cls(storage, **moved, bound=bound, held=held, total=total, epochs=plan.epochs, steps=steps)
 
     def seconds(
         self, *, storage_rate: float, compute: float, decode: float = 0.0, again: float | None = None
@@ -326,13 +305,8 @@ class Traffic:
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return the rank that uses each position of a global batch.
 
-    A global batch is cut into slices in rank order, whose lengths differ by at most one.
-
-    Args:
-        order: Order of the samples.
-        ranks: Number of ranks.
-        step: Global step of each position; any shape.
-        position: Place in the global batch, of the same shape.
+    A global batch is cut into slices in rank order, whose lengths differ by at most one. Step and position in the batch
+    may have any shape.
     """
     last = (step + 1) % order.steps_per_epoch == 0
     length = np.where(last, order.n - (order.steps_per_epoch - 1) * order.batch_size, order.batch_size)
@@ -369,15 +343,9 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
 def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bool = False) -> Placement:
     """Fill the caches without duplicates.
 
-    Each rank holds the samples that it uses first. Capacity that is left then goes to samples that no rank holds yet.
-    Memory is filled before disk. A sample that is larger than the space left is skipped.
-
-    Args:
-        order: Order of the samples; its first epoch decides who uses what first.
-        ranks: Number of ranks, P.
-        sizes: (F,) bytes of each sample.
-        tiers: Cache capacity of each rank.
-        heads: Whether the space that is left at the end of each memory holds the head of a sample that no rank holds.
+    Each rank holds the samples that it uses first in the first epoch. Capacity that is left then goes to samples that
+    no rank holds yet. Memory is filled before disk. A sample, of `sizes` (F,) bytes, that is larger than the space left
+    is skipped. With `heads`, the space left at the end of each memory holds the head of a sample that no rank holds.
     """
     samples, index = order.epoch(0), np.arange(order.n)
     first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
@@ -398,16 +366,7 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
 
 
 class _Caches:
-    """The caches of all ranks while they are filled.
-
-    Args:
-        ranks: Number of ranks, P.
-        sizes: (F,) bytes of each sample.
-        tiers: Cache capacity of each rank.
-
-    Attributes:
-        placement: The place of each sample that has one so far.
-    """
+    """The caches of all ranks while they are filled. `placement` has the place of each sample that has one so far."""
 
     def __init__(self, ranks: int, sizes: np.ndarray, tiers: Room):
         count = len(sizes)
@@ -450,10 +409,7 @@ class _Caches:
         """Fill the ends of the memories with heads of samples that no rank holds, one for each rank.
 
         A rank prefers a sample that it uses first itself. It then reads the head from storage for its own use.
-
-        Args:
-            samples: (F,) samples in the order of the first epoch.
-            first_user: (F,) the rank that uses each of them first.
+        `samples` (F,) are in the order of the first epoch, and `first_user` (F,) uses each of them first.
         """
         left = np.flatnonzero(self.placement.owner[samples] == NOBODY)
         # The candidates are the first such sample of every rank, and enough others for ranks that have none.
@@ -494,11 +450,7 @@ class Copies:
         return self.keys[here] - rank * self.count, self.offset[here]
 
     def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the uses whose own rank keeps a copy of the sample.
-
-        Args:
-            user: (A,) rank of each use.
-            sample: (A,) sample of each use.
+        """Find the uses (A,) whose own rank keeps a copy of the sample.
 
         Returns:
             (A,) bool, whether the user keeps a copy, and (A,) the place of the copy in `keys` (0 where there is none).

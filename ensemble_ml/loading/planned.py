@@ -8,7 +8,6 @@ separate CUDA stream copies them to the GPU. The size of the ring limits how far
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Arrays, Batch, Device, Draw, Schedule, Turn, join, pages, read_sample
-from ensemble_ml.loading.threads import ended, start
+from ensemble_ml.loading.threads import Workers
 from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
@@ -42,14 +41,12 @@ class _Job:
     ready: Any = None
 
 
-class Engine:
+class Engine(Workers):
     """A group of threads that produce the batches of a schedule for one data coordinate.
 
     Args:
         schedule: Schedule of the run. The plan of `cache` must have been made for this schedule.
-        cache: Cache of this rank.
         coordinate: Data coordinate of this rank, which is the number of its share of each batch.
-        device: Device to which batches are copied.
         ahead: Number of batches that are prepared ahead of the one in use.
         threads: Number of threads that fetch and decode.
         alone: True if no other rank takes units from this one. If False, the units of a batch are kept until a step or
@@ -59,35 +56,21 @@ class Engine:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cache: UnitCache,
-        *,
-        coordinate: int,
-        device: Device,
-        ahead: int,
-        threads: int,
-        alone: bool,
-        meets: Callable[[int], bool] | None = None,
-    ):
+        self, schedule: Schedule, cache: UnitCache, *, coordinate: int, device: Device, ahead: int, threads: int,
+        alone: bool, meets: Callable[[int], bool] | None = None,
+    ):  # fmt: skip
+        super().__init__(cache)
         self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
         self._alone, self._meets, self._met = alone, meets, -1
         self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # one more, for the user
         self._free = list(range(ahead + 1))
-        self._change = threading.Condition()
         self._jobs: deque[_Job] = deque()
-        self._ended, self._stopped = False, False
-        self._error: BaseException | None = None
-        self._tasks, self._take = self._list_tasks(), threading.Lock()
         self._current: _Job | None = None
         self._passed, self._since = -1, 0.0
-        self._left: bool | None = None  # whether threads still run after `close`; None before it
-        self._workers = start(threads, self._work)
+        self._start(threads)
 
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
-        """Return the next batch of this rank.
-
-        The next call frees the memory of this batch for reuse.
+        """Return the next batch of this rank, whose memory the next call frees for reuse.
 
         Args:
             validation: True asks for a validation batch, False for a training batch.
@@ -103,7 +86,7 @@ class Engine:
         began = time.monotonic()
         with self._change:
             while not self._jobs and not self._ended and self._error is None:
-                self._wait()
+                self._wait(_STALL)
             if self._error is not None:
                 raise self._error
             job = self._jobs[0] if self._jobs else None
@@ -112,7 +95,7 @@ class Engine:
             while job.batch is None:
                 if self._error is not None:
                     raise self._error
-                self._wait()
+                self._wait(_STALL)
             self._jobs.popleft()
         now = time.monotonic()
         self.cache.counters.add(waited=now - began)
@@ -141,11 +124,6 @@ class Engine:
             self._free.append(job.slot)
             self._change.notify_all()
 
-    def _wait(self) -> None:
-        """Wait for a change. If none comes within 30 s, log what has been read for longest, and return."""
-        if not self._change.wait(_STALL) and (slow := self.cache.slowest()):
-            log.warning("loading: %s has been read for %.0f s without an answer", *slow)
-
     def _list_tasks(self) -> Iterator[tuple[_Job, int, range]]:
         """Yield (job, place in the batch, numbers of the sample's uses of units). Wait while the ring is full."""
         use = 0
@@ -165,9 +143,7 @@ class Engine:
                     yield job, place, range(use, use + count)
                     use += count
             use += sum(1 + len(draw.read) for share in after for draw in share)
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
+        self._end_tasks()
 
     def _open(self, number: int, turn: Turn, draws: tuple[Draw, ...]) -> _Job | None:
         """Wait for a free buffer of the ring, and start the batch of a turn in it. Return None after `close`."""
@@ -183,20 +159,13 @@ class Engine:
         return job
 
     def _work(self) -> None:
-        """Fetch and decode samples until the tasks end. An error is kept, and `next` raises it in the user's thread."""
-        try:
-            while not self._stopped:
-                # Only one thread at a time advances the generator of tasks. It may wait there for a free buffer.
-                with self._take:
-                    task = next(self._tasks, None)
-                self.cache.passed(self._passed)
-                if task is None:
-                    return
-                self._make(*task)
-        except BaseException as error:
-            with self._change:
-                self._error = self._error or error
-                self._change.notify_all()
+        """Fetch and decode samples until the tasks end."""
+        while not self._stopped:
+            task = self._next_task()
+            self.cache.passed(self._passed)
+            if task is None:
+                return
+            self._make(*task)
 
     def _make(self, job: _Job, place: int, uses: range) -> None:
         """Fetch and decode one sample, and complete its batch if no other sample is missing."""
@@ -243,12 +212,3 @@ class Engine:
         with self._change:
             job.batch = batch
             self._change.notify_all()
-
-    def close(self) -> bool:
-        """End the threads, and return False if some still wait for storage. Further calls return the same."""
-        with self._change:
-            self._stopped = True
-            self._change.notify_all()
-        if self._left is None:
-            self._left = not ended(self._workers, self.cache.slowest)
-        return not self._left

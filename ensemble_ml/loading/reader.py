@@ -32,6 +32,7 @@ class Reader:
             source. Only `Reader` and `Batches.draw` know what stands for the truth.
 
     Attributes:
+        full_size: Number of members that the source holds, N.
         zeros: Indices (lead, surface variable) of fields that are zero by definition and need not be stored.
     """
 
@@ -40,7 +41,7 @@ class Reader:
     ):
         self.source, self.spec, self.withhold = source, spec, withhold
         self.window: tuple[Span, Span] = window or ((0, len(spec.latitude)), (0, len(spec.longitude)))
-        self.members = len(source.layout.realization)
+        self.full_size = len(source.layout.realization)
         places = [(t, s) for t in range(len(spec.leads_in)) for s in range(len(spec.surface))]
         self.zeros = [(t, s) for t, s in places if zero_by_nature(spec.surface[s], spec.leads_in[t])]
         self._masked = tuple(
@@ -59,11 +60,6 @@ class Reader:
         return Reader(self.source, self.spec, window=window, withhold=self.withhold)
 
     @property
-    def full_size(self) -> int:
-        """Return the number of members that the source holds, N."""
-        return self.members
-
-    @property
     def spare(self) -> int:
         """Return the number of members of a date that a training sample must leave out, 0 or 1.
 
@@ -75,7 +71,7 @@ class Reader:
     @property
     def most(self) -> int:
         """Return the largest number of members of a date that validation and fits may use."""
-        return self.members - (self.withhold is not None)
+        return self.full_size - (self.withhold is not None)
 
     def forecast(
         self,
@@ -115,9 +111,9 @@ class Reader:
         """
         date = int(date)
         if date not in self._there:
-            whole = np.ones(self.members, bool)
+            whole = np.ones(self.full_size, bool)
             for there in self._inputs_present(date):
-                whole &= there.reshape(self.members, -1).all(1)
+                whole &= there.reshape(self.full_size, -1).all(1)
             self._there[date] = np.flatnonzero(whole)
         return self._there[date]
 
@@ -134,10 +130,7 @@ class Reader:
     def usable(self, dates: Iterable[int], least: int, what: str) -> np.ndarray:
         """Return those of `dates` on which at least `least` members have all input fields. Log how many are left out.
 
-        Args:
-            dates: Indices of init times.
-            least: Number of members.
-            what: Name of the dates in messages.
+        Messages name the dates by `what`.
 
         Raises:
             UserError: None of the dates has so many members. The message names the first missing field.
@@ -173,17 +166,13 @@ class Reader:
         """Name the first missing field of a date, for a message."""
         for there, names in zip(self._inputs_present(date), (self.spec.variables, self.spec.surface), strict=True):
             if not there.all():
-                return self._field_text(np.argwhere(~there)[0], names, date, np.arange(self.members)) + " is missing"
+                return self._field_text(np.argwhere(~there)[0], names, date, np.arange(self.full_size)) + " is missing"
         return f"{iso(self.time(date))} has {len(self.available(date))} members"
 
     def target(self, part: Part, date: int) -> Fields:
         """Read the truth, or the ensemble's mean or spread, at the predicted leads.
 
         If a member is withheld to stand for the truth, that member is returned as the truth.
-
-        Args:
-            part: Part of the source.
-            date: Index of the init time.
 
         Returns:
             Fields (T_out, V, Z, Y, X) and (T_out, S, Y, X) float32, NaN where absent.
@@ -201,12 +190,9 @@ class Reader:
     def selection(
         self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Selection:
-        """Return what is read of a part of a date. Columns are not included, because they are cut after reading.
+        """Return what is read of a part of a date: all members and the leads of the model, unless others are given.
 
-        Args:
-            part: Part of the source.
-            members: Positions of members; None takes all.
-            leads: Leads in hours; None takes those of the model.
+        Columns are not included, because they are cut after reading.
         """
         spec, (rows, _) = self.spec, self.window
         numbers = None if members is None else tuple(self.source.layout.realization[p] for p in members)
@@ -260,16 +246,13 @@ class Reader:
             self.refuse(good, names, date, positions)
 
     def refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
-        """Raise a UserError for the first field that is not good.
+        """Raise a UserError that names the first field that is not good.
 
         Args:
             good: bool (M, T, V, Z) or (M, T, S), False for a field that is missing or has a value that is not allowed.
             names: Names of the variables along the third axis.
             date: Index of the init time.
             positions: (M,) positions of the members.
-
-        Raises:
-            UserError: A field is not good. The message names it.
         """
         if good.all():
             return
@@ -298,13 +281,10 @@ def day_of_year(time: np.datetime64) -> int:
 
 
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the first axis, (...) float32.
+    """Return mean and sample standard deviation of members (M, ...) without missing values, (...) float32.
 
     The standard deviation has ddof = 1; it is zero for one member. Sums are computed in float64 and in two passes,
     because values may be large compared with their spread: geopotential is 500 times its spread.
-
-    Args:
-        values: Members (M, ...) without missing values.
     """
     count = len(values)
     mean = values.sum(axis=0, dtype=np.float64)
@@ -323,13 +303,10 @@ def _square(values: np.ndarray) -> np.ndarray:
 
 
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and sample standard deviation over the members that have a value at each point, (...) float32.
+    """Return mean and sample standard deviation of the members (M, ...) that are not NaN at each point, (...) float32.
 
     A point without any value is NaN; the standard deviation of a single value is zero. Members are added one at a time,
     so no temporary array of all members is made.
-
-    Args:
-        values: Members (M, ...), NaN where a point has no value.
     """
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:

@@ -90,9 +90,7 @@ class PlannedLoader:
     """A loader that reads by plan (implements `RunLoader`).
 
     Args:
-        config: Settings of loading.
         schedule: All batches of the run, in order.
-        reader: Reader of the store.
         device: Device to which batches are copied.
         lane: Ranks that read the same rows.
         timeline: File for a picture of what the threads did and when; None draws none.
@@ -106,17 +104,9 @@ class PlannedLoader:
     """
 
     def __init__(
-        self,
-        config: LoadingConfig,
-        schedule: Schedule,
-        reader: Reader,
-        device: Device,
-        lane: Lane,
-        timeline: Path | None = None,
-        *,
-        meets: Callable[[int], bool] = lambda step: True,
-        slack: int = 0,
-    ):
+        self, config: LoadingConfig, schedule: Schedule, reader: Reader, device: Device, lane: Lane,
+        timeline: Path | None = None, *, meets: Callable[[int], bool] = lambda step: True, slack: int = 0,
+    ):  # fmt: skip
         self.plan, units, self.schedule, ahead = make_plan(config, schedule, reader, lane, slack)
         self.timeline = Timeline(timeline)
         self._peers: UnitPeers | None = None
@@ -125,9 +115,8 @@ class PlannedLoader:
         self.counters = self.cache.counters
         try:
             if lane.gather is not None:
-                self.cache.others = self._peers = UnitPeers(
-                    self.cache, lane.gather, config.host, config.node, lane.number
-                )
+                self._peers = UnitPeers(self.cache, lane.gather, config.host, config.node, lane.number)
+                self.cache.others = self._peers
             self._engine = Engine(
                 self.schedule, self.cache, coordinate=lane.coordinate, device=device, ahead=ahead,
                 threads=config.threads, alone=lane.ranks == 1, meets=meets if slack else None,
@@ -150,9 +139,8 @@ class PlannedLoader:
 
     def close(self) -> None:
         """End threads and connections, and free the memory. Draw the timeline."""
-        ended = (self._engine is None or self._engine.close()) and (self._peers is None or self._peers.close())
-        if ended:  # else the threads that still run may use it
-            self.cache.close()
+        if (self._engine is None or self._engine.close()) and (self._peers is None or self._peers.close()):
+            self.cache.close()  # else the threads that still run may use it
         try:
             self.timeline.draw()
         except UserError as error:  # a missing picture is no reason to let a run fail
@@ -171,11 +159,7 @@ def _stand_apart(_: int) -> None:
 class TorchLoader:
     """A loader on torch's DataLoader that reads batches in the order of use (implements `RunLoader`).
 
-    Args:
-        config: Settings of loading; `workers` and `ahead` apply.
-        schedule: All batches of the run, in order.
-        reader: Reader of the store.
-        part: Data coordinate of this rank.
+    Of the settings, `workers` and `ahead` apply. `part` is the data coordinate of this rank.
     """
 
     def __init__(self, config: LoadingConfig, schedule: Schedule, reader: Reader, part: int = 0):
@@ -210,11 +194,7 @@ class TorchLoader:
         return self._to_its_end(found)
 
     def _to_its_end(self, batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
-        """Yield the batches, and drop the iterator after the last one: it holds the pipes of its worker processes.
-
-        Raises:
-            UserError: A worker process returned this error in place of a batch.
-        """
+        """Yield the batches, and drop the iterator after the last one: it holds the pipes of its worker processes."""
         for found in batches:
             if isinstance(found, UserError):
                 raise found
@@ -275,14 +255,7 @@ def _as_it_is(found: Batch | UserError) -> Batch | UserError:
 def make_plan(
     config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, slack: int = 0
 ) -> tuple[UnitPlan, Units, Schedule, int]:
-    """Plan the loading of a run.
-
-    Args:
-        config: Settings of loading.
-        schedule: All batches of the run, in order.
-        reader: Reader of the store.
-        lane: Ranks that read the same rows.
-        slack: Number of steps that ranks may be apart.
+    """Plan the loading of a run, whose ranks may be `slack` steps apart.
 
     Returns:
         The plan, its units, the schedule for which it is made (with `holders` where `assign` is `locality`), and the
@@ -297,7 +270,8 @@ def make_plan(
         schedule = replace(schedule, holders=homes[np.searchsorted(units.dates, schedule.batches.dates)])
     trace = Trace.of(schedule, units)
     # Packed bytes of each turn of this rank, and of its whole validation: they need memory besides the cache.
-    own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
+    used = trace.user == lane.coordinate
+    own = np.bincount(trace.turn[used], units.sizes[trace.unit[used]])
     mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
     # If ranks meet (wait for each other) only after some steps, the units that are read between two meetings stay in
@@ -319,19 +293,11 @@ def cache_room(
 ) -> tuple[int, int]:
     """Divide `loading.ram`, or this rank's share of half of the free memory, between the cache and everything else.
 
-    The decoded batches, the memory into which threads decode, and packed units that are being read come first. The
-    cache gets the rest, less the units that wait to enter it. Units wait until all ranks have passed their turn, and
-    the turns of a validation count as passed together. Waiting units take at most as many bytes as the cache itself,
-    so the cache gets at least half of the rest.
-
-    Args:
-        config: Settings of loading.
-        schedule: All batches of the run.
-        reader: Reader of the store.
-        lane: Ranks that read the same rows.
-        packed: Most packed bytes of one batch.
-        together: Packed bytes of this rank in turns that are passed together: those of a validation, and those of the
-            steps between meetings of the ranks.
+    The decoded batches, the memory into which threads decode, and packed units that are being read come first: at most
+    `packed` bytes for each batch. The cache gets the rest, less the units that wait to enter it. Units wait until all
+    ranks have passed their turn. The turns of a validation, and those of the steps between meetings of the ranks, are
+    passed together, and have `together` packed bytes. Waiting units take at most as many bytes as the cache itself, so
+    the cache gets at least half of the rest.
 
     Returns:
         Bytes of the cache in whole pages, and number of batches to prepare ahead.
@@ -356,16 +322,7 @@ def cache_room(
 
 
 def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, int]:
-    """Estimate the memory of decoded values.
-
-    Args:
-        schedule: All batches of the run.
-        reader: Reader of the store.
-        lane: Ranks that read the same rows.
-
-    Returns:
-        Bytes of the largest decoded batch of one rank, and bytes that a thread needs while it decodes a sample.
-    """
+    """Estimate the bytes of the largest decoded batch of one rank, and those that a thread needs to decode a sample."""
     spec = reader.spec
     (top, bottom), (left, right) = reader.window
     field = 4 * (bottom - top) * (right - left)

@@ -202,14 +202,10 @@ class Slab:
 
 
 def _locked(path: Path) -> int:
-    """Open the file `path` and lock it.
+    """Open the file `path` and lock it; raise BlockingIOError if another process holds the lock for long.
 
     Another run that removes stale caches may lock the file, or unlink it, at this moment. The loop tries again until
     the lock is on the file that stands at `path`.
-
-    Raises:
-        BlockingIOError: Another process holds the lock for longer than `_PATIENCE`.
-        OSError: The file cannot be made.
     """
     until = time.monotonic() + _PATIENCE
     while True:

@@ -8,9 +8,10 @@ Axes: F sample, M member, T lead, V pressure-level variable, S surface variable,
 from __future__ import annotations
 
 import hashlib
-import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.items import ArrayShape
+from ensemble_ml.loading.threads import Scratch
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.store.schema import ArraySpec, Kind
-from ensemble_ml.store.shard import ShardFile, chunk_spans, read_chunks, runs
+from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, read_chunks, runs
 from ensemble_ml.store.source import Part, Selection
 
-_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
+INDEX_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,7 @@ class StoreItems:
         if not len(self.dates):
             raise UserError(f"{store.path}: no init time is left; choose others")
         self.arrays = self._shapes()
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self.store.keep_factors(self.parts, self.dates.tolist(), pool)
             self._pieces = list(pool.map(self._plan, self.dates.tolist()))
         self.sizes = np.array([sum(piece.bytes for piece in pieces) for pieces in self._pieces], np.int64)
@@ -112,18 +114,10 @@ class StoreItems:
         pieces = []
         for part in self.parts:
             for spec, path, numbers in self.store.chunks(part, date, self.selection):
-                shard = ShardFile(path)
-                try:
-                    _, spans = chunk_spans(shard, spec, numbers)
-                    # The index is kept, so that later reads of the sample need not request it. It has 16 bytes for each
-                    # chunk, and a crc32c.
-                    tail = int(np.prod(spec.chunks)) * 16 + 4
-                    index = shard.read(shard.size - tail, tail)
-                finally:
-                    shard.close()
-                size = shard.size
-                joined = [(int(spans[a, 0]), int(spans[b - 1].sum() - spans[a, 0])) for a, b in runs(spans, size)]
-                pieces.append(Piece(path, size, index, tuple(joined)))
+                shard = indexed(path, spec)
+                _, spans = chunk_spans(shard, spec, numbers)
+                joined = [(int(spans[a, 0]), int(spans[b - 1].sum() - spans[a, 0])) for a, b in runs(spans, shard.size)]
+                pieces.append(Piece(path, shard.size, shard.index, tuple(joined)))
         return tuple(pieces)
 
     def read(self, sample: int, out: memoryview) -> None:
@@ -142,24 +136,24 @@ class StoreItems:
             if skip >= piece.bytes or done == len(out):
                 skip -= min(skip, piece.bytes)
                 continue
-            shard = ShardFile(piece.path)
-            try:
+            with closing(ShardFile(piece.path)) as shard:
                 for offset, size in piece.runs:
                     wanted = min(size - skip, len(out) - done)
                     if wanted > 0:
                         shard.read_into(offset + skip, out[done : done + wanted])
                         done += wanted
                     skip = max(0, skip - size)
-            finally:
-                shard.close()
         self.store.check_same()
 
-    def shards(self, sample: int, packed: memoryview) -> dict[str, PackedShard]:
+    def shards(self, sample: int, packed: memoryview) -> dict[str, MemoryShard]:
         """Return the shards of a sample by path, as views of its packed bytes."""
         data, start, found = np.frombuffer(packed, np.uint8), 0, {}
         for piece in self._pieces[sample]:
-            found[piece.path] = PackedShard(piece, data[start : start + piece.bytes])
-            start += piece.bytes
+            pieces = []
+            for offset, size in piece.runs:
+                pieces.append((offset, data[start : start + size]))
+                start += size
+            found[piece.path] = MemoryShard(piece.path, piece.size, piece.index, pieces)
         return found
 
     def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
@@ -167,24 +161,14 @@ class StoreItems:
         self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
 
     def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
-        """Read the arrays of a sample into `out`.
-
-        Args:
-            store: This store, with chunks from memory instead of those on disk.
-            sample: Number of the sample.
-            out: Arrays to fill, by name.
-        """
+        """Read the arrays of a sample into `out`, by name, from this store with other chunks than those on disk."""
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
             store.read(part, int(self.dates[sample]), self.selection, place)
 
     def chunks(self, sample: int) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield the chunks of a sample, shard by shard, as `TensorStore.chunks` does.
-
-        Yields:
-            Array, path of the shard, and numbers of the chunks.
-        """
+        """Yield array, path of the shard, and numbers of its chunks, as `TensorStore.chunks` does."""
         for part in self.parts:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
@@ -204,23 +188,40 @@ class StoreItems:
         return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
 
 
-class PackedShard:
-    """A shard of which only the index and some runs are in memory (implements `ensemble_ml.store.shard.Shard`)."""
+def indexed(path: str, spec: ArraySpec) -> MemoryShard:
+    """Read the index of a shard, and return it as a shard of which nothing else can be read.
 
-    def __init__(self, piece: Piece, data: np.ndarray):
-        self.path, self.size = piece.path, piece.size
-        self._index, self._data = piece.index, data
-        self._offsets = np.array([offset for offset, _ in piece.runs], np.int64)
-        self._starts = np.cumsum([0, *(size for _, size in piece.runs)])
+    The index stays in memory, so that later reads need not request it. It has 16 bytes for each chunk, and a crc32c.
+    """
+    with closing(ShardFile(path)) as shard:
+        # A file that is shorter than its index is kept as it is, and `chunk_spans` raises the error.
+        start = max(0, shard.size - int(np.prod(spec.chunks)) * 16 - 4)
+        return MemoryShard(path, shard.size, shard.read(start, shard.size - start), [])
+
+
+class MemoryShard(Shard):
+    """A shard of which the index and some runs are in memory, given as (offset, bytes)."""
+
+    def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
+        self.path, self.size, self.index = path, size, index
+        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        self._offsets = [offset for offset, _ in self._pieces]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Return `size` bytes of the file from `start` on, (size,) uint8. One run or the index must hold them."""
-        if start == self.size - len(self._index):
-            return self._index
-        run = int(np.searchsorted(self._offsets, start, side="right")) - 1
-        first = int(self._starts[run]) + start - int(self._offsets[run])
-        assert run >= 0 and first + size <= self._starts[run + 1], "a read that was not planned"
-        return self._data[first : first + size]
+        """Return `size` bytes of the file from `start` on, (size,) uint8; without a copy if one run holds them all."""
+        # `read_chunks` first reads the index, which is in memory.
+        if start == self.size - len(self.index):
+            return self.index
+        first = bisect_right(self._offsets, start) - 1
+        found: list[np.ndarray] = []
+        while size:
+            assert 0 <= first < len(self._pieces), "a read that was not planned"
+            offset, data = self._pieces[first]
+            part = data[start - offset : start - offset + size]
+            assert len(part) and start >= offset, "a read that was not planned"
+            found.append(part)
+            start, size, first = start + len(part), size - len(part), first + 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
         """Do nothing: no file was opened."""
@@ -238,12 +239,12 @@ class OpenedItems:
 
     def __init__(self, packed: StoreItems):
         self.packed, self.arrays, self.stored = packed, packed.arrays, packed.sizes
-        self._scratch = threading.local()
+        self._scratch = Scratch()
         nothing = memoryview(b"")
         self._places = [self._place(sample, packed.shards(sample, nothing)) for sample in range(len(self.stored))]
         self.sizes = np.array([sum(one.size for one in places) for places in self._places], np.int64)
 
-    def _place(self, sample: int, shards: Mapping[str, PackedShard]) -> tuple[Places, ...]:
+    def _place(self, sample: int, shards: Mapping[str, MemoryShard]) -> tuple[Places, ...]:
         """Return where the chunks of a sample lie once they are decompressed."""
         return tuple(
             Places.of(spec, path, chunk_spans(shards[path], spec, numbers))
@@ -256,11 +257,7 @@ class OpenedItems:
         Raises:
             UserError: A file is missing, or a checksum does not fit.
         """
-        size = int(self.stored[sample])
-        held: bytearray = getattr(self._scratch, "held", bytearray())
-        if len(held) < size:
-            held = self._scratch.held = bytearray(size)
-        data = memoryview(held)[:size]
+        data = self._scratch.take(int(self.stored[sample]))
         self.packed.read(sample, data)
         shards, start = self.packed.shards(sample, data), 0
         for places in self._places[sample]:
@@ -334,11 +331,7 @@ class Places:
 
 
 def _positions(dates: Any, count: int) -> np.ndarray:
-    """Return the positions of init times, which may be given as a mask.
-
-    Raises:
-        UserError: They are not whole numbers, or not within 0 to `count` - 1.
-    """
+    """Return the positions of init times, which may be given as a mask. Refuse others than 0 to `count` - 1."""
     if dates is None:
         return np.arange(count)
     found = np.asarray(dates)

@@ -1,4 +1,4 @@
-"""Start and end the background threads of a loader, and make items in a thread before they are used."""
+"""Share what the loaders' background threads need: their start and end, their errors, and which reads are under way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,7 @@ def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, 
     """Wait for threads that were asked to stop, for at most `PATIENCE` seconds.
 
     A thread may be unable to stop because storage does not answer. It then ends with the process, and the memory to
-    which it writes must stay until then.
-
-    Args:
-        threads: The threads.
-        slowest: Function that returns what has been read for longest and for how many seconds, where this is known.
+    which it writes must stay until then. `slowest` returns what has been read for longest, and for how many seconds.
 
     Returns:
         Whether all threads have ended.
@@ -63,6 +59,109 @@ def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, 
         why = f": {slow[0]} has been read for {slow[1]:.0f} s without an answer" if slow else ""
         log.warning("loading: %d threads are not waited for%s", len(left), why)
     return not left
+
+
+class Reading:
+    """A source whose reads of storage are noted while they are under way. `name` names a sample or unit in messages."""
+
+    def __init__(self, name: Callable[[int], str]):
+        self._name = name
+        self._under_way: dict[int, tuple[int, float]] = {}  # thread -> what it reads and since when
+
+    @contextmanager
+    def noted(self, number: int) -> Iterator[None]:
+        """Note that this thread reads a sample or unit within this context."""
+        me = threading.get_ident()
+        self._under_way[me] = number, time.monotonic()
+        try:
+            yield
+        finally:
+            del self._under_way[me]
+
+    def slowest(self) -> tuple[str, float] | None:
+        """Return name and seconds of the read that has lasted longest so far; None if none is under way."""
+        under_way = sorted(self._under_way.copy().values(), key=lambda read: read[1])
+        return (self._name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
+
+
+class Scratch(threading.local):
+    """Memory of each thread, which is enlarged where it is too small."""
+
+    held = bytearray()
+
+    def take(self, size: int) -> memoryview:
+        """Return `size` bytes. The next call of this thread returns the same ones."""
+        if len(self.held) < size:
+            self.held = bytearray(size)
+        return memoryview(self.held)[:size]
+
+
+class Workers:
+    """A group of threads that carry out the tasks of a loader; the base of both engines.
+
+    A subclass defines `_list_tasks` and `_work`, and starts the threads by `_start`. What several threads change, they
+    change under the lock of `_change`, and notify it.
+
+    Args:
+        source: Source of the samples.
+    """
+
+    def __init__(self, source: Reading):
+        self._source = source
+        self._change = threading.Condition()
+        self._ended, self._stopped = False, False
+        self._error: BaseException | None = None
+        self._tasks, self._take = self._list_tasks(), threading.Lock()
+        self._workers: list[threading.Thread] = []
+        self._left: bool | None = None  # whether threads still run after `close`; None before it
+
+    def _list_tasks(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the tasks, and wait while enough batches are ahead."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """Carry out tasks until they end."""
+        raise NotImplementedError
+
+    def _start(self, count: int) -> None:
+        """Start the threads. An error of one of them is kept for the user's thread."""
+
+        def run() -> None:
+            """Work, and keep the first error."""
+            try:
+                self._work()
+            except BaseException as error:
+                with self._change:
+                    self._error = self._error or error
+                    self._change.notify_all()
+
+        self._workers = start(count, run)
+
+    def _next_task(self) -> Any:
+        """Return the next task, or None after the last one."""
+        # Only one thread at a time advances the generator of tasks. It may wait there for a free buffer.
+        with self._take:
+            return next(self._tasks, None)
+
+    def _end_tasks(self) -> None:
+        """Note that no task is left."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a change. If none comes within `seconds`, log what has been read for longest, and return."""
+        if not self._change.wait(seconds) and (slow := self._source.slowest()):
+            log.warning("loading: %s has been read for %.0f s without an answer", *slow)
+
+    def close(self) -> bool:
+        """End the threads, and return False if some still wait for storage. Further calls return the same."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        if self._left is None:
+            self._left = not ended(self._workers, self._source.slowest)
+        return not self._left
 
 
 def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:

@@ -10,11 +10,9 @@ import hashlib
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -23,26 +21,20 @@ from ensemble_ml.loading.counters import Counters
 from ensemble_ml.loading.items import Divisible, Items
 from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan
 from ensemble_ml.loading.slab import Shape, Slab
+from ensemble_ml.loading.threads import Reading
 
 log = logging.getLogger(__name__)
 
 
-class Others(Protocol):
-    """The interface to samples that other ranks hold."""
+class Others:
+    """The samples that other ranks hold. This base class stands for a run of one rank, which has no others."""
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
         """Return the bytes of a sample that `owner` holds, possibly in `scratch`; None if they cannot be had."""
-
-
-class Alone:
-    """The null object for a run of one rank: there is no other rank to ask."""
-
-    def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """Return None: there is no other rank."""
         return None
 
 
-class Tiers:
+class Tiers(Reading):
     """The access of one rank to all packed samples. Any thread may use it.
 
     Args:
@@ -56,14 +48,14 @@ class Tiers:
     """
 
     def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
+        super().__init__(items.name)
         self.plan, self.rank, self.items = plan, rank, items
         self._stored = plan.on_storage
         self.counters = Counters()
-        self.others: Others = Alone()
+        self.others = Others()
         self._copied = frozenset(plan.copies.of(rank)[0].tolist())
         self._lock = threading.Lock()
         self._busy: dict[int, threading.Event] = {}
-        self._reading: dict[int, tuple[int, float]] = {}  # thread -> its sample, and when the read began
         self.slabs = {RAM: Slab.in_memory(slab_shape(plan, items, rank, RAM))}
         if plan.tiers.disk:
             if folder is None:
@@ -81,14 +73,11 @@ class Tiers:
                 raise
 
     def fetch(self, sample: int, scratch: memoryview) -> memoryview:
-        """Return a packed sample.
+        """Return a packed sample: in place if it comes whole from a cache on this node, else in `scratch`.
 
         Args:
             sample: Number of the sample.
             scratch: Memory of the sample's size.
-
-        Returns:
-            The bytes of the sample: in place if they come whole from a cache on this node, else in `scratch`.
 
         Raises:
             UserError: Slow storage does not deliver the sample.
@@ -100,8 +89,7 @@ class Tiers:
         kept = int(self.plan.placement.kept[sample])
         # If only the head is held, the rest is read from slow storage at every use.
         if kept < len(scratch):
-            head = self._held(owner, sample, scratch[:kept])
-            scratch[:kept] = head
+            scratch[:kept] = self._held(owner, sample, scratch[:kept])
             self._read(sample, scratch[kept:], kept)
             return scratch
         return self._held(owner, sample, scratch)
@@ -128,10 +116,7 @@ class Tiers:
             return found
 
     def _from(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
-        """Return a sample that another rank holds.
-
-        If that fails, it is read from slow storage, and counted as a fallback.
-        """
+        """Return a sample that another rank holds. If that fails, read slow storage, and count a fallback."""
         found = self.others.get(owner, sample, scratch)
         if found is not None:
             self.counters.add(peers=len(found))
@@ -172,23 +157,15 @@ class Tiers:
 
     def _read(self, sample: int, out: memoryview, start: int = 0) -> memoryview:
         """Fill `out` with a sample, or with its bytes from `start` on, from slow storage, and return it."""
-        me, whole = threading.get_ident(), len(out) == int(self.plan.sizes[sample])
-        self._reading[me] = sample, time.monotonic()
-        try:
+        whole = len(out) == int(self.plan.sizes[sample])
+        with self.noted(sample):
             if whole:
                 self.items.read(sample, out)
             else:
                 assert isinstance(self.items, Divisible)
                 self.items.read_from(start, sample, out)
-        finally:
-            del self._reading[me]
         self.counters.add(storage=int(self._stored[sample]) if whole else len(out))
         return out
-
-    def slowest(self) -> tuple[str, float] | None:
-        """Return name and seconds of the read that has lasted longest so far; None if none is in progress."""
-        under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
-        return (self.items.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
 
     def close(self) -> None:
         """Free memory and files."""

@@ -13,39 +13,28 @@ while another rank reads it. A unit that no cache keeps is released when the las
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from ensemble_ml.loading.arena import Arena, Extents
 from ensemble_ml.loading.counters import Counters, Timeline
 from ensemble_ml.loading.plan import DISK, RAM
+from ensemble_ml.loading.threads import Reading
 from ensemble_ml.loading.unit_plan import UnitPlan, Units
 
-log = logging.getLogger(__name__)
 
-
-class Others(Protocol):
-    """The interface to units that other ranks hold."""
+class Others:
+    """The units that other ranks hold. This base class stands for a run of one rank, which has no others."""
 
     def get(self, holder: int, use: int) -> np.ndarray | None:
         """Return the unit that a use needs, from its holder; None where it cannot be had."""
-
-
-class Alone:
-    """The null object for a run of one rank: there is no other rank to ask."""
-
-    def get(self, holder: int, use: int) -> np.ndarray | None:
-        """Return None: there is no other rank."""
         return None
 
 
-class UnitCache:
+class UnitCache(Reading):
     """The units that one rank reads, holds and serves. Any thread may call it.
 
     Args:
@@ -59,19 +48,12 @@ class UnitCache:
         UserError: The folder cannot be used.
     """
 
-    def __init__(
-        self,
-        plan: UnitPlan,
-        rank: int,
-        units: Units,
-        *,
-        folder: str | Path | None = None,
-        timeline: Timeline | None = None,
-    ):
+    def __init__(self, plan: UnitPlan, rank: int, units: Units, *, folder: str | Path | None, timeline: Timeline):
+        super().__init__(units.name)
         self.plan, self.rank, self.units = plan, rank, units
         self.counters = Counters()
-        self.others: Others = Alone()
-        self.timeline = timeline or Timeline()
+        self.others = Others()
+        self.timeline = timeline
         held = plan.held(rank)
         self.arenas = {RAM: Arena(held[RAM])}
         if plan.room.disk:
@@ -85,7 +67,6 @@ class UnitCache:
         # use that no cache keeps -> number of users that have not received it yet
         self._waited_for: dict[int, int] = {}
         self._resident: dict[int, tuple[int, Extents]] = {}
-        self._reading: dict[int, tuple[int, float]] = {}  # thread -> unit and since when
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def obtain(self, use: int) -> np.ndarray:
@@ -189,14 +170,9 @@ class UnitCache:
 
     def _read(self, unit: int) -> np.ndarray:
         """Read a unit from slow storage into new memory."""
-        me, began = threading.get_ident(), time.monotonic()
         data = np.empty(int(self.plan.sizes[unit]), np.uint8)
-        self._reading[me] = unit, began
-        try:
-            with self.timeline.span("read"):
-                self.units.read(unit, data.data)
-        finally:
-            del self._reading[me]
+        with self.noted(unit), self.timeline.span("read"):
+            self.units.read(unit, data.data)
         self.counters.add(storage=len(data))
         return data
 
@@ -244,14 +220,6 @@ class UnitCache:
             with self._lock:
                 self._resident[use] = tier, kept
                 del self._coming[use]  # else all units of a validation would be in memory twice
-
-    def slowest(self) -> tuple[str, float] | None:
-        """Return the name of the unit that has been read for longest, and for how many seconds.
-
-        None stands for no read in progress.
-        """
-        under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
-        return (self.units.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
 
     def close(self) -> None:
         """Free memory and files."""

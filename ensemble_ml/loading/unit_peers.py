@@ -22,7 +22,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.arena import read_extents
 from ensemble_ml.loading.slab import checksum
-from ensemble_ml.loading.unit_cache import UnitCache
+from ensemble_ml.loading.unit_cache import Others, UnitCache
 from ensemble_ml.loading.wire import Gather, Server, Wire, fill
 
 log = logging.getLogger(__name__)
@@ -35,15 +35,8 @@ _FOREIGN = "its answer does not have the form that ranks of this run send"
 _SECONDS = 60.0  # a rank that sends no byte for so many seconds is late, and slow storage is read instead
 
 
-class UnitPeers:
-    """The connections to all other ranks of a plan (implements `ensemble_ml.loading.unit_cache.Others`).
-
-    Args:
-        cache: Cache of this rank.
-        gather: All-gather of bytes over the ranks of the plan.
-        host: Name under which other nodes reach this one; None takes the host name.
-        node: Name that ranks share only where they share memory; None takes that of `wire.this_node`.
-        number: Number of this rank in the job, by which messages name it; None if it is its number in the plan.
+class UnitPeers(Others):
+    """The connections to all other ranks of a plan. `host`, `node` and `number` are those of `Wire`.
 
     Raises:
         UserError: Ranks have planned different runs.
@@ -89,15 +82,7 @@ class UnitPeers:
         None stands for a holder that has failed, is late, must not be asked now or could not read the unit, and for
         damaged bytes.
         """
-        if self._wire.silent(holder):
-            return None
-        try:
-            found = self._ask(holder, use)
-            self._wire.heard(holder)
-            return found
-        except OSError as error:
-            self._wire.lose(holder, error)
-            return None
+        return self._wire.attempt(holder, lambda: self._ask(holder, use))
 
     def _ask(self, holder: int, use: int) -> np.ndarray | None:
         """Ask the holder for the unit of a use; return None where it has none or the bytes are damaged.
@@ -128,12 +113,8 @@ class UnitPeers:
 
     def _shared(self, holder: int) -> bool:
         """Return whether this rank can open the cache files of the holder."""
-        if not self._wire.near(holder):
-            return False
-        try:
-            return all(self._file(holder, int(tier)) >= 0 for tier in self._wire.addresses[holder].memory)
-        except OSError:
-            return False
+        tiers = self._wire.addresses[holder].memory
+        return self._wire.near(holder) and all(self._file(holder, int(tier)) >= 0 for tier in tiers)
 
     def _file(self, holder: int, tier: int) -> int:
         """Return a descriptor of the holder's cache file in a tier, or -1 where it cannot be opened."""
@@ -151,8 +132,7 @@ class UnitPeers:
     def close(self) -> bool:
         """End all connections, after which no rank may ask any more.
 
-        Returns:
-            False if a read of storage for another rank is still in progress.
+        Return False if a read of storage for another rank is still in progress.
         """
         with self._lock:
             files, self._files = self._files, {}

@@ -23,27 +23,27 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import mmap
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
+from ensemble_ml.loading.arena import PAGE
 from ensemble_ml.loading.batches import Draw, Turn, target_parts
 from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Room
 from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.store_items import INDEX_THREADS, MemoryShard, indexed
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.store.schema import ArraySpec
-from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, runs
+from ensemble_ml.store.shard import ShardFile, chunk_spans, runs
 from ensemble_ml.store.source import Part
 
-PAGE = mmap.PAGESIZE  # a cache allocates whole pages, so the plan counts in pages
 _MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer than half a minute
 NEVER = np.iinfo(np.int64).max
-_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,43 +125,31 @@ class UnitPlan:
 
     @cached_property
     def _fate(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]:
-        """Compute what happens at each use.
-
-        Returns:
-            The use that brings in the unit (the use itself where the unit is read), the tier, whether the unit is kept
-            (each (A,)), and the drops by use.
-        """
+        """Compute the arrays (A,) `source`, `tier` and `keep`, and the drops by use."""
         count = len(self.trace.unit)
         source, tier = np.arange(count), np.full(count, STORAGE, np.uint8)
         keep = np.zeros(count, bool)
         dropped: dict[int, list[int]] = {}
         owner = self.home[self.trace.unit] if count else np.zeros(0, np.int64)
         static = self.trace.regular or count > _MOST
+        pages = -(-np.asarray(self.sizes) // PAGE) * PAGE  # a cache allocates whole pages
+        room = self.room.ram + self.room.disk
         # The homes hold disjoint sets of units, so each cache is planned by itself.
         for rank in range(self.ranks):
             uses = np.flatnonzero(owner == rank)
             chunks = self.trace.unit[uses]
-            pages = -(-np.asarray(self.sizes) // PAGE) * PAGE
-            room = self.room.ram + self.room.disk
             found = _hold(chunks, pages, room) if static else decide(chunks, pages, room)
             _replay(uses, chunks, pages, self.room, found, source, tier, keep, dropped)
         return source, tier, keep, dropped
 
     @property
     def source(self) -> np.ndarray:
-        """Return the use that brings in what each use needs, (A,).
-
-        It is the use itself where the unit comes from slow storage.
-        """
+        """Return the use that brings in what each use needs, (A,): itself where the unit comes from slow storage."""
         return self._fate[0]
 
     @property
     def tier(self) -> np.ndarray:
-        """Return the tier of each use, (A,).
-
-        It is the tier (RAM, DISK) in which the use finds its unit, or into which a unit that was read is put. It is
-        STORAGE for a unit that is read and not kept.
-        """
+        """Return the tier in which each use finds its unit or puts what it has read, (A,); STORAGE if none keeps it."""
         return self._fate[1]
 
     @property
@@ -175,10 +163,7 @@ class UnitPlan:
         return self.source != np.arange(len(self.source))
 
     def dropped(self, use: int) -> Sequence[int]:
-        """Return the units that the home drops before it keeps the unit that `use` has read.
-
-        Each is given by the use that brought it in.
-        """
+        """Return the units, as the uses that brought them in, that the home drops before it keeps that of `use`."""
         return self._fate[3].get(use, ())
 
     @cached_property
@@ -197,10 +182,7 @@ class UnitPlan:
         return range(first, first + self.columns)
 
     def traffic(self, rank: int | None = None) -> dict[str, int]:
-        """Count the bytes that a rank takes from each tier.
-
-        Args:
-            rank: Rank to count for; None counts for all ranks.
+        """Count the bytes that a rank, or all ranks together (None), take from each tier.
 
         Returns:
             Bytes by name: `storage` (also those read for other ranks), `ram`, `disk`, `peers`, and `used`, the sum of
@@ -247,7 +229,7 @@ def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
     new = np.zeros(len(chunks), bool)
     new[first] = True
     # A unit need not stay after its last use.
-    stays = held[chunks] & (next_uses(chunks) < np.iinfo(np.int64).max)
+    stays = held[chunks] & (next_uses(chunks) < NEVER)
     return Decisions(held[chunks] & ~new, stays, ())
 
 
@@ -309,13 +291,9 @@ class Decisions:
 
 
 def next_uses(chunks: np.ndarray) -> np.ndarray:
-    """Return, for each use, the position of the next use of the same chunk.
+    """Return, for each of A uses of chunks in order of time, the position of the next use of the same chunk.
 
-    Args:
-        chunks: (A,) chunk of each use, in order of time.
-
-    Returns:
-        (A,) int64 positions in the trace; NEVER where a chunk is not used again.
+    The positions are (A,) int64; NEVER where a chunk is not used again.
     """
     # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
     # successor.
@@ -327,16 +305,7 @@ def next_uses(chunks: np.ndarray) -> np.ndarray:
 
 
 def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
-    """Run Belady's rule with bypass over a trace.
-
-    Args:
-        chunks: (A,) chunk of each use, in order of time.
-        sizes: Size of each chunk in bytes.
-        capacity: Size of the cache in bytes.
-
-    Returns:
-        The decision at each use, and the evictions.
-    """
+    """Run Belady's rule with bypass over A uses of chunks in order of time, with sizes and capacity in bytes."""
     following = next_uses(chunks).tolist()
     hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
     resident: dict[int, int] = {}  # chunk -> its next use
@@ -432,7 +401,7 @@ class Units:
         self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
         self.each = reader.full_size + 1
         self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
             self.store.keep_factors(self._parts, self.dates.tolist(), pool)
             self._found = list(pool.map(self._date, self.dates.tolist()))
         self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
@@ -448,30 +417,17 @@ class Units:
         Raises:
             UserError: A file is missing, cut short or unreadable, or the store was replaced.
         """
-        date = self._found[unit // self.each]
-        start, shard, opened = 0, None, -1
-        try:
-            for run in date.runs[unit % self.each]:
-                # Runs are in the order of their shards, so each file is opened once.
-                if run.shard != opened:
-                    if shard is not None:
-                        shard.close()
-                    shard, opened = ShardFile(date.shards[run.shard][0]), run.shard
-                assert shard is not None
-                shard.read_into(run.offset, out[start : start + run.size])
-                start += run.size
-        finally:
-            if shard is not None:
-                shard.close()
+        date, start = self._found[unit // self.each], 0
+        # Runs are in the order of their shards, so each file is opened once.
+        for number, of_shard in groupby(date.runs[unit % self.each], key=lambda run: run.shard):
+            with closing(ShardFile(date.shards[number][0])) as shard:
+                for run in of_shard:
+                    shard.read_into(run.offset, out[start : start + run.size])
+                    start += run.size
         self.store.check_same()
 
     def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
-        """Return a reader of one sample whose units are in memory.
-
-        Args:
-            draw: The sample.
-            packed: Bytes of its units, in the order of `of`.
-        """
+        """Return a reader of one sample, whose units are in memory: `packed`, in the order of `of`."""
         units = self.of(draw)
         date = self._found[int(units[0]) // self.each]
         pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
@@ -480,7 +436,7 @@ class Units:
             for run in date.runs[unit % self.each]:
                 pieces[run.shard].append((run.offset, data[start : start + run.size]))
                 start += run.size
-        shards = {known[0]: Pieces(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
+        shards = {known[0]: MemoryShard(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
         return self.reader.over(self.store.through(shards.__getitem__))
 
     def name(self, unit: int) -> str:
@@ -498,21 +454,13 @@ class Units:
         members: list[list[Run]] = [[] for _ in range(self.each)]
         for part in self._parts:
             for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
-                shard = ShardFile(path)
-                try:
-                    # The index of a shard has 16 bytes for each chunk, and a crc32c. It is kept, so that decoding needs
-                    # no request for it.
-                    tail = int(np.prod(spec.chunks)) * 16 + 4
-                    index = shard.read(shard.size - tail, tail)
-                    view = Pieces(path, shard.size, index, [])
-                finally:
-                    shard.close()
+                shard = indexed(path, spec)
                 for member, wanted in _by_member(spec, numbers, part, self.each - 1):
-                    _, spans = chunk_spans(view, spec, wanted)
-                    for a, b in runs(spans, view.size):
+                    _, spans = chunk_spans(shard, spec, wanted)
+                    for a, b in runs(spans, shard.size):
                         start = int(spans[a, 0])
                         members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
-                shards.append((path, view.size, index))
+                shards.append((path, shard.size, shard.index))
         return _Date(tuple(shards), tuple(map(tuple, members)))
 
 
@@ -522,31 +470,3 @@ def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> l
         return [(last, numbers)]
     member = np.unravel_index(numbers, spec.chunks)[0]
     return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
-
-
-class Pieces(Shard):
-    """A shard of which the index and some runs are in memory, given as (offset, bytes)."""
-
-    def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
-        self.path, self.size, self._index = path, size, index
-        self._pieces = sorted(pieces, key=lambda piece: piece[0])
-        self._offsets = [offset for offset, _ in self._pieces]
-
-    def read(self, start: int, size: int) -> np.ndarray:
-        """Return `size` bytes of the file from `start` on, (size,) uint8; without a copy if one run holds them all."""
-        # `read_chunks` first reads the index, which is in memory.
-        if start == self.size - len(self._index):
-            return self._index
-        first = bisect_right(self._offsets, start) - 1
-        found: list[np.ndarray] = []
-        while size:
-            assert 0 <= first < len(self._pieces), "a read that was not planned"
-            offset, data = self._pieces[first]
-            part = data[start - offset : start - offset + size]
-            assert len(part) and start >= offset, "a read that was not planned"
-            found.append(part)
-            start, size, first = start + len(part), size - len(part), first + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def close(self) -> None:
-        """Do nothing: no file was opened."""

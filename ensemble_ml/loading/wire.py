@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.threads import ended
@@ -32,6 +33,7 @@ _PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds for which a rank is not asked aft
 _WORD = 32  # characters of the secret word
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Server:
 
     Args:
         request: Binary format of a question.
-        answer: Function that sends the answer; it gets the connection and the values of the question. Questions may
+        answer: Function that gets the connection and the values of the question, and sends the answer. Questions may
             arrive as soon as the server is made.
     """
 
@@ -139,11 +141,7 @@ class Server:
                 self._open.discard(connection)
 
     def close(self) -> bool:
-        """End all connections and threads.
-
-        Returns:
-            False if a thread still waits for storage.
-        """
+        """End all connections and threads. Return False if a thread still waits for storage."""
         with self._lock:
             self._closing = True
             ends = (self._listener, *self._open)
@@ -288,6 +286,23 @@ class Wire:
                 self._connections.append(connection)
         return mine[rank]
 
+    def attempt(self, rank: int, ask: Callable[[], T]) -> T | None:
+        """Return what `ask` gets from `rank`; None if the rank must not be asked now, is late or has gone.
+
+        Args:
+            rank: Rank that is asked.
+            ask: Function that asks it, and raises an OSError if the rank is late or has gone.
+        """
+        if self.silent(rank):
+            return None
+        try:
+            answer = ask()
+        except OSError as error:
+            self.lose(rank, error)
+            return None
+        self.heard(rank)
+        return answer
+
     def ask(self, rank: int, question: bytes, reply: struct.Struct) -> tuple[socket.socket, tuple[int, ...]]:
         """Send a question to `rank`.
 
@@ -308,8 +323,7 @@ class Wire:
     def close(self) -> bool:
         """End all connections and the server, after which no rank may ask any more.
 
-        Returns:
-            False if the server still reads what was requested.
+        Return False if the server still reads what was requested.
         """
         with self._lock:  # threads may still leave connections
             connections = list(self._connections)

@@ -46,10 +46,6 @@ def refuse_masks(spec: ModelSpec) -> None:
 def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
     """Build the model that `spec.config.name` chooses.
 
-    Args:
-        spec: the model's spec.
-        climate: statistics of the training dates.
-
     Raises:
         UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, the bank
             of kernels is too small, or the model cannot take masked variables or needs the truth.

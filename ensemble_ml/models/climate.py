@@ -9,7 +9,7 @@ Axes: T lead, F field (variables and levels, then surface variables), Y latitude
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -69,10 +69,7 @@ class Climate:
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:
         """Return zeros and ones of the right shapes, for a model into which a state_dict will be loaded."""
-        arrays = {}
-        for name, shape in climate_shapes(spec).items():
-            arrays[name] = np.full(shape, _unknown(name), np.float32)
-        return cls(**arrays)
+        return cls(**{k: np.full(shape, _unknown(k), np.float32) for k, shape in climate_shapes(spec).items()})
 
     def checked(self, spec: ModelSpec) -> Climate:
         """Return a float32 copy with defaults in the place of None. Scales that are divided by become positive.
@@ -80,7 +77,7 @@ class Climate:
         Raises:
             UserError: an array has the wrong shape or is not finite, or a scale is negative.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = dict(vars(self))
         for name, shape in climate_shapes(spec).items():
             # Without fitted values, the typical spread of the input leads comes from s_clim of the predicted leads,
             # which has been checked by then.
@@ -126,11 +123,7 @@ def _level_spread(spec: ModelSpec, spread: np.ndarray) -> np.ndarray:
 
 
 def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a copy of an array.
-
-    Raises:
-        UserError: its shape or its values are not what the model needs.
-    """
+    """Return a copy of an array, whose shape and values are checked."""
     if array.shape != shape:
         raise UserError(f"climate {name}: shape {array.shape}; the model needs {shape}")
     if not np.isfinite(array).all():

@@ -39,14 +39,9 @@ class Group:
 
 
 def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
-    """Return the groups of a model.
+    """Return the groups of an `EnsembleModel` whose kernels share no bank, in the order of this module's docstring.
 
-    Args:
-        spec: the spec of an `EnsembleModel` whose kernels share no bank.
-        names: the names in its state_dict.
-
-    Returns:
-        Groups by name, in the order of this module's docstring.
+    `names` are those of its state_dict.
     """
     # Padding layers also have buffers, but along the channels of inputs, which are not cut.
     keys = [name for name in names if name.endswith((".weight", ".bias", ".first"))]
@@ -95,10 +90,10 @@ def groups(spec: ModelSpec, names: Iterable[str]) -> dict[str, Group]:
 def cut(
     spec: ModelSpec, tensors: Mapping[str, Tensor], kept: Mapping[str, Sequence[int]]
 ) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Keep some channels and hidden units of a model and drop all others.
+    """Keep some channels and hidden units of an `EnsembleModel`, and drop all others.
 
     Args:
-        spec: the spec of an `EnsembleModel`.
+        spec: its spec.
         tensors: its state_dict, or some of it; not changed.
         kept: indices of the channels or units that stay, by group. Groups that are not named stay whole.
 
@@ -118,12 +113,7 @@ def cut(
 
 
 def resized(spec: ModelSpec, sizes: Mapping[str, int]) -> ModelSpec:
-    """Return the spec of a model whose groups have other sizes.
-
-    Args:
-        spec: the spec of an `EnsembleModel`.
-        sizes: sizes by group. Groups that are not named keep theirs.
-    """
+    """Return the spec of an `EnsembleModel` whose groups have other sizes. Groups that are not named keep theirs."""
     widths, inner = spec.config.channels()
     changes: dict[str, Any] = {
         "widths": [sizes.get(f"stream {level}", width) for level, width in enumerate(widths)],
@@ -135,11 +125,7 @@ def resized(spec: ModelSpec, sizes: Mapping[str, int]) -> ModelSpec:
 
 
 def described(sizes: Mapping[str, Any]) -> str:
-    """Return the sizes of a model in words.
-
-    Args:
-        sizes: `widths`, `inner` and, if there is a point network, its hidden units as `points`.
-    """
+    """Return the sizes of a model in words: `widths`, `inner` and the hidden units of any point network, `points`."""
     units = [f"{sizes[POINTS]} hidden units of the point network"] if POINTS in sizes else []
     return "; ".join([f"channels {sizes['widths']}, inside blocks {sizes['inner']}", *units])
 

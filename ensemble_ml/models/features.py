@@ -35,7 +35,7 @@ _SHRINK_UNFITTED = 2.0  # k in members for input leads that are not predicted: k
 
 
 def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
-    """Return the prior spread s0, which blends the members' variance with the climatological one.
+    """Return the prior spread s0, which blends the members' variance with the climatological one, in its units.
 
         s0^2 = ((M-1) s^2 + k s_clim^2) / (M - 1 + k)
 
@@ -48,9 +48,6 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
         count: (B,) M.
         climatology: s_clim, broadcast against `spread`.
         shrink: k in members, broadcast against `spread`; positive.
-
-    Returns:
-        s0, in the shape and units of `spread`.
     """
     freedom = (count - 1).reshape(-1, *[1] * (spread.ndim - 1))
     return torch.sqrt((freedom * spread**2 + shrink * climatology**2) / (freedom + shrink))
@@ -70,13 +67,7 @@ def unbiased_spread(
 
     On average, s1 equals the full ensemble's spread. Of s0 (`shrunk_spread`), only the square is right on average.
 
-    Args:
-        spread: s, (B, ...); zero where M = 1.
-        count: (B,) M.
-        climatology: s_clim, broadcast against `spread`.
-        shrink: k in members, broadcast against `spread`; positive.
-        gain: g, broadcast against `spread`; positive.
-        level: l, broadcast against `spread`; positive.
+    The arguments are those of `shrunk_spread`, with g as `gain` and l as `level`, broadcast against `spread`; positive.
     """
     # The formula of c4 gives NaN for one member. M is therefore clamped to 2. The value that this gives does not
     # matter, because its weight M - 1 is zero.
@@ -91,9 +82,7 @@ def unbiased_spread(
 class Features(nn.Module):
     """The layer that turns an `EnsembleInput` into the channels of the network.
 
-    Args:
-        spec: variables, leads and grid.
-        climate: statistics of the training dates, by which inputs are standardised.
+    Inputs are standardised by the statistics of the training dates in `climate`.
     """
 
     mean: Tensor
@@ -110,28 +99,19 @@ class Features(nn.Module):
         self.register_buffer("position", position_planes(spec, climate.static))
 
     def channels(self, *, surface: bool) -> int:
-        """Return the number of channels C of the surface variables, or of the variables on pressure levels.
-
-        Args:
-            surface: True counts the channels of the surface variables, False those of the others.
-        """
+        """Return the number of channels C of the surface variables, or of the variables on pressure levels."""
         names = self.spec.surface if surface else self.spec.variables
         leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
         masks = len(self.spec.leads_in) * sum(name in self.spec.masked for name in names)
         return len(names) * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
 
     def pole_rule(self, *, surface: bool) -> tuple[Tensor, Tensor]:
-        """Return sign and offset by which channels are continued across a pole: x -> sign x + offset.
+        """Return sign and offset, (C, Z) each, by which channels are continued across a pole: x -> sign x + offset.
 
         A wind component w becomes -w in physical units. Its standardised value x = (w - mean) / std therefore becomes
         -x - 2 mean / std. If the mean is a map, the map is continued like the wind itself, so x becomes -x. One
-        member's departure from the mean changes its sign with the wind. All other channels stay as they are.
-
-        Args:
-            surface: True gives the rule of the surface variables, False that of the others.
-
-        Returns:
-            Sign and offset, (C, Z) each; Z = 1 at the surface.
+        member's departure from the mean changes its sign with the wind. All other channels stay as they are. At the
+        surface, Z = 1.
         """
         spec = self.spec
         names, levels = (spec.surface, 1) if surface else (spec.variables, len(spec.levels))
@@ -154,9 +134,6 @@ class Features(nn.Module):
 
     def filled(self, x: EnsembleInput) -> EnsembleInput:
         """Fill points where no member has a value: the mean with that of the standardisation, the spread with zero.
-
-        Args:
-            x: a batch; its mean is NaN where no member has a value.
 
         Returns:
             A batch without NaN in its mean, spread and single member. Where the single member has no value, it is set
@@ -213,12 +190,7 @@ class Features(nn.Module):
         return on_levels.unflatten(2, (upper // levels, levels)).flatten(1, 2), surface.flatten(1, 2)
 
     def common(self, count: Tensor, day_of_year: Tensor) -> Tensor:
-        """Return the planes of place, season and number of members, (B, C, Y, X).
-
-        Args:
-            count: (B,) M.
-            day_of_year: (B,) day of the year of the initialisation time.
-        """
+        """Return the planes of place, season and number of members, (B, C, Y, X), for (B,) counts and days."""
         return common_planes(self.position, count, day_of_year)
 
     def _standard(self) -> tuple[Tensor, Tensor]:

@@ -85,10 +85,7 @@ _TINY, _LEAST = 1e-30, 1e-6
 class Heads(nn.Module):
     """The last step of a model.
 
-    Args:
-        spec: shapes, variables and configuration of the model.
-        climate: statistics of the training dates.
-        local_terms: give each grid cell learned terms of its own.
+    With `local_terms`, each grid cell gets learned terms of its own.
     """
 
     MAPS = ("bias", "inflation", "anchor")  # (T, F, Y, X)
@@ -134,43 +131,22 @@ class Heads(nn.Module):
         return (self.climatology / self.typical[..., None, None]).flatten(0, 1)
 
     def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return the prior spread s0 at the predicted leads (`features.shrunk_spread`), in the shape of `spread`.
-
-        Args:
-            spread: (B, T, F, Y, X) spread of the M members.
-            count: (B,) M.
-        """
+        """Return the prior spread s0 of (B,) M members with this spread (`features.shrunk_spread`), (B, T, F, Y, X)."""
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
     def followed(self, spread1: Tensor) -> Tensor:
-        """Return the prior spread s0 of `FOLLOWED` members whose spread is a linearly corrected s1, in its shape.
-
-        Args:
-            spread1: (B, T, F, Y, X) corrected s1.
-        """
-        count = spread1.new_full((len(spread1),), FOLLOWED)
-        return shrunk_spread(spread1, count, self.climatology, self.shrink[..., None, None])
+        """Return the prior spread s0 of `FOLLOWED` members whose spread is a linearly corrected s1, (B, T, F, Y, X)."""
+        return self.base_spread(spread1, spread1.new_full((len(spread1),), FOLLOWED))
 
     def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return s1, the expected spread of the full ensemble (`features.unbiased_spread`), in the shape of `spread`.
-
-        Args:
-            spread: (B, T, F, Y, X) spread of the M members at the predicted leads.
-            count: (B,) M.
-        """
+        """Return s1, the spread of the full ensemble that is expected from that of (B,) M members, (B, T, F, Y, X)."""
         terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
         return unbiased_spread(spread, count, self.climatology, *terms)
 
     def departures(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
-        """Return the anomalies d that the linear correction reads (`linear.departures`).
+        """Return the anomalies d that the linear correction reads, in typical spreads, (B, KINDS, T, F, Y, X).
 
-        Args:
-            mean: (B, T, F, Y, X) ensemble mean at the predicted leads.
-            spread: spread of the members, the same shape.
-            count: (B,) M.
-
-        Returns:
-            d, (B, KINDS, T, F, Y, X), in typical spreads.
+        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads (`linear.departures`).
         """
         shrink, typical = self.spread_shrink[..., None, None], self.typical[..., None, None]
         return departures(mean, spread, count, self.anchor, self.climatology, shrink, typical)
@@ -250,21 +226,12 @@ class Heads(nn.Module):
 
 
 def typical_spread(climatology: Tensor) -> Tensor:
-    """Return the root mean square of s_clim over grid cells, which is the unit of linear corrections, (...).
-
-    Args:
-        climatology: s_clim, (..., Y, X).
-    """
+    """Return the root mean square of s_clim (..., Y, X) over grid cells, the unit of linear corrections, (...)."""
     return climatology.square().mean((-2, -1)).sqrt()
 
 
 def widened(spread: Tensor, more: Tensor) -> Tensor:
-    """Return spread + more, but never less than a fixed fraction of the spread, so that it stays positive.
-
-    Args:
-        spread: s1, any shape.
-        more: the amount to add, in the same shape and units.
-    """
+    """Return spread + more, but never less than a fixed fraction of the spread, so that it stays positive."""
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
 
@@ -290,31 +257,18 @@ def _plus(network: Tensor, local: Tensor | None) -> Tensor:
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """Bound a logarithm smoothly to +-3, so that its exponential is finite; near zero it stays as it is.
+    """Return 3 tanh(exponent / 3), which bounds a logarithm to +-3 and leaves it as it is near zero.
 
-    Args:
-        exponent: any shape.
-
-    Returns:
-        3 tanh(exponent / 3).
+    So its exponential is finite.
     """
     return _BOUND * torch.tanh(exponent / _BOUND)
 
 
 def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return location and scale of the distribution for a mean and a scale, after the change near zero.
+    """Return location and scale, (...), of the distribution for a mean and a scale, after the change near zero.
 
-    Only the distributions in `AT_ZERO` are changed. For the others, the location is that of the mean.
-
-    Args:
-        family: the distribution.
-        mean: mean before the change, (...), physical units.
-        scale: scale before the change, (...).
-        share: a, (...).
-        least: b, (...).
-
-    Returns:
-        Location and scale, (...).
+    Only the distributions in `AT_ZERO` are changed, by a (`share`) and b (`least`). For the others, the location is
+    that of the mean.
     """
     if family in AT_ZERO:
         mean, scale = wetter(mean, scale, share, least)
@@ -322,16 +276,10 @@ def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, le
 
 
 def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean' and sigma', (...) each.
+    """Return mean' and sigma', (...) each, for a (`share`) and b (`least`).
 
     Where the mean is negative, the gradient of mean' by the mean is that at zero. Otherwise a point with a dry forecast
     would have no gradient and would stay dry in training.
-
-    Args:
-        mean: mean before the change, (...), physical units.
-        scale: scale before the change, (...).
-        share: a, (...).
-        least: b, (...).
     """
     narrow = scale * (share + (1 - share) * (mean / scale.clamp(min=_TINY)).clamp(0, 1))
     # Its value is max(mean, 0). Its gradient is one everywhere; that of a clamp would be zero for negative means.

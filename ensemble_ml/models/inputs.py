@@ -134,11 +134,7 @@ class ModelSpec:
         return on_levels + [(name, None) for name in self.surface]
 
     def of(self, name: str) -> slice:
-        """Return where the fields of a variable stand on the axis F.
-
-        Args:
-            name: one of `variables` or `surface`.
-        """
+        """Return where the fields of a variable, one of `variables` or `surface`, stand on the axis F."""
         if name in self.surface:
             first, count = self.upper + self.surface.index(name), 1
         else:
@@ -146,29 +142,17 @@ class ModelSpec:
         return slice(first, first + count)
 
     def vector_sign(self, leads: int) -> Tensor:
-        """Return the factor by which an anomaly of each field is multiplied when it is continued across a pole.
+        """Return the factor (T F,) by which an anomaly of each field is multiplied when it is continued across a pole.
 
         The factor is -1 for components of a vector and 1 for scalars, because east and north point the other way beyond
         the pole.
-
-        Args:
-            leads: number of lead times T.
-
-        Returns:
-            (T F,) factors.
         """
         return self._signs(lambda one: one.vector_component).repeat(leads)
 
     def mirror_sign(self, leads: int) -> Tensor:
-        """Return the factor by which an anomaly of each field is multiplied when it is mirrored at the equator.
+        """Return the factor (T F,) by which an anomaly of each field is multiplied when it is mirrored at the equator.
 
         The factor is -1 for northward components and 1 for all other fields.
-
-        Args:
-            leads: number of lead times T.
-
-        Returns:
-            (T F,) factors.
         """
         return self._signs(lambda one: one.northward).repeat(leads)
 
@@ -221,11 +205,7 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> ModelSpec:
-        """Build the spec that `to_json` wrote.
-
-        Args:
-            plain: the result of `to_json`, perhaps read from a file.
-        """
+        """Build the spec that `to_json` wrote."""
         # JSON has no enumerations; it holds their values.
         config = dict(plain["config"])
         kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
@@ -261,11 +241,7 @@ class EnsembleInput:
     valid: Tensor | None = None
 
     def check(self, spec: ModelSpec, cells: tuple[int, int]) -> None:
-        """Check that the mean has the shape of `spec` on `cells`.
-
-        Args:
-            spec: the model's spec.
-            cells: (Y, X), the numbers of rows and columns that this process holds.
+        """Check that the mean has the shape of `spec` on `cells`, the rows and columns (Y, X) that this process holds.
 
         Raises:
             UserError: the mean has another shape.
@@ -276,14 +252,8 @@ class EnsembleInput:
             raise UserError(f"input: shape {given} (lead, field, row, column); the model takes {wanted}")
 
     def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
-        """Return the same batch on another device or in another dtype.
-
-        Args:
-            args: positional arguments of `Tensor.to`.
-            kwargs: keyword arguments of `Tensor.to`.
-        """
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(*args, **kwargs) for k, v in moved.items() if v is not None})
+        """Return the same batch on another device or in another dtype, given like the arguments of `Tensor.to`."""
+        return replace(self, **{k: v.to(*args, **kwargs) for k, v in vars(self).items() if v is not None})
 
     def __len__(self) -> int:
         return len(self.count)
@@ -306,12 +276,8 @@ class Prediction:
     def widened(self, widths_BTF: Tensor, families: Sequence[Family]) -> Prediction:
         """Return the prediction with the scale of each lead and field multiplied by a calibration factor.
 
-        The means of the distributions stay as they are (see `distributions.widen`). A prediction without location and
-        scale is returned unchanged.
-
-        Args:
-            widths_BTF: calibration factors, (B, T, F), or (T, F) for all samples.
-            families: distribution of each of the F fields.
+        The factors are (B, T, F), or (T, F) for all samples. The means of the distributions stay as they are (see
+        `distributions.widen`). A prediction without location and scale is returned unchanged.
         """
         if self.location is None or self.scale is None:
             return self
@@ -326,24 +292,16 @@ class Prediction:
 
 
 def by_family(families: Sequence[Family]) -> list[tuple[Family, list[int]]]:
-    """Return each distribution with the positions of its fields.
-
-    Args:
-        families: distribution of each field.
-    """
+    """Return each distribution with the positions of its fields."""
     kinds = dict.fromkeys(families)
     return [(kind, [at for at, family in enumerate(families) if family is kind]) for kind in kinds]
 
 
 def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
-    """Reduce the members to their mean and spread, the input of a model.
+    """Reduce members (B, M, T, F, Y, X), with a value at every point, to their mean and spread, the input of a model.
 
     All samples must have the same number M of members. Models that also take one member, all members or the fraction of
-    members with a value need more than this.
-
-    Args:
-        members: (B, M, T, F, Y, X) members, physical units; each has a value at every point.
-        day_of_year: (B,) day of the year of the initialisation time, 1 to 366.
+    members with a value need more than this. `day_of_year` (B,) is that of the initialisation time, 1 to 366.
     """
     batch, count = members.shape[:2]
     return EnsembleInput(
@@ -357,10 +315,7 @@ def ensemble_input(members: Tensor, day_of_year: Tensor) -> EnsembleInput:
 def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> np.ndarray:
     """Return the fraction of members that have a value at each point: `valid` of `EnsembleInput`, without the axis B.
 
-    Args:
-        spec: the model's spec; it names the masked variables.
-        pressure: (M, T_in, V, Z, Y, X) members, NaN where masked.
-        surface: (M, T_in, S, Y, X) members, NaN where masked.
+    The members are (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X), NaN where masked.
     """
     # The members are the largest arrays of a sample, so only the masked variables are copied, one kind at a time.
     shares = []
@@ -372,12 +327,7 @@ def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> 
 
 
 def _check_spec(spec: ModelSpec) -> None:
-    """Check the names, leads and grid of a spec.
-
-    Raises:
-        UserError: there are no variables, no predicted leads, or no levels for variables on levels; a predicted lead is
-            not an input; a variable is unknown or in the wrong list; or the grid is not regular.
-    """
+    """Check the names, leads and grid of a spec."""
     if not spec.variables and not spec.surface:
         raise UserError("data.variables, data.surface: both are empty; name at least one variable")
     if spec.variables and not spec.levels:
@@ -410,12 +360,7 @@ def hemisphere(spec: ModelSpec) -> np.ndarray:
 
 
 def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
-    """Return sine and cosine of latitude and of longitude, then the standardised static fields, (P - 4, Y, X).
-
-    Args:
-        spec: the model's spec.
-        static: (n, Y, X) static fields.
-    """
+    """Return sine and cosine of latitude and of longitude, then the standardised static fields, (P - 4, Y, X)."""
     lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
     # The longitude itself would jump where the circle closes, so the planes are sines and cosines.
     planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
@@ -427,10 +372,7 @@ def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
 def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tensor:
     """Return all common planes: those of `position_planes`, 1/M, log M, sine and cosine of the season, (B, P, Y, X).
 
-    Args:
-        position: the result of `position_planes`.
-        count: (B,) number of members.
-        day_of_year: (B,) 1 to 366.
+    Counts M and days of the year, from 1 on, are (B,).
     """
     numbers = torch.stack([1 / count, torch.log(count), *seasonal_terms(day_of_year).unbind(-1)], 1)
     planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
@@ -438,24 +380,15 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
 
 
 def seasonal_terms(day_of_year: Tensor) -> Tensor:
-    """Return sine and cosine of the season, (..., 2).
-
-    Args:
-        day_of_year: (...) 1 to 366.
-    """
+    """Return sine and cosine of the season, (..., 2), for days of the year (...), from 1 on."""
     angle = day_of_year * (2 * np.pi / _DAYS)
     return torch.stack([torch.sin(angle), torch.cos(angle)], -1)
 
 
 def with_own_season(common_BPYX: Tensor, hemisphere: Tensor) -> Tensor:
-    """Shift the season by half a year in the southern hemisphere, by changing the sign of its sine and cosine.
+    """Shift the season of `common_planes` by half a year, by changing the sign of its sine and cosine, (B, P, Y, X).
 
-    Args:
-        common_BPYX: the result of `common_planes`.
-        hemisphere: -1 where the season is to be shifted, broadcast against (B, 2, Y, X).
-
-    Returns:
-        (B, P, Y, X).
+    `hemisphere` is -1 where the season is to be shifted, broadcast against (B, 2, Y, X).
     """
     others, season = common_BPYX[:, :-_SEASON], common_BPYX[:, -_SEASON:]
     return torch.cat([others, season * hemisphere.to(season.dtype)], 1)
@@ -471,26 +404,12 @@ def _standardised(static: Tensor) -> Tensor:
 
 
 def take(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
-    """Return a copy of `x` at some positions of one axis.
-
-    Args:
-        x: any tensor.
-        dim: the axis.
-        positions: positions along it.
-    """
+    """Return a copy of `x` at some positions of one axis."""
     return x.index_select(dim, integers(positions, x.device))
 
 
 def integers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as a tensor on `device`. The caller must not write to it.
-
-    Args:
-        numbers: N integers.
-        device: where the tensor is needed.
-
-    Returns:
-        (N,) int64.
-    """
+    """Return N integers as a tensor (N,) int64 on `device`. The caller must not write to it."""
     # On other devices a cache saves nothing. It could even do harm: a tensor that was made in a dry run on fake tensors
     # would be fake for all later uses.
     if device.type != "cuda":

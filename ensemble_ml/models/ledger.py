@@ -80,11 +80,7 @@ class Entry:
     flops: int = 0
 
     def add(self, other: Entry) -> None:
-        """Add another entry to this one.
-
-        Args:
-            other: the entry to add.
-        """
+        """Add another entry to this one."""
         self.calls += other.calls
         self.moved += other.moved
         self.flops += other.flops
@@ -123,11 +119,7 @@ class Ledger(TorchDispatchMode):
             self._tracker.__exit__(*error)
 
     def total(self, kinds: Iterable[Kind] = Kind) -> Entry:
-        """Return the totals of some kinds of operations, over all modules.
-
-        Args:
-            kinds: which kinds.
-        """
+        """Return the totals of some kinds of operations, over all modules."""
         wanted, found = set(kinds), Entry()
         for (_, kind), entry in self.entries.items():
             if kind in wanted:
@@ -191,12 +183,7 @@ class Ledger(TorchDispatchMode):
 def saved_bytes(call: Callable[[], Any], known: Iterable[Tensor] = ()) -> int:
     """Run a forward pass, and return the bytes that it keeps for the backward pass.
 
-    Args:
-        call: the forward pass.
-        known: tensors that are alive anyway, such as weights and buffers; they do not count.
-
-    Returns:
-        Bytes; a storage that several operations keep counts once.
+    A storage that several operations keep counts once, and the tensors `known`, which are alive anyway, do not count.
     """
     kept: dict[Any, int] = {}
     apart = {tensor.untyped_storage()._cdata for tensor in known}

@@ -53,26 +53,17 @@ KINDS = 2  # mean and spread: both are channels, and both are outputs
 
 
 def bands_of(latitude: np.ndarray) -> np.ndarray:
-    """Return the latitude basis functions h_b that are above zero in some row, (N, Y).
-
-    Args:
-        latitude: (Y,) degrees north.
-    """
+    """Return the latitude basis functions h_b that are above zero at one of the latitudes (Y,), (N, Y)."""
     triangles = _triangles(latitude)
     return triangles[triangles.any(1)]
 
 
 def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
-    """Return groups of the basis functions, level by level, from coarse to fine.
+    """Return groups of the basis functions at the latitudes (Y,), level by level, from coarse to fine.
 
     The first level has one group of all functions. The second has one group for each distance from the equator. The
-    last has one group for each function. A level that equals the one before it is left out.
-
-    Args:
-        latitude: (Y,) degrees north.
-
-    Returns:
-        Levels of groups of indices into `bands_of(latitude)`.
+    last has one group for each function. A level that equals the one before it is left out. The groups hold indices
+    into `bands_of(latitude)`.
     """
     nodes = np.array(NODES)[_triangles(latitude).any(1)]
     every = range(len(nodes))
@@ -90,25 +81,20 @@ def _triangles(latitude: np.ndarray) -> np.ndarray:
 
 
 def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
-    """Return the shape of W: (N, TERMS, O, C, 3, 3).
-
-    Args:
-        spec: variables, leads and grid of the model.
-
-    Returns:
-        The shape; O and C are zero if the model has no linear correction.
-    """
+    """Return the shape of W, (N, TERMS, O, C, 3, 3); O and C are zero if the model has no linear correction."""
     count = KINDS * len(spec.leads_out) * spec.fields if spec.linear else 0
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
 def of_channels(sign: Tensor) -> Tensor:
-    """Return the signs of all channels, (C,): those given for means, then 1 for each spread.
-
-    Args:
-        sign: (T F,) signs of the means.
-    """
+    """Return the signs of all channels, (C,): those of the means, (T F,), then 1 for each spread."""
     return torch.cat([sign, torch.ones_like(sign)])
+
+
+def departure_padder(spec: ModelSpec) -> Padder:
+    """Return the layer that pads anomalies d, (B, C, Y, X, 1), by a row and a column on each side."""
+    sign = of_channels(spec.vector_sign(len(spec.leads_out)))[:, None]
+    return Padder(geometries(spec.grid, spec.config.pole, 0)[0], sign)
 
 
 class Piece(NamedTuple):
@@ -123,11 +109,7 @@ class Piece(NamedTuple):
 class LinearCorrection(nn.Module):
     """The convolutions of the correction.
 
-    Channels and outputs are ordered by (kind, lead, field), with `KINDS` kinds.
-
-    Args:
-        spec: variables, leads and grid.
-        weight: W, in the shape of `correction_shape(spec)`.
+    Channels and outputs are ordered by (kind, lead, field), with `KINDS` kinds. `weight` is W.
     """
 
     weight: Tensor
@@ -139,8 +121,7 @@ class LinearCorrection(nn.Module):
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
         super().__init__()
         self.spec = spec
-        finest = geometries(spec.grid, spec.config.pole, 0)[0]
-        self.pad = Padder(finest, of_channels(spec.vector_sign(len(spec.leads_out)))[:, None])
+        self.pad = departure_padder(spec)
         self.register_buffer("turn", of_channels(spec.mirror_sign(len(spec.leads_out))), persistent=False)
         self.register_buffer("weight", torch.from_numpy(np.asarray(weight, np.float32).copy()))
         bands = bands_of(spec.grid.latitude)
@@ -155,20 +136,11 @@ class LinearCorrection(nn.Module):
                 self.pieces.append(Piece(band, mirrored, int(rows[0]), int(rows[-1]) + 1))
 
     def padded(self, departures_BCYX: Tensor) -> Tensor:
-        """Pad anomalies by a row and a column on each side, (B, C, Y + 2, X + 2).
-
-        Args:
-            departures_BCYX: anomalies d, (B, C, Y, X).
-        """
+        """Pad anomalies d, (B, C, Y, X), by a row and a column on each side, (B, C, Y + 2, X + 2)."""
         return self.pad(departures_BCYX[..., None])[..., 0]
 
     def forward(self, padded: Tensor, count: Tensor) -> Tensor:
-        """Compute the correction d' of fields, in typical spreads, (B, O, Y, X).
-
-        Args:
-            padded: result of the method `padded`, (B, C, Y + 2, X + 2).
-            count: (B,) M.
-        """
+        """Compute the correction d' of fields, in typical spreads, (B, O, Y, X), from the result of `padded`."""
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
         found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
         for band, south, first, last in self.pieces:
@@ -201,27 +173,14 @@ class LinearCorrection(nn.Module):
         return self.in_mirror(found, rows)
 
     def in_mirror(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Multiply channels or outputs by their sign in the mirror at points south of the equator.
+        """Multiply channels or outputs (C, P) by their sign in the mirror at points south of the equator.
 
-        Args:
-            values: (C, P) or (O, P).
-            rows: (P,) the row of each point.
-
-        Returns:
-            The same shape; all other points keep their values.
+        `rows` (P,) are the rows of the points.
         """
         return torch.where(self.south[rows], values * self.turn[:, None], values)
 
     def neighbours_in_mirror(self, near: Tensor, rows: Tensor) -> Tensor:
-        """Mirror the 3 x 3 neighbours of points south of the equator.
-
-        Args:
-            near: (9 C, P) values at the 3 x 3 points around each point.
-            rows: (P,) the row of each point.
-
-        Returns:
-            The same shape; all other points keep their values.
-        """
+        """Mirror the 3 x 3 neighbours (9 C, P) of those points, in the rows (P,), that lie south of the equator."""
         # Here the rows of the neighbourhood are flipped instead of those of the kernel, so that points of both
         # hemispheres share one matrix product.
         turned = near.unflatten(0, (-1, 3, 3)).flip(1) * self.turn[:, None, None, None]
@@ -229,12 +188,9 @@ class LinearCorrection(nn.Module):
 
 
 def stretch(points: Tensor) -> Tensor | slice:
-    """Return ascending indices as a slice if they are consecutive, else unchanged.
+    """Return ascending indices (P,) as a slice if they are consecutive, else unchanged.
 
     Indexing with a slice gives a view; indexing with a tensor copies.
-
-    Args:
-        points: (P,) ascending indices.
     """
     first, last = (int(points[0]), int(points[-1]) + 1) if len(points) else (0, 0)
     return slice(first, last) if last - first == len(points) else points

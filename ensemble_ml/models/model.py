@@ -34,14 +34,13 @@ from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.points import make_network
 from ensemble_ml.models.speed import Speed
-from ensemble_ml.models.unet3d import Activation, Convolution, UNet3d
+from ensemble_ml.models.unet3d import Activation, Convolution, UNet3d, zeroed
 
 
 class Start(nn.Module):
     """Features, heads, linear correction and point network.
 
     Args:
-        spec: shapes, variables, grid and `ModelConfig`.
         climate: statistics of the training dates; during the fits, those computed so far.
         local_terms: give each grid cell learned terms of its own.
 
@@ -61,10 +60,7 @@ class Start(nn.Module):
     def anomalies(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
         """Return the anomalies d that linear correction and point network read, padded by one, (B, C, Y + 2, X + 2).
 
-        Args:
-            mean: (B, T, F, Y, X) mean of the members at the predicted leads.
-            spread: spread of the members, the same shape.
-            count: (B,) number of members M.
+        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads.
         """
         assert self.linear is not None
         return self.linear.padded(self.heads.departures(mean, spread, count).flatten(1, 3))
@@ -72,20 +68,15 @@ class Start(nn.Module):
     def linear_part(self, padded: Tensor, count: Tensor) -> Tensor:
         """Return what the linear correction adds to mean and spread, in typical spreads, (B, KINDS, T, F, Y, X).
 
-        Args:
-            padded: result of `anomalies`.
-            count: (B,) number of members M.
+        `padded` is the result of `anomalies`.
         """
         assert self.linear is not None
         return self.linear(padded, count).unflatten(1, (KINDS, *self.heads.typical.shape))
 
     def point_part(self, padded: Tensor, count: Tensor, day_of_year: Tensor) -> Tensor:
-        """Return the outputs of the point network (`models.points`), (B, 1 or 3, T, F, Y, X).
+        """Return the outputs of the point network (`models.points`) for the result of `anomalies`.
 
-        Args:
-            padded: result of `anomalies`.
-            count: (B,) number of members M.
-            day_of_year: (B,) day of the year of the initialisation time.
+        They are (B, 1 or 3, T, F, Y, X).
         """
         assert self.points is not None
         common = self.features.common(count, day_of_year)
@@ -99,11 +90,7 @@ class Start(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return `linear_part` and `point_part`; None for a part that the model lacks.
 
-        Args:
-            mean: (B, T, F, Y, X) mean of the members at the predicted leads.
-            spread: spread of the members, the same shape.
-            count: (B,) number of members M.
-            day_of_year: (B,) day of the year of the initialisation time.
+        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads.
         """
         if self.linear is None:
             return None, None
@@ -115,9 +102,7 @@ class Start(nn.Module):
 class EnsembleModel(Start):
     """A model that predicts the full ensemble's spread and the distribution of the truth from a reduced ensemble.
 
-    Args:
-        spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the training dates. Give `Climate.default(spec)` if a state_dict will be loaded.
+    Give `Climate.default(spec)` as `climate` if a state_dict will be loaded.
 
     Raises:
         UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the
@@ -268,10 +253,8 @@ class _Planes(nn.Module):
         self.stem = Convolution(channels, hidden, self.planes, config.vertical, pad, bias=True)
         variables = len(spec.surface if surface else spec.variables)
         self.surface, self._outputs = surface, (outputs, len(spec.leads_out), variables)
-        self.out = nn.Linear(hidden, outputs * len(spec.leads_out) * variables)
         # The last layer starts at zero, so that the untrained model is the fitted statistical correction.
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.out = zeroed(nn.Linear(hidden, outputs * len(spec.leads_out) * variables))
 
     def read_out(self, hidden_BYXZC: Tensor) -> Tensor:
         """Apply the last layer: (B, Y, X, Z, hidden) -> (B, outputs, T, V Z, Y, X)."""

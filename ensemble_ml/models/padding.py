@@ -51,13 +51,9 @@ class EdgeRule:
     skip: int = 0
 
     def source(self, distance: int) -> int:
-        """Return which row of the grid gives the values of a row beyond the edge.
+        """Return which row of the grid, counted inwards from the edge, gives the values of a row beyond the edge.
 
-        Args:
-            distance: how many rows beyond the edge it stands: 1, 2, ...
-
-        Returns:
-            The number of the row, counted inwards from the edge.
+        The row beyond stands at a distance of 1, 2, ... rows.
         """
         return self.skip + distance - 1 if self.beyond is Beyond.MIRROR else 0
 
@@ -75,11 +71,6 @@ class Geometry:
 
 def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
     """Return the geometry of the grid and of its `depth` poolings by two, finest first: `depth` + 1 of them.
-
-    Args:
-        grid: the grid of the model.
-        pole: the rule beyond the poles.
-        depth: number of poolings.
 
     Raises:
         UserError: the number of longitudes cannot be halved as often as `pole` and `depth` need.
@@ -120,12 +111,7 @@ def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, sp
 
 
 def deepest(grid: Grid, pole: Pole) -> int | None:
-    """Return how many poolings by two the longitudes allow, or None if they allow any number.
-
-    Args:
-        grid: the grid of the model.
-        pole: the rule beyond the poles.
-    """
+    """Return how many poolings by two the longitudes allow, or None if they allow any number."""
     if not grid.wraps:
         return None
     columns = grid.shape[1]
@@ -222,14 +208,9 @@ class _Pad(torch.autograd.Function):
 
 
 def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return an empty tensor of `shape`, with channels last in memory if those of `x` are.
+    """Return an empty tensor like `x`, of another shape, with channels last in memory if those of `x` are.
 
-    Args:
-        x: a tensor of four or five axes.
-        shape: the new shape, with as many axes.
-
-    Returns:
-        The tensor, in the dtype and on the device of `x`.
+    It has four or five axes.
     """
     # With another order of axes in memory, the convolution that follows would copy its input.
     if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):

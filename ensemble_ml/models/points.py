@@ -47,7 +47,7 @@ from torch.nn import functional as F
 from ensemble_ml.models.inputs import ModelSpec, hemisphere, plane_count, with_own_season
 from ensemble_ml.models.linear import KINDS, correction_shape, of_channels
 
-_STENCILS = 4  # numbers made of each d: itself, two differences, the mean around
+STENCILS = 4  # numbers made of each d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # largest factor of a difference along a row: it grows without bound towards the poles
 # Number of points that the network takes at once (one row of each sample at least). On a CPU the inputs and hidden
 # units of so many points stay in its cache; a GPU needs more points to be busy.
@@ -61,13 +61,9 @@ def outputs_of(spec: ModelSpec) -> int:
 
 
 def point_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the weights by their names in `Climate`.
+    """Return the shapes of the weights by their names in `Climate`: W1 (H, K + 1) and W2 (outputs F, H + 1).
 
-    Args:
-        spec: variables, leads and configuration of the model.
-
-    Returns:
-        Shapes of W1 (H, K + 1) and W2 (outputs F, H + 1); (0, 0) if the model has no such network.
+    They are (0, 0) if the model has no such network.
     """
     channels = correction_shape(spec)[3]
     fields = channels // KINDS
@@ -75,17 +71,12 @@ def point_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     units = spec.config.points if channels else 0
     if not units:
         return {"points_first": (0, 0), "points_second": (0, 0)}
-    inputs = (_STENCILS + 1) * channels + fields + plane_count(spec)
+    inputs = (STENCILS + 1) * channels + fields + plane_count(spec)
     return {"points_first": (units, inputs + 1), "points_second": (outputs_of(spec) * fields, units + 1)}
 
 
 def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray]) -> PointNetwork | None:
-    """Return the network with the weights `points_first` and `points_second`, or None if these are empty.
-
-    Args:
-        spec: variables, leads and grid.
-        weights: arrays by name.
-    """
+    """Return the network with the weights `points_first` and `points_second`, or None if these are empty."""
     first, second = weights["points_first"], weights["points_second"]
     return PointNetwork(spec, first, second) if first.size else None
 
@@ -99,13 +90,7 @@ class Frame(NamedTuple):
 
 
 class PointNetwork(nn.Module):
-    """The point network.
-
-    Args:
-        spec: variables, leads and grid.
-        first: W1, in the shape of `point_shapes`.
-        second: W2, in the shape of `point_shapes`.
-    """
+    """The point network, with W1 and W2 in the shapes of `point_shapes`."""
 
     first: Tensor
     second: Tensor
@@ -123,19 +108,11 @@ class PointNetwork(nn.Module):
         self.register_buffer("hemisphere", torch.from_numpy(hemisphere(spec)), persistent=False)
 
     def frame(self, rows: slice) -> Frame:
-        """Return the geometry of some rows, which broadcasts against (B, C, rows, X).
-
-        Args:
-            rows: which rows.
-        """
+        """Return the geometry of some rows, which broadcasts against (B, C, rows, X)."""
         return self._frame(self.stretch[rows], self.hemisphere[rows])
 
     def frame_at(self, rows: Tensor) -> Frame:
-        """Return the geometry of single points, which broadcasts against (N, C, 1, 1).
-
-        Args:
-            rows: (N,) the row of each point.
-        """
+        """Return the geometry of single points in the rows (N,), which broadcasts against (N, C, 1, 1)."""
         return self._frame(*(of_rows[rows][..., None, None] for of_rows in (self.stretch, self.hemisphere)))
 
     def _frame(self, stretch: Tensor, hemisphere: Tensor) -> Frame:
@@ -145,8 +122,7 @@ class PointNetwork(nn.Module):
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
         """Compute d'', v and w of fields, as seen in the mirror south of the equator, (B, outputs F, Y, X).
 
-        Args:
-            inputs_BKYX: x without the constant.
+        The inputs are x without the constant.
         """
         hidden = apply_first(self.first, inputs_BKYX.flatten(2))
         return _layer(self.second, hidden).unflatten(2, inputs_BKYX.shape[2:])
@@ -175,6 +151,14 @@ class PointNetwork(nn.Module):
         return found.unflatten(1, (-1, len(climatology_FYX)))
 
 
+def stencils(padded_BCYX: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return d, its differences along a row and from row to row, and the mean over 3 x 3 points less d."""
+    centre = padded_BCYX[..., 1:-1, 1:-1]
+    along = (padded_BCYX[..., 1:-1, 2:] - padded_BCYX[..., 1:-1, :-2]) / 2
+    across = (padded_BCYX[..., 2:, 1:-1] - padded_BCYX[..., :-2, 1:-1]) / 2
+    return centre, along, across, F.avg_pool2d(padded_BCYX, 3, 1) - centre
+
+
 def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, frame: Frame) -> Tensor:
     """Build x without the constant, (B, K, Y, X), mirrored south of the equator.
 
@@ -187,26 +171,18 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
         frame: the geometry of these rows, or points.
     """
     stretch, side, turn = (values.to(padded_BCYX.dtype) for values in frame)
-    centre = padded_BCYX[..., 1:-1, 1:-1]
-    along = (padded_BCYX[..., 1:-1, 2:] - padded_BCYX[..., 1:-1, :-2]) / 2
-    across = (padded_BCYX[..., 2:, 1:-1] - padded_BCYX[..., :-2, 1:-1]) / 2
-    around = F.avg_pool2d(padded_BCYX, 3, 1) - centre
+    centre, along, across, around = stencils(padded_BCYX)
     mean, spread = centre.chunk(KINDS, 1)
     slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch, across.chunk(KINDS, 1)[0])
     logs = (spread + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
-    stencils = centre * turn, along * turn, across * (turn * side), around * turn
+    parts = centre * turn, along * turn, across * (turn * side), around * turn
     # The mirror image of a southern point has the season of the north, half a year away.
     common = with_own_season(common_BPYX.to(centre.dtype), side)
-    return torch.cat([*stencils, mean.abs(), slope, logs, common], 1)
+    return torch.cat([*parts, mean.abs(), slope, logs, common], 1)
 
 
 def apply_first(first: Tensor, inputs_BKN: Tensor) -> Tensor:
-    """Compute the hidden units gelu(W1 [x, 1]), (B, H, N).
-
-    Args:
-        first: (H, K + 1) W1.
-        inputs_BKN: x without the constant.
-    """
+    """Compute the hidden units gelu(W1 [x, 1]), (B, H, N), of inputs without the constant."""
     return F.gelu(_layer(first, inputs_BKN))
 
 

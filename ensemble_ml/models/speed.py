@@ -49,20 +49,13 @@ class Speed:
         return self.precision is Precision.bfloat16
 
     def arrange(self, x: Tensor) -> Tensor:
-        """Return a tensor in the chosen order of axes.
-
-        Args:
-            x: (B, C, Y, X[, Z]).
-        """
+        """Return a tensor (B, C, Y, X[, Z]) in the chosen order of axes."""
         return x.contiguous(memory_format=_LAST[x.ndim] if self.channels_last else torch.contiguous_format)
 
     def apply(self, model: nn.Module) -> None:
         """Set a model to this speed: the memory order of its kernels, its dtype for float64, and `model.speed`.
 
         For the whole process, TF32 is turned off and cuDNN takes deterministic kernels.
-
-        Args:
-            model: the model, changed in place.
         """
         for module in model.modules():
             # A kernel made from a bank (`blocks.bank`) is no parameter, and has channels last anyway.
@@ -84,23 +77,14 @@ class Speed:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Speed:
-        """Build the speed that `to_json` wrote.
-
-        Args:
-            plain: the result of `to_json`.
-        """
+        """Build the speed that `to_json` wrote."""
         return cls(Precision(plain["precision"]), bool(plain["channels_last"]))
 
 
 def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
-    """Return the speeds that the device offers for a wanted precision.
+    """Return the speeds that the device offers for the setting `model.precision`, probably fast ones first.
 
-    Args:
-        device: the device of the model.
-        wanted: the setting `model.precision`.
-
-    Returns:
-        Speeds, probably fast ones first: channels last before channels first, bfloat16 before float32.
+    Channels last come before channels first, and bfloat16 before float32.
 
     Raises:
         UserError: bfloat16 is wanted, and `has_bfloat16` is False.
@@ -125,11 +109,7 @@ def device_name(device: torch.device) -> str:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has finished all work it was given, so that the host's clock measures it.
-
-    Args:
-        device: the device; nothing happens on a CPU.
-    """
+    """Wait until a GPU has finished all work it was given, so that the host's clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -199,11 +179,7 @@ def choose(
 
 
 def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) -> tuple[Callable[[], Any], float]:
-    """Let a GPU load and compile its kernels, and record the step.
-
-    Returns:
-        The call to time, and the seconds that compiling and recording took.
-    """
+    """Let a GPU load and compile its kernels, and record the step. Return the call to time, and the seconds spent."""
     began, play = time.perf_counter(), step
     step()
     settle(next(model.parameters()).device)
@@ -236,11 +212,7 @@ def _name(speed: Speed) -> str:
 
 
 class Running:
-    """A copy of a model's running statistics, used to restore them after passes that must not change the model.
-
-    Args:
-        model: any module, with or without batch norms.
-    """
+    """A copy of a model's running statistics, used to restore them after passes that must not change the model."""
 
     def __init__(self, model: nn.Module):
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]

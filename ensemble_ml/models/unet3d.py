@@ -30,7 +30,7 @@ surface).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,15 @@ from torch.utils.checkpoint import checkpoint
 from ensemble_ml.config import Vertical
 from ensemble_ml.models.bank import Bank
 from ensemble_ml.models.padding import Geometry, Padder, empty_in_order_of
+
+T = TypeVar("T", bound=nn.Module)
+
+
+def zeroed(layer: T) -> T:
+    """Set all weights of a layer to zero, so that its output is zero until training changes it. Return the layer."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
 
 
 class Activation(nn.Module):
@@ -99,8 +108,6 @@ class Convolution(nn.Module):
     Padding over (Y, X) is a separate step before it, in which a partitioned model exchanges halos.
 
     Args:
-        inputs: channels of the input.
-        outputs: channels of the output.
         planes: Z; a single plane has a kernel that is one plane deep.
         vertical: how weights act across planes.
         pad: the padding over (Y, X).
@@ -110,8 +117,7 @@ class Convolution(nn.Module):
     def __init__(self, inputs: int, outputs: int, planes: int, vertical: Vertical, pad: Padder, *, bias: bool):
         super().__init__()
         self.pad = pad
-        deep = 3 if planes > 1 else 1
-        self.deep = deep  # planes that a kernel covers
+        deep = self.deep = 3 if planes > 1 else 1  # planes that a kernel covers
         if vertical is Vertical.full:
             convs = [nn.Conv3d(inputs, outputs, (3, 3, deep), bias=bias) for _ in range(planes)]
             self.by_plane = nn.ModuleList(convs)
@@ -126,8 +132,7 @@ class Convolution(nn.Module):
         """Set the last kernel and its bias to zero, so that the output is zero until training changes it."""
         # Only the last kernel must be zero. If the earlier ones were zero too, no gradient would reach any of them.
         last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
-        for parameter in self.get_submodule(last).parameters():
-            nn.init.zeros_(parameter)
+        zeroed(self.get_submodule(last))
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         """Pad and convolve: (B, inputs, Y, X, Z) -> (B, outputs, Y, X, Z)."""
@@ -148,10 +153,6 @@ class ResidualBlock(nn.Module):
     """A residual block: x + conv2(scale2(conv1(scale1(x)))). The last convolution starts at zero.
 
     Args:
-        channels: C of input and output.
-        planes: Z.
-        vertical: how weights act across planes.
-        geometry: rows, columns and edges of this level of the U-Net.
         inner: channels between the two convolutions; None for as many as outside.
         recompute: keep only the input for the backward pass, and compute the rest again there.
     """
@@ -246,24 +247,12 @@ class UNet3d(nn.Module):
 
 
 def pool(x_BCYXZ: Tensor) -> Tensor:
-    """Return the mean over the cells of each 2 x 2 block, (B, C, ceil(Y/2), ceil(X/2), Z).
-
-    Args:
-        x_BCYXZ: (B, C, Y, X, Z).
-    """
+    """Return the mean over the cells of each 2 x 2 block, (B, C, ceil(Y/2), ceil(X/2), Z)."""
     return _Pool.apply(x_BCYXZ)
 
 
 def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
-    """Upsample a field of half the size by nearest neighbour, and add it to `skip_BCYXZ`.
-
-    Args:
-        skip_BCYXZ: (B, C, Y, X, Z).
-        small_BCYXZ: (B, C, ceil(Y/2), ceil(X/2), Z).
-
-    Returns:
-        The sum, in the shape and dtype of `skip_BCYXZ`.
-    """
+    """Upsample a field (B, C, ceil(Y/2), ceil(X/2), Z) by nearest neighbour, and add it to `skip_BCYXZ`."""
     return _AddUpsampled.apply(skip_BCYXZ, small_BCYXZ)
 
 

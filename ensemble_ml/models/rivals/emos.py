@@ -78,9 +78,7 @@ class Emos:
     season: Tensor
     family: Family = Family.NORMAL
 
-    def __call__(
-        self, mean: Any, variance: Any, season: Any = None, reference: Any = 0.0
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def __call__(self, mean: Any, variance: Any, season: Any = None, reference: Any = 0.0) -> tuple[Tensor, Tensor]:
         """Return location and scale, (..., D) each.
 
         Args:
@@ -100,25 +98,12 @@ class Emos:
         return replace(self, **{name: getattr(self, name)[points] for name in ("a", "b", "c", "d", "season")})
 
     def crps(self, mean: Any, variance: Any, observation: Any, season: Any = None, reference: Any = 0.0) -> Tensor:
-        """Return the CRPS (..., D) of these forecasts.
-
-        Args:
-            mean: (..., D) mean of the members.
-            variance: (..., D) variance of the members.
-            observation: (..., D) the truth.
-            season: (..., D, K) seasonal terms, or None.
-            reference: r, broadcast against `mean`.
-        """
+        """Return the CRPS (..., D) of these forecasts, given like those of `__call__`, for the truth (..., D)."""
         return distributions.crps(self.family, *self(mean, variance, season, reference), _tensor(observation))
 
 
 def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
-    """Join coefficients that were fitted to slices of the points to one vector of points.
-
-    Args:
-        parts: the parts.
-        slices: the points of each part.
-    """
+    """Join coefficients that were fitted to slices of the points to one vector of points."""
     if len(parts) == 1:
         return parts[0]
     count = sum(len(part.a) for part in parts)
@@ -306,9 +291,8 @@ class _Problem:
         # d CRPS = by_location d location + by_scale d scale, and the curvature is bend (d location + z d scale)^2
         share = self.weights[..., None]
         gradient = torch.cat([by_location[..., None] * self.design, by_scale[..., None] * by_roots], -1)
-        direction = (
-            torch.cat([self.design, z[..., None] * by_roots], -1) * (bend.sqrt() * share[..., 0].sqrt())[..., None]
-        )
+        weight = (bend.sqrt() * share[..., 0].sqrt())[..., None]
+        direction = torch.cat([self.design, z[..., None] * by_roots], -1) * weight
         curvature = direction.mT @ direction
         away = theta - goal
         value = (self.weights * score).sum(-1) + (pull * away**2).sum(-1)
@@ -375,10 +359,6 @@ class EmosModel(Rival):
     Before the fit, a = 0, b = c = d = 1 and there is no season. `models.rivals.emos` explains the symbols. The
     parameter `coefficients` holds b - 1 in place of b.
 
-    Args:
-        spec: the inputs and outputs of the model.
-        climate: statistics of the training dates.
-
     Raises:
         UserError: `model.postprocess` is off, so there is no truth to fit to; or `climate` does not fit `spec`.
     """
@@ -398,15 +378,9 @@ class EmosModel(Rival):
     def put(self, size: int, lead: int, field: int, fitted: Emos, reference: Tensor | float = 0.0) -> None:
         """Store the coefficients that were fitted for one ensemble size, lead and field.
 
-        Each coefficient is one number for all points, or one for each point. The reference r of each point becomes a
-        part of its intercept, because r + a + b (m - r) = m + [a - (b - 1) r] + (b - 1) m.
-
-        Args:
-            size: row of the ensemble size.
-            lead: position of the lead.
-            field: position of the field.
-            fitted: the coefficients.
-            reference: r, (Y * X,), or one number for all points.
+        Each coefficient is one number for all points, or one for each point. So is the reference r, (Y * X,), which
+        becomes a part of the intercept, because r + a + b (m - r) = m + [a - (b - 1) r] + (b - 1) m. `size` is the row
+        of the ensemble size.
         """
         shape = self.spec.grid.shape
         season = fitted.season if fitted.season.shape[-1] else fitted.season.new_zeros(*fitted.a.shape, 2)
@@ -423,12 +397,8 @@ class EmosModel(Rival):
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict the distribution of the truth and, if `model.spread` is on, the spread of the full ensemble.
 
-        Args:
-            x: a batch in physical units.
-
-        Returns:
-            Location and scale (B, T, F, Y, X) in physical units; the scale is at least 0.001 of the field's typical
-            spread. The spread, which EMOS does not predict, is that expected from the members (`Reduced.s1`).
+        All are (B, T, F, Y, X) in physical units. The scale is at least 0.001 of the field's typical spread. The
+        spread, which EMOS does not predict, is that expected from the members (`Reduced.s1`).
 
         Raises:
             UserError: the shapes of `x` are not those of the spec.
@@ -443,14 +413,10 @@ class EmosModel(Rival):
 
 
 def rows_for(members: int, sizes: Collection[int]) -> list[int]:
-    """Return the ensemble sizes to fit for, ascending.
+    """Return the ensemble sizes to fit for, ascending. `members` is always kept.
 
     There are at most as many as the model has rows. If `sizes` has more, those whose neighbours are nearest to each
     other are left out, because the neighbours can stand for them.
-
-    Args:
-        members: a size that is always kept.
-        sizes: other sizes.
     """
     chosen = sorted({members, *sizes})
     while len(chosen) > len(SIZES):

@@ -23,18 +23,13 @@ from ensemble_ml.models.heads import bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.padding import Geometry, Padder, geometries
 from ensemble_ml.models.rivals.rival import Reduced, Rival
+from ensemble_ml.models.unet3d import zeroed
 
 _SMALLEST = 1e-2  # least s, in typical spreads
 
 
 class _Stage(nn.Module):
-    """A 3 x 3 convolution with batch norm and ReLU.
-
-    Args:
-        inputs: channels of the input.
-        outputs: channels of the output.
-        pad: the padding before the convolution.
-    """
+    """A 3 x 3 convolution with batch norm and ReLU, after the padding `pad`."""
 
     def __init__(self, inputs: int, outputs: int, pad: Padder):
         super().__init__()
@@ -54,12 +49,7 @@ def _pair(inputs: int, middle: int, outputs: int, geometry: Geometry, first: Pad
 
 
 class Ens10UNet(Rival):
-    """The U-Net with `model.hidden` channels at the finest scale, doubled `model.depth` times up to `model.max_hidden`.
-
-    Args:
-        spec: shapes, variables, grid and configuration.
-        climate: statistics of the training dates.
-    """
+    """The U-Net: `model.hidden` channels at the finest scale, doubled `model.depth` times up to `model.max_hidden`."""
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -76,10 +66,7 @@ class Ens10UNet(Rival):
         self.deepest = _pair(widths[-1], widths[-1], below[-1], levels[-1])
         self.up = nn.ModuleList(_pair(2 * widths[i], widths[i], below[i], levels[i]) for i in range(config.depth))
         self.last_pad = Padder(levels[0])
-        self.out = nn.Conv2d(widths[0], self.outputs * len(spec.leads_out) * self.spec.fields, 3)
-        nn.init.zeros_(self.out.weight)
-        assert self.out.bias is not None
-        nn.init.zeros_(self.out.bias)
+        self.out = zeroed(nn.Conv2d(widths[0], self.heads.outputs * len(spec.leads_out) * self.spec.fields, 3))
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
         """Apply the U-Net."""

@@ -37,52 +37,32 @@ from ensemble_ml.models.heads import bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, take
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.rivals.rival import Reduced, Rival
-from ensemble_ml.models.unet3d import Activation, Convolution, PointLinear, UNet3d, add_upsampled, pool
+from ensemble_ml.models.unet3d import Activation, Convolution, PointLinear, UNet3d, add_upsampled, pool, zeroed
 
 _HEADS = 4
 _ATTENDING = 3  # number of the deepest scales at which members attend to each other
 
 
 class MemberAttention(nn.Module):
-    """An attention layer in which the members at one grid point attend to each other. Its last layer starts at zero.
-
-    Args:
-        channels: C.
-    """
+    """An attention layer in which the members at one grid point attend to each other. Its last layer starts at zero."""
 
     def __init__(self, channels: int):
         super().__init__()
         self.norm = nn.LayerNorm(channels)
         self.inwards = nn.Linear(channels, 3 * channels)
-        self.outwards = nn.Linear(channels, channels)
-        nn.init.zeros_(self.outwards.weight)
-        nn.init.zeros_(self.outwards.bias)
+        self.outwards = zeroed(nn.Linear(channels, channels))
 
     def forward(self, x_NCYXZ: Tensor, there_BM: Tensor) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x_NCYXZ: (B M, C, Y, X, Z).
-            there_BM: True where a sample has a member; the other places are not attended to.
-
-        Returns:
-            The same shape as `x_NCYXZ`.
-        """
+        """Apply the layer to (B M, C, Y, X, Z). Only members that exist, where `there_BM` is True, are attended to."""
         batch, members = there_BM.shape
         points = x_NCYXZ.permute(0, 2, 3, 4, 1)
         kinds = self.inwards(self.norm(points)).unflatten(0, (batch, members)).unflatten(-1, (3, _HEADS, -1))
-        query, key, value = _by_point(kinds)
-        # Samples may have fewer members than M. Nobody attends to the empty places.
-        mask = there_BM[:, None, None, None, :]
+        # Query, key and value are (B, YXZ, H, M, C).
+        query, key, value = kinds.flatten(2, 4).permute(3, 0, 2, 4, 1, 5).unbind(0)
+        mask = there_BM[:, None, None, None, :]  # nobody attends to the empty places of samples with fewer members
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         found = found.permute(0, 3, 1, 2, 4).flatten(3).reshape(points.shape)
         return x_NCYXZ + self.outwards(found).permute(0, 4, 1, 2, 3)
-
-
-def _by_point(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rearrange (B, M, Y, X, Z, 3, H, C) into query, key and value (B, YXZ, H, M, C)."""
-    query, key, value = kinds.flatten(2, 4).permute(3, 0, 2, 4, 1, 5).unbind(0)
-    return query, key, value
 
 
 class _MemberUNet(UNet3d):
@@ -112,10 +92,6 @@ class Poet(Rival):
     """The network. It takes all members (`EnsembleInput.members`).
 
     As in our own network, `model.hidden` channels double with each level up to `model.max_hidden`.
-
-    Args:
-        spec: shapes, variables, grid and configuration.
-        climate: statistics of the training dates.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -132,20 +108,13 @@ class Poet(Rival):
         self.unet = _MemberUNet(spec, widths)
         self.scale = Activation(widths[0])
         # Each field has a shift, and the spread of the full ensemble where it is predicted.
-        self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields * (1 + self.spec.config.spread))
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        outputs = len(spec.leads_out) * self.spec.fields * (1 + self.spec.config.spread)
+        self.out = zeroed(PointLinear(widths[0], outputs))
         # For each field, the logarithm of a factor of the climatological spread in the predicted scale.
         self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.spec.fields))
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict the distributions.
-
-        Args:
-            x: a batch with all members.
-
-        Returns:
-            Parameters of the distributions, physical units.
+        """Predict the parameters of the distributions, in physical units, from a batch with all members.
 
         Raises:
             UserError: the batch has no members, or its mean has another shape than the model takes.

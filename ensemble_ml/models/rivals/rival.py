@@ -25,11 +25,12 @@ from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, plane_count, take
-from ensemble_ml.models.linear import KINDS, of_channels
-from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.linear import KINDS, departure_padder, of_channels
+from ensemble_ml.models.padding import Padder
+from ensemble_ml.models.points import STENCILS, stencils
 from ensemble_ml.models.speed import Speed
+from ensemble_ml.models.unet3d import zeroed
 
-_STENCILS = 4  # planes made of each departure: itself, two differences, the mean around
 _EMBEDDING = 2  # numbers for each point, as in the paper
 
 
@@ -55,14 +56,10 @@ class Reduced:
 
 
 class Rival(nn.Module):
-    """A baseline that sees maps of C channels and returns `outputs` numbers for each lead, field and grid point.
+    """A baseline that sees maps of C channels and returns O numbers for each lead, field and grid point.
 
-    A subclass defines `network`, (B, C, Y, X) -> (B, O * T * F, Y, X), and `law`, which turns the first two outputs
-    into location and scale. If `model.spread` is on, the last output changes the spread as in our own head.
-
-    Args:
-        spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the training dates.
+    A subclass defines `network` and `law`, which turns the first two outputs into location and scale.
+    If `model.spread` is on, the last output changes the spread as in our own head.
 
     Raises:
         UserError: `climate` does not fit `spec`, or the grid does not fit the rule for the poles.
@@ -74,66 +71,41 @@ class Rival(nn.Module):
         climate = climate.checked(spec)
         self.features = Features(spec, climate)
         self.heads = Heads(spec, climate, local_terms=False)  # for the statistics that it holds, and s0 and s1
-        self.near: Padder | None = None
-        if spec.config.departures:
-            sign = of_channels(spec.vector_sign(len(spec.leads_out)))[:, None]
-            self.near = Padder(geometries(spec.grid, spec.config.pole, 0)[0], sign)
+        self.near: Padder | None = departure_padder(spec) if spec.config.departures else None
         # The error is the scale of the CRPS loss. As a buffer it is part of every checkpoint.
         self.register_buffer("error", torch.from_numpy(climate.error))
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
-        """Return the outputs (B, O * T * F, Y, X) of the channels, in at least float32.
-
-        Args:
-            planes_BCYX: the channels of `planes`.
-            x: the inputs of the model.
-        """
+        """Return the outputs (B, O * T * F, Y, X) of the channels of `planes`, in at least float32."""
         raise NotImplementedError
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the first two outputs into location and scale in physical units, in the same shape.
-
-        Args:
-            fields: the inputs at the predicted leads.
-            first: (B, T, F, Y, X) the first output.
-            second: the second output, in the same shape.
-        """
+        """Turn the first two outputs, (B, T, F, Y, X) each, into location and scale in physical units."""
         raise NotImplementedError
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict `leads_out` from `leads_in`.
+        """Predict location, scale and spread at `leads_out` from `leads_in`, as far as the settings ask for them.
 
-        Args:
-            x: the inputs of the model.
-
-        Returns:
-            Location, scale and spread in physical units, (B, T, F, Y, X), as far as the settings ask for them.
+        They are (B, T, F, Y, X), in physical units.
 
         Raises:
             UserError: the mean has another shape than the model takes.
         """
         fields, config = self.reduced(x), self.spec.config
-        raw = self.network(self.planes(x, fields), x).unflatten(1, (self.outputs, len(self.spec.leads_out), -1))
+        outputs = self.heads.outputs
+        raw = self.network(self.planes(x, fields), x).unflatten(1, (outputs, len(self.spec.leads_out), -1))
         location, scale = self.law(fields, raw[:, 0], raw[:, 1]) if config.postprocess else (None, None)
         return Prediction(location, scale, fields.s1 * torch.exp(bounded(raw[:, -1])) if config.spread else None)
-
-    @property
-    def outputs(self) -> int:
-        """Return O, the number of outputs for each lead, field and grid point."""
-        return 2 * self.spec.config.postprocess + self.spec.config.spread
 
     @property
     def channels(self) -> int:
         """Return C, the number of channels of `planes`."""
         upper = self.features.channels(surface=False) * len(self.spec.levels)
         every = upper + self.features.channels(surface=True) + plane_count(self.spec)
-        return every + _STENCILS * KINDS * len(self.spec.leads_out) * self.spec.fields * self.spec.config.departures
+        return every + STENCILS * KINDS * len(self.spec.leads_out) * self.spec.fields * self.spec.config.departures
 
     def reduced(self, x: EnsembleInput) -> Reduced:
         """Return mean, spread and climate at the predicted leads.
-
-        Args:
-            x: the inputs of the model.
 
         Raises:
             UserError: the mean has another shape than the model takes.
@@ -150,25 +122,13 @@ class Rival(nn.Module):
 
         If `model.departures` is on, the anomalies d of `models.linear` are added, with their differences and means
         around each point.
-
-        Args:
-            x: the inputs of the model.
-            fields: the result of `reduced`.
         """
         upper, flat, common = self.features(x, fields.s0, fields.climatology)
         planes = [upper.permute(0, 1, 4, 2, 3).flatten(1, 2), flat, common]
-        return torch.cat([*planes, *self._departures_around(x, fields)], 1)
-
-    def _departures_around(self, x: EnsembleInput, fields: Reduced) -> list[Tensor]:
-        """Return d, its differences along and across rows, and the mean around minus d, (B, KINDS T F, Y, X) each."""
-        if self.near is None:
-            return []
-        found = self.heads.departures(fields.mean, fields.spread, x.count)
-        padded = self.near(found.flatten(1, 3)[..., None])[..., 0]
-        centre = padded[..., 1:-1, 1:-1]
-        along = (padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2]) / 2
-        across = (padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]) / 2
-        return [centre, along, across, F.avg_pool2d(padded, 3, 1) - centre]
+        if self.near is not None:
+            departures = self.heads.departures(fields.mean, fields.spread, x.count)
+            planes += stencils(self.near(departures.flatten(1, 3)[..., None])[..., 0])
+        return torch.cat(planes, 1)
 
     def pole_rule(self) -> tuple[Tensor, Tensor]:
         """Return sign and offset, (C, 1) each, by which the channels of `planes` are continued across a pole."""
@@ -180,7 +140,7 @@ class Rival(nn.Module):
         if self.near is not None:
             turn = of_channels(self.spec.vector_sign(len(self.spec.leads_out)))
             signs += [turn, turn, -turn, turn]
-            offsets.append(torch.zeros(_STENCILS * len(turn)))
+            offsets.append(torch.zeros(STENCILS * len(turn)))
         return torch.cat(signs)[:, None], torch.cat(offsets)[:, None]
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -195,12 +155,7 @@ class Rival(nn.Module):
 
 
 class Drn(Rival):
-    """A DRN with `model.depth` hidden layers of `model.hidden` units each.
-
-    Args:
-        spec: shapes, variables, grid and configuration.
-        climate: statistics of the training dates.
-    """
+    """A DRN with `model.depth` hidden layers of `model.hidden` units each."""
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -208,10 +163,8 @@ class Drn(Rival):
         self.embedding = nn.Parameter(torch.zeros(_EMBEDDING, *spec.grid.shape))
         widths = [width] + [config.hidden] * config.depth
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.spec.fields)
         # The untrained network predicts the ensemble mean with the typical spread.
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        self.out = zeroed(nn.Linear(widths[-1], self.heads.outputs * len(spec.leads_out) * self.spec.fields))
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
         """Apply the MLP to every point."""
