@@ -313,7 +313,7 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
-        """Write everything but the shards, and the model climate if the plan has one. Refuse if init times are missing."""
+        """Write everything but the shards, and the model climate if the plan has one; refuse if init times lack."""
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")
