@@ -140,7 +140,7 @@ class StoreWriter:
 
 
 def _cells(writer: DateWriter, spec: ArraySpec, block: PackedBlock) -> None:
-    """Pass a block to `writer`, one lead and variable at a time; raise a ValueError if its shape is not that of `spec`."""
+    """Pass a block to `writer`, one lead and variable at a time; refuse one that has another shape than `spec`."""
     leads, variables = spec.fields[1:3]
     shape = (*spec.fields, *spec.grid)
     wanted = shape if spec.kind is Kind.PRESSURE else (*shape[:3], *shape[4:])
