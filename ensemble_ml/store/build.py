@@ -209,10 +209,7 @@ class Build:
         """Return the init times that are not finished; none once the finished store stands at `path`.
 
         All files are checked again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
-        the init times for which the archive has other fields.
-
-        Args:
-            dates: Init times to check; None checks all.
+        the init times for which the archive has other fields. `dates` are those to check; None checks all.
 
         Raises:
             UserError: The archive has changed, and another builder uses its new state.

@@ -233,16 +233,9 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
 
 
 def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray:
-    """Return which of `times` belong to the season of `date` in another year.
+    """Return which of `times` (D,) belong to the season of `date` in another year, (D,) bool.
 
-    Args:
-        times: (D,) datetime64 init times.
-        date: Init time.
-        days: Days from the calendar date of `date` within which a time may lie.
-
-    Returns:
-        (D,) bool. It is True where the time lies within `days` of an anniversary of `date` in another year, at the same
-        hour of the day.
+    Such a time lies within `days` of an anniversary of `date` in another year, at the same hour of the day.
     """
     day = times.astype("datetime64[D]")
     same_hour = times - day == date - date.astype("datetime64[D]")
@@ -269,13 +262,9 @@ def _anniversary(date: np.datetime64, year: int) -> np.datetime64:
 
 
 def write_climate(root: Path, days: int) -> None:
-    """Add the model climate to the complete store at `root`.
+    """Add the model climate, whose window reaches `days` to both sides, to the complete store at `root`.
 
     After an interruption, call `finish_store` again first, because the manifest may not fit the files.
-
-    Args:
-        root: Folder of the store.
-        days: An init time of another year is used if its calendar date is at most so many days away.
 
     Raises:
         UserError: The store has init times of one year only, or is damaged.

@@ -62,16 +62,14 @@ class _Packed:
     Attributes:
         values: Encoded values by member, None for a chunk that is left out.
         masks: Encoded masks by member, None where no point is masked.
-        derived: Encoded mean and spread; None where they are not stored.
         moments: Moments of the members' values, (Z,); None for parts other than the forecast.
-        of_derived: Moments of mean and spread as fields, (Z,); None where they are not stored.
+        derived: Encoded chunks of mean and of spread, each with its moments as a field, (Z,); empty where not stored.
     """
 
     values: list[Encoded | None]
     masks: list[Encoded | None]
-    derived: tuple[list[Encoded], list[Encoded]] | None
-    moments: Moments | None
-    of_derived: tuple[Moments, Moments] | None = None
+    moments: Moments | None = None
+    derived: Sequence[tuple[list[Encoded], Moments]] = ()
 
 
 class DateWriter:
@@ -224,10 +222,9 @@ class DateWriter:
             spec = self._specs.get((part, kind))
             if spec is not None:
                 self._factors(spec)["present"][0, cell.lead, cell.variable] = there
-                chunks = [chunk for block in blocks if block.derived for chunk in block.derived[place]]
+                chunks = [chunk for block in blocks for chunk in block.derived[place][0]]
                 self._append(spec, cell, [[chunk if there.any() else None] for chunk in chunks])
-                moments = [block.of_derived[place] for block in blocks if block.of_derived]
-                _keep_moments(self.entry.derived, (part, kind), cell, moments)
+                _keep_moments(self.entry.derived, (part, kind), cell, (block.derived[place][1] for block in blocks))
 
     @contextmanager
     def _refusals(self, name: str) -> Iterator[None]:
@@ -268,23 +265,23 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     chunks[:, :, height:] = spec.fill
     there = chunks[:, :, :height]
     mask = None if block.mask is None else block.mask[:, :, rows]
+    masks: list[Encoded | None] = [None] * len(there)
     if mask is not None and spec.packed:
         there[mask] = 0
+        masks = [_pack_mask(spec, one) for one in mask]
     # A chunk of nothing but the fill value is left out of the shard. The extremes show this at no extra pass, because
     # the moments need them anyway.
     ends = np.stack([there.min((2, 3)), there.max((2, 3))]) if spec.packed else None
     empty = ~ends[1].any(1) if ends is not None else ~np.isfinite(there).any((1, 2, 3))
     values = [None if blank else encode(chunk) for chunk, blank in zip(chunks, empty, strict=True)]
-    masks = [
-        None if mask is None or not spec.packed else _pack_mask(spec, one) for one in (there if mask is None else mask)
-    ]
     if spec.part is not Part.FORECAST:
-        return _Packed(values, masks, None, None)
+        return _Packed(values, masks)
     fused = fuse(_members(cell, there, mask, ends))
     if derived is None:
-        return _Packed(values, masks, None, fused.moments)
-    both = _chunks(derived, fused.mean), _chunks(derived, fused.spread)
-    return _Packed(values, masks, both, fused.moments, (fused.of_mean, fused.of_spread))
+        return _Packed(values, masks, fused.moments)
+    mean = _chunks(derived, fused.mean), fused.of_mean
+    spread = _chunks(derived, fused.spread), fused.of_spread
+    return _Packed(values, masks, fused.moments, (mean, spread))
 
 
 def _members(cell: _Cell, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:

@@ -205,10 +205,7 @@ def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndar
     The standard deviation is at least a fraction of its root mean square over all points. Otherwise the first rain at a
     point where it never rained in training would be 1e8 standard deviations.
 
-    Args:
-        points: Moments at each point.
-        wraps: Whether the grid goes around the globe, so that longitude wraps.
-        sigma: Standard deviation of the Gaussian, in points; 0 does not smooth.
+    `wraps` is whether the grid goes around the globe, so that longitude wraps. `sigma` is in points; 0 does not smooth.
 
     Returns:
         Maps of mean and standard deviation, (..., Y, X) float64.
