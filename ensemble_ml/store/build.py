@@ -171,12 +171,9 @@ class Build:
         Raises:
             UserError: The archive has changed, and another builder uses its new state.
         """
-        file = self.entry_file(date)
-        if not file.exists():
-            return False
         try:
-            files, stamps, plan, fingerprint = DateEntry.files_of(file)
-        except UserError:
+            files, stamps, plan, fingerprint = DateEntry.files_of(self.entry_file(date))
+        except UserError:  # there is no entry, or it is damaged
             return False
         if plan != self.plan.of_date(date):
             return False

@@ -326,7 +326,7 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
     found: dict[bool, Any] = {}
     for surface, kind, names, levels, axes in kinds:
         if names:
-            shape = (*start, len(names), quantiles, *levels, *lay.grid.shape)
+            shape: tuple[int, ...] = (*start, len(names), quantiles, *levels, *lay.grid.shape)
             found[surface] = group.create_array(
                 f"{CLIMATE}{kind}",
                 shape=shape,

@@ -190,9 +190,8 @@ def windows(points: Pooled, wraps: bool) -> Pooled:
     some = np.maximum(count, 1)
     # The mean of each field is subtracted first. Otherwise the variations of large values, such as geopotential, would
     # be lost in the rounding of their squares.
-    centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
-        points.count.sum((-2, -1), keepdims=True), 1
-    )
+    total = points.count.sum((-2, -1), keepdims=True)
+    centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(total, 1)
     offset = np.where(points.count > 0, points.mean - centre, 0.0)
     mean = summed(points.count * offset) / some
     m2 = summed(points.m2 + points.count * offset**2) - count * mean**2

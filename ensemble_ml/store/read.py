@@ -360,13 +360,7 @@ class TensorStore:
         return out
 
     def _fill(
-        self,
-        out: np.ndarray,
-        spec: ArraySpec,
-        date: int,
-        wanted: Wanted,
-        there: np.ndarray,
-        factors: list[np.ndarray],
+        self, out: np.ndarray, spec: ArraySpec, date: int, wanted: Wanted, there: np.ndarray, factors: list[np.ndarray]
     ) -> None:
         """Decode every chunk that holds a wanted field into its place in `out`."""
         members, leads, variables, levels = wanted.fields
@@ -377,9 +371,8 @@ class TensorStore:
             return
         # List every wanted chunk: each cell of member, lead and variable, with each block of rows.
         m, t, v = cells.T[..., None]
-        numbers = np.ravel_multi_index((members[m], leads[t], variables[v], np.asarray(blocks)), spec.chunks).reshape(
-            -1
-        )
+        at = members[m], leads[t], variables[v], np.asarray(blocks)
+        numbers = np.ravel_multi_index(at, spec.chunks).reshape(-1)
         places = [(*cell, block) for cell in cells.tolist() for block in blocks]
         target = dict(zip(numbers.tolist(), places, strict=True))
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
