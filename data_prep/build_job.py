@@ -29,7 +29,7 @@ from ensemble_ml.store import Part, Selection, is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import AHEAD, DateWriter
 from ensemble_ml.store.manifest import Sources
-from ensemble_ml.store.plan import BuildPlan, plan_of
+from ensemble_ml.store.plan import BuildPlan
 from ensemble_ml.store.schema import Kind
 from ensemble_ml.wording import hour_text
 
@@ -107,9 +107,9 @@ class Job:
         self.truth = self.both.truth if isinstance(self.both.truth, ArchiveTruth) else None
         parts = [part for part in (Part.FORECAST, Part.CONTROL) if self.source.has(part)]
         parts += [Part.TRUTH] if self.truth else []
-        self.plan: BuildPlan = plan_of(
+        self.plan = BuildPlan(
             self.both.layout,
-            parts,
+            tuple(parts),
             config.packing,
             self.both.static(),
             self.both.lead_bounds,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ensemble_ml.config import SimulateConfig
 from ensemble_ml.folders import draft_of, write_whole
 from ensemble_ml.grid import Grid
 
-GATE = {"z500": ("z", 500), "t850": ("t", 850)}
+GATE = {"z500": ("z", 500), "t850": ("t", 850)}  # fields whose realism is checked: variable and level in hPa
 CYCLE_DAYS = 2
 STEPS = (0, 24, 48)  # hours
 _EPOCH = date(1970, 1, 1)
@@ -37,21 +37,12 @@ PARAM_ID = {
     "sp": 134, "msl": 151, "t2m": 167, "u10": 165, "v10": 166, "tp": 228,
     "orog": 228002, "lsm": 172,
 }  # fmt: skip
-
-
-"""Fields whose realism is checked: variable and level in hPa."""
-
 STATIC = ("static.grib", "forecast_static.grib")
 """Files with orography and land mask: of the truth's model, then of the forecast's, which has another orography."""
 
 
 def assemble(output: Path, years: list[ModelYear]) -> None:
-    """Write ensemble/, truth/ and the static files from the parts. Each file appears only when it is complete.
-
-    Args:
-        output: the folder of the archive.
-        years: all model years.
-    """
+    """Write ensemble/, truth/ and the static files from the parts. Each file appears only when it is complete."""
     starts: dict[str, list[tuple[Path, int]]] = defaultdict(list)
     truths: dict[datetime, tuple[Path, int]] = {}
     for year in years:
@@ -86,16 +77,7 @@ def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
 
 
 def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dict[str, Realism]:
-    """Measure the realism of the ensemble's fields at 48 h over all dates of the archive.
-
-    Args:
-        output: the folder of the archive.
-        years: all model years.
-        config: the settings of the simulation.
-
-    Returns:
-        The figures of each field in `GATE`.
-    """
+    """Measure the realism of each field in `GATE` at 48 h over all dates of the archive."""
     parts = [year.part(output, cycle) for year in years for cycle in year.written]
     grid = Grid(*regular_grid(config.rows, config.columns))
     figures = {}
@@ -144,20 +126,11 @@ class ModelYear:
         return [cycle for cycle in self.cycles if cycle.written]
 
     def part(self, output: Path, cycle: Cycle) -> Path:
-        """Return the file that holds the fields of a cycle until the archive is assembled.
-
-        Args:
-            output: folder of the archive.
-            cycle: the cycle.
-        """
+        """Return the file that holds the fields of a cycle until the archive in the folder `output` is assembled."""
         return output / ".parts" / str(self.year) / f"{cycle.start:%Y%m%d}.npz"
 
     def complete(self, output: Path) -> bool:
-        """Return whether the parts of all cycles that are kept exist.
-
-        Args:
-            output: folder of the archive.
-        """
+        """Return whether the parts of all cycles that are kept exist in the folder `output` of the archive."""
         return all(self.part(output, cycle).exists() for cycle in self.written)
 
 
@@ -168,8 +141,8 @@ def when(day: int) -> datetime:
 
 def model_years(config: SimulateConfig) -> list[ModelYear]:
     """Lay out all years of an archive: training years first, then validation, then test."""
-    splits = [("train", config.train_years, config.train_dates)]
-    splits += [
+    splits = [
+        ("train", config.train_years, config.train_dates),
         ("validation", config.validation_years, config.validation_dates),
         ("test", config.test_years, config.test_dates),
     ]
@@ -179,15 +152,7 @@ def model_years(config: SimulateConfig) -> list[ModelYear]:
 
 
 def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longest: int) -> ModelYear:
-    """Return one year of a split.
-
-    Args:
-        config: settings of the archive.
-        year: the model year.
-        split: train, validation or test.
-        dates: number of init times to keep in each window.
-        longest: the largest `dates` of all splits.
-    """
+    """Return one year of a split, with `dates` init times in each window; `longest` is the most that any split has."""
     cycles: list[Cycle] = []
     for window in config.windows:
         month, day = (int(part) for part in window.split("-"))
@@ -220,16 +185,15 @@ class Realism:
     @property
     def misses(self) -> list[str]:
         """Return the limits that the ensemble misses, in words; empty if it passes. A NaN misses its limit."""
-        asked = {
-            f"spread/skill {self.spread_skill:.3f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
-            <= self.spread_skill
-            <= SPREAD_SKILL[1],
-            f"bias^2 {self.raw_bias_share:.1%} of the error, above {LARGEST_BIAS:.0%}": self.raw_bias_share
-            <= LARGEST_BIAS,
-            f"spread-error correlation {self.correlation:.2f} below {SMALLEST_CORRELATION}": self.correlation
-            >= SMALLEST_CORRELATION,
-        }
-        return [text for text, met in asked.items() if not met]
+        low, high = SPREAD_SKILL
+        found = []
+        if not low <= self.spread_skill <= high:
+            found.append(f"spread/skill {self.spread_skill:.3f} outside {low}-{high}")
+        if not self.raw_bias_share <= LARGEST_BIAS:
+            found.append(f"bias^2 {self.raw_bias_share:.1%} of the error, above {LARGEST_BIAS:.0%}")
+        if not self.correlation >= SMALLEST_CORRELATION:
+            found.append(f"spread-error correlation {self.correlation:.2f} below {SMALLEST_CORRELATION}")
+        return found
 
     def as_dict(self) -> dict:
         """Return the figures, and whether they are within the limits, as archive.json stores them."""
@@ -237,7 +201,7 @@ class Realism:
 
 
 def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, grid: Grid) -> Realism:
-    """Measure the realism of one field.
+    """Measure the realism of one field from the ensemble mean, the members' variance (ddof = 1) and the truth.
 
         spread/skill = sqrt(mean((M + 1) / M s^2)) / RMSE of the ensemble mean
 
@@ -248,13 +212,6 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
     the sampling noise of a mean over n init times, var / n, if they are independent; `bias_share` leaves it out. The
     correlation is that of spread and absolute error over all points and init times, after each point's means are
     removed.
-
-    Args:
-        mean_byx: ensemble mean (B, Y, X).
-        variance_byx: variance of the members (B, Y, X), ddof = 1.
-        truth_byx: truth at the same valid times (B, Y, X).
-        members: ensemble size M.
-        grid: the grid of the fields.
 
     Returns:
         The figures. `bias_share` is NaN for a single init time, and `spread_skill` and both shares of the bias if the
@@ -319,13 +276,9 @@ class Encoder:
     _handles: dict[tuple, int] = field(default_factory=dict, repr=False)
 
     def encode(self, name: str, values_yx: np.ndarray, stamp: Stamp, level: int | None = None) -> bytes:
-        """Return one GRIB message.
+        """Return one GRIB message of a field (Y, X), north to south, in the registry's units.
 
-        Args:
-            name: short name of the registry, a key of `PARAM_ID`.
-            values_yx: the field (Y, X), north to south, in the registry's units.
-            stamp: start, step and member.
-            level: hPa, or None at the surface.
+        `name` is a key of `PARAM_ID`. `level` is in hPa, or None at the surface.
         """
         handle = self._handle(name, stamp, level)
         eccodes.codes_set(handle, "dataDate", int(stamp.start.strftime("%Y%m%d")))
@@ -392,23 +345,14 @@ class Encoder:
 def forecast_messages(
     encoder: Encoder, upper: dict[str, np.ndarray], surface: dict[str, np.ndarray], levels: list[int], stamp: Stamp
 ) -> tuple[bytes, bytes]:
-    """Encode the fields of one state into GRIB messages.
+    """Encode the fields of one state into GRIB messages: those on pressure levels, and those at the surface.
 
-    Args:
-        encoder: the encoder.
-        upper: fields on pressure levels (level, Y, X) by short name.
-        surface: surface fields (Y, X) by short name.
-        levels: levels of `upper`, hPa.
-        stamp: start, step and member.
-
-    Returns:
-        The messages on pressure levels, and those at the surface.
+    The fields are (level, Y, X) in `upper` and (Y, X) in `surface`, by short name. `levels` are in hPa.
     """
     pl = [encoder.encode(n, x[k], stamp, level) for n, x in upper.items() for k, level in enumerate(levels)]
-    plain = Stamp(stamp.start, stamp.hours, stamp.member, stamp.members)
-    sfc = [encoder.encode(n, x, plain) for n, x in surface.items() if n != "tp"]
+    sfc = [encoder.encode(n, x, stamp) for n, x in surface.items() if n != "tp"]
     if "tp" in surface:
-        sfc.append(encoder.encode("tp", surface["tp"], accumulation(plain)))
+        sfc.append(encoder.encode("tp", surface["tp"], accumulation(stamp)))
     return b"".join(pl), b"".join(sfc)
 
 
@@ -419,4 +363,4 @@ def accumulation(stamp: Stamp) -> Stamp:
     """
     if stamp.member is None:
         return Stamp(stamp.start - timedelta(hours=24), 24, since=0)
-    return Stamp(stamp.start, stamp.hours, stamp.member, stamp.members, since=0)
+    return replace(stamp, since=0)

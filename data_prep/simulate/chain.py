@@ -66,12 +66,7 @@ class Weather:
     """A model, with the conversion of its states to fields on the archive's grid."""
 
     def __init__(self, recipe: Recipe, config: SimulateConfig):
-        """Build the model and its tables. Nothing is compiled yet.
-
-        Args:
-            recipe: truncation, time step and errors of the model.
-            config: the settings of the simulation.
-        """
+        """Build the model of `recipe` and its tables. Nothing is compiled yet."""
         self.model = Atmosphere(recipe)
         self.facts = self.model.facts
         self.grid = regular_grid(config.rows, config.columns)
@@ -80,22 +75,11 @@ class Weather:
         self._land = self.from_gaussian(self.facts.land_yx)
 
     def from_gaussian(self, field_yx: np.ndarray) -> np.ndarray:
-        """Interpolate fields of the model's own grid to the archive's grid.
-
-        Args:
-            field_yx: (..., Y, X) fields on the Gaussian grid.
-
-        Returns:
-            The fields, (..., rows, columns).
-        """
+        """Interpolate fields (..., Y, X) of the model's own Gaussian grid to the archive's grid."""
         return bilinear(field_yx, (self.facts.latitude, self.facts.longitude), self.grid)
 
     def fields(self, x_nkml: np.ndarray, rain_nyx: np.ndarray) -> tuple[dict, dict]:
-        """Convert states and accumulated rain to fields.
-
-        Args:
-            x_nkml: the states of N trajectories.
-            rain_nyx: (N, Y, X) their rain on the model's own grid, m.
+        """Convert the states of N trajectories and their rain (N, Y, X) in m on the model's own grid to fields.
 
         Returns:
             Fields on pressure levels (N, level, Y, X) and at the surface (N, Y, X), by name. Their units are those of
@@ -114,15 +98,9 @@ class Chain:
     """The cycles of one model year."""
 
     def __init__(self, config: SimulateConfig, year: ModelYear, nature: Weather, forecast: Weather):
-        """Set up a year with the two models.
+        """Set up a year with the models of the nature run and of the forecasts.
 
         The models may serve several years of a process, which saves compiling them again.
-
-        Args:
-            config: the settings of the simulation.
-            year: the model year.
-            nature: the model of the nature run.
-            forecast: the model of the forecasts.
         """
         self.config, self.year, self.nature, self.forecast = config, year, nature, forecast
         self.output = Path(config.output)
@@ -131,13 +109,9 @@ class Chain:
         self._state_file = self.output / ".parts" / str(year.year) / "state.npz"
 
     def run(self, progress: Callable[[str, bool], None]) -> None:
-        """Run the cycles of the year that are missing.
+        """Run the cycles of the year that are missing; raise a FloatingPointError if a model blew up.
 
-        Args:
-            progress: receives a text, and whether another init time is complete.
-
-        Raises:
-            FloatingPointError: a model blew up.
+        `progress` receives a text, and whether another init time is complete.
         """
         self._state_file.parent.mkdir(parents=True, exist_ok=True)
         state = self._load()
@@ -256,23 +230,13 @@ def _one(upper: dict, surface: dict, member: int) -> tuple[dict, dict]:
 
 
 def write_static(weather: Weather, path: Path) -> None:
-    """Write orography and land mask of a model to a file, completely or not at all.
-
-    Args:
-        weather: the model.
-        path: the file.
-    """
+    """Write orography and land mask of a model to a file, completely or not at all."""
     encoder, fields = Encoder(*weather.grid), weather.static()
     write_whole(path, b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays to a file, completely or not at all. A file that exists is replaced in one step.
-
-    Args:
-        path: the file.
-        arrays: the arrays by name.
-    """
+    """Write arrays to a file, completely or not at all. A file that exists is replaced in one step."""
     draft = draft_of(path)
     with open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy types its options, not the arrays
@@ -305,28 +269,14 @@ def deviations(x_nkml: np.ndarray) -> np.ndarray:
 
 
 def rotation(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54, 592-604).
-
-    Args:
-        count: rows and columns of the matrix.
-        rng: source of randomness.
-    """
+    """Draw an orthogonal matrix uniformly (Haar measure; Mezzadri 2007, Notices of the AMS 54, 592-604)."""
     q, r = np.linalg.qr(rng.standard_normal((count, count)))
     # The signs make the QR factorisation unique; without them the distribution would not be uniform.
     return q * np.sign(np.diag(r))
 
 
 def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw perturbations from the span of N deviations, each scaled to a norm.
-
-    Args:
-        dev_nkml: deviations of the trajectories.
-        count: number of perturbations wanted.
-        target: norm of each perturbation, K.
-        rng: source of randomness.
-
-    Returns:
-        The perturbations, float64, NKML with N = `count`.
+    """Draw `count` perturbations from the span of N deviations, each scaled to the norm `target` in K, float64 NKML.
 
     Raises:
         ValueError: a mixture is zero, so it cannot be scaled.
@@ -343,17 +293,10 @@ def mix(dev_nkml: np.ndarray, count: int, target: float, rng: np.random.Generato
 def initial_states(
     truth_kml: np.ndarray, dev_nkml: np.ndarray, count: int, amplitude: Amplitude, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return states that start a forecast: truth - analysis error + perturbation.
+    """Return the `count` states that start a forecast, float32 NKML: truth - analysis error + perturbation.
 
-    Args:
-        truth_kml: state of the nature run, at the forecast model's truncation.
-        dev_nkml: deviations of the last cycle.
-        count: number of trajectories wanted.
-        amplitude: size of error and perturbations.
-        rng: source of randomness; the same one gives the same states.
-
-    Returns:
-        The states, float32, NKML.
+    The truth is at the forecast model's truncation, and the deviations are those of the last cycle. The same `rng`
+    gives the same states.
 
     Raises:
         ValueError: the deviations are all zero.

@@ -57,6 +57,7 @@ _DAY = 86400
 
 _DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's defaults, for the smallest wave of T31
 _DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
+# Changed values of SPEEDY's parameters, by group; everything else is as in the nature run.
 MODEL_ERROR: dict[str, dict[str, float]] = {
     "convection": {
         "trcnv": 9.0,  # hours in which deep convection relaxes a column (nature: 6)
@@ -126,11 +127,7 @@ class Atmosphere:
         )
 
     def rest(self, seed: int) -> np.ndarray:
-        """Return the first state of a nature run, KML: isothermal, at rest, with small random changes of pressure.
-
-        Args:
-            seed: seed of these changes.
-        """
+        """Return the first state of a nature run, KML: isothermal, at rest, with small random changes of pressure."""
         return np.asarray(_pack(self._model.initial_state(random_seed=seed)), np.float32)
 
     def advance(self, x_nkml: np.ndarray, day: int) -> tuple[np.ndarray, np.ndarray]:
@@ -269,6 +266,3 @@ def _unpack(x_kml: jax.Array) -> State:
         tracers={"specific_humidity": humidity},
         sim_time=jnp.zeros(()),
     )
-
-
-"""Changed values of SPEEDY's parameters, by group; everything else is as in the nature run."""

@@ -49,9 +49,6 @@ def simulate(config: SimulateConfig) -> Path:
     With `parts=i/n` only a share of the model years is run. Several machines may run their shares in one folder at the
     same time. A machine that finds all years complete assembles the archive.
 
-    Args:
-        config: size, output folder, seed and the settings of conf/simulate.
-
     Returns:
         The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib (of the truth's model),
         forecast_static.grib, archive.json. While other shares are incomplete, it holds only `.parts`.
@@ -149,13 +146,7 @@ def _read_json(path: Path) -> dict:
 
 
 def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> dict:
-    """Return the content of archive.json: what the archive is, what it holds, and how realistic it is.
-
-    Args:
-        config: the settings of the simulation.
-        years: all model years.
-        figures: the result of `archive.realism`.
-    """
+    """Return the content of archive.json: what the archive is, what it holds, and its realism by `archive.realism`."""
     splits: dict[str, list[str]] = defaultdict(list)
     for year in years:
         splits[year.split] += [f"{cycle.start:%Y-%m-%dT%H}" for cycle in year.written]
@@ -179,12 +170,7 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
     """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
 
     There are no more processes than missing years, but at least one. The static files of both models are written as
-    well.
-
-    Args:
-        config: the settings of the simulation.
-        missing: the years to run; without any, only the static files are written.
-        years: all years, for the progress.
+    well. All `years` count for the progress.
 
     Raises:
         UserError: a worker failed or was killed; the message gives its error or exit status.
@@ -244,12 +230,7 @@ class _Progress:
         self.bar = tqdm(total=total, initial=before, unit="date", desc="simulate", disable=not sys.stderr.isatty())
 
     def update(self, text: str, finished: bool) -> None:
-        """Show that a step was taken.
-
-        Args:
-            text: the step.
-            finished: whether it completes an init time.
-        """
+        """Show that the step `text` was taken, and whether it completes an init time."""
         self.count += finished
         self.latest = text
         if not self.bar.disable:

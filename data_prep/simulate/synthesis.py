@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIGMA = (0.025, 0.095, 0.2, 0.34, 0.51, 0.685, 0.835, 0.95)
+SIGMA = (0.025, 0.095, 0.2, 0.34, 0.51, 0.685, 0.835, 0.95)  # centres of SPEEDY's eight sigma layers, top first
 LAPSE_RATE = 0.0065  # K/m
 _PBL_TOP = SIGMA.index(0.835)
 _WIND_RATIO = 0.95  # SPEEDY's `fwind0`: the ratio of near-surface wind to wind in the lowest layer
@@ -28,23 +28,14 @@ _LOG_SIGMA = np.log(np.array(SIGMA))
 
 
 def regular_grid(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return latitudes 90 to -90, poles included, and longitudes 0 to 360, end excluded, in degrees, as in ENS-10.
-
-    Args:
-        rows: number of latitudes.
-        columns: number of longitudes.
-    """
+    """Return latitudes 90 to -90, poles included, and longitudes 0 to 360, end excluded, in degrees, as in ENS-10."""
     return np.linspace(90.0, -90.0, rows), np.arange(columns) * (360.0 / columns)
 
 
 def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
-    """Evaluate normalised associated Legendre functions.
+    """Evaluate normalised associated Legendre functions at points (J,), up to the degree and order N.
 
     Source: Holmes and Featherstone (2002), Journal of Geodesy 76, equations 11 and 12 (stable to far higher degrees).
-
-    Args:
-        sin_latitude: points, shape (J,).
-        degree: largest degree and order N.
 
     Returns:
         P[m, l, j] with unit L2 norm over [-1, 1] and no phase; zero for m > l. Shape (N + 1, N + 1, J), float64.
@@ -74,9 +65,6 @@ def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         2 dP_l^m / dlat = P_l^{m+1} - (l+m) (l-m+1) P_l^{m-1}
 
     Source: Abramowitz and Stegun, section 8.5, and NIST DLMF 14.10.
-
-    Args:
-        p: P[m, l, j] of `legendre`, (N + 1, N + 1, J).
     """
     n = p.shape[0] - 1
     over_cosine, slope = np.zeros((n, n, p.shape[2])), np.zeros((n, n, p.shape[2]))
@@ -98,13 +86,9 @@ class Synthesis:
     """A table of basis functions that turns spectral coefficients into fields at given latitudes and longitudes."""
 
     def __init__(self, truncation: int, latitude: np.ndarray, longitude: np.ndarray, radius: float):
-        """Tabulate the basis.
+        """Tabulate the basis up to a truncation T, at latitudes and longitudes in degrees. The radius is in metres.
 
-        Args:
-            truncation: truncation T of the coefficients, whose shape is (2 T + 1, T + 2).
-            latitude: degrees.
-            longitude: degrees.
-            radius: radius of the sphere in metres.
+        The coefficients have the shape (2 T + 1, T + 2).
         """
         self._orders, self._degrees = truncation + 1, truncation + 2
         # The gradients need one degree more than the coefficients have.
@@ -139,11 +123,9 @@ class Synthesis:
         return self._fields(x_ml, self._p)
 
     def wind(self, vorticity_ml: np.ndarray, divergence_ml: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Synthesise the wind from vorticity and divergence: eastward and northward (..., latitude, longitude), m/s.
+        """Synthesise the wind from coefficients (..., M, L) of vorticity and divergence, 1/s.
 
-        Args:
-            vorticity_ml: coefficients (..., M, L), 1/s.
-            divergence_ml: coefficients (..., M, L), 1/s.
+        The result is eastward and northward (..., latitude, longitude), m/s.
         """
         stream, potential = vorticity_ml * self._inverse_laplacian, divergence_ml * self._inverse_laplacian
         east = self._fields(self._turn(potential), self._east) - self._fields(stream, self._north)
@@ -202,14 +184,9 @@ def bilinear(
 
 
 def sigma_fields(x_nkml: np.ndarray, synthesis: Synthesis, facts: ModelFacts) -> dict[str, np.ndarray]:
-    """Synthesise states to fields on sigma layers, in SI units.
+    """Synthesise states NKML to fields on sigma layers at the points of `synthesis`, in SI units.
 
     Negative humidity, which a truncated series may give, is set to zero, as in the model's own physics.
-
-    Args:
-        x_nkml: states, NKML.
-        synthesis: the basis at the wanted points.
-        facts: constants of the model.
 
     Returns:
         t, u, v, q (N, Z, Y, X), ps (N, Y, X) and phis (Y, X).
@@ -225,8 +202,6 @@ def sigma_fields(x_nkml: np.ndarray, synthesis: Synthesis, facts: ModelFacts) ->
         "phis": synthesis.scalar(facts.orography_ml) * facts.gravity,
     }
 
-
-"""Centres of SPEEDY's eight sigma layers, top first."""
 
 _Z = len(SIGMA)
 PLANES = {
@@ -265,10 +240,6 @@ def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
     The last total wavenumber of a cut state, T + 1, is zero. Surface pressure ends at T - 1, as the orography in
     dinosaur does: with mountains in it that the coarse model lacks, the model's heights would be off by 60 m.
 
-    Args:
-        x_kml: spectral states (..., K, M, L).
-        truncation: largest total wavenumber T to keep.
-
     Returns:
         A copy, (..., K, 2 T + 1, T + 2) if T is at most their own truncation.
     """
@@ -285,9 +256,7 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 
     Source: Durran (2010), Numerical Methods for Fluid Dynamics, section 8.6.5.
 
-    Args:
-        fields: from `synthesis.sigma_fields`; t and q (N, Z, Y, X), phis (Y, X).
-        facts: constants of the model.
+    The fields are those of `sigma_fields`.
 
     Returns:
         Geopotential in m2 s-2 and virtual temperature in K, each (N, Z, Y, X).
@@ -306,10 +275,6 @@ def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tupl
     Below ground, temperature varies as pressure to the power of the exponent. gamma is the lapse rate, which is reduced
     under ground higher than 2000 m.
 
-    Args:
-        fields: from `sigma_fields`; t (N, Z, Y, X), phis (Y, X).
-        facts: constants of the model.
-
     Returns:
         Temperature in K and the exponent, each (N, Y, X).
     """
@@ -326,12 +291,7 @@ def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tupl
 
 
 def to_pressure(fields: dict[str, np.ndarray], levels: list[int], facts: ModelFacts) -> dict[str, np.ndarray]:
-    """Interpolate sigma fields to pressure levels.
-
-    Args:
-        fields: from `sigma_fields`; t, u, v, q (N, Z, Y, X), ps (N, Y, X), phis (Y, X).
-        levels: hPa.
-        facts: constants of the model.
+    """Interpolate fields of `sigma_fields` to pressure levels in hPa.
 
     Returns:
         t, z, u, v and q, each as (N, level, Y, X); z is geopotential in m2 s-2.
@@ -384,11 +344,6 @@ def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: Mo
     falls with height from sigma 0.95 to 0.835, it is continued to the surface with the same lapse rate, and over sea
     further to sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer.
     Mean sea level pressure follows Trenberth et al. (1993), equation 11.
-
-    Args:
-        fields: from `sigma_fields`; t, u, v (N, Z, Y, X), ps (N, Y, X), phis (Y, X).
-        land_yx: land fraction (Y, X).
-        facts: constants of the model.
     """
     ground, exponent = ground_temperature(fields, facts)
     low, high = fields["t"][:, -1], fields["t"][:, _PBL_TOP]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -215,20 +216,13 @@ def _values(
     text = str(start)
     fixed = {"year": text[:4], "month": text[5:7], "day": text[8:10], "hour": text[11:13]}
     fixed["date"] = text[:10].replace("-", "")
-    for member in rule.members:
-        for lead in leads:
-            valid = str(start + np.timedelta64(lead, "h"))[:13].replace("-", "")
-            for stem in stems:
-                for part in days:
-                    yield fixed | {"member": member, "lead": lead, "valid": valid, "stem": stem, "days": part}
+    for member, lead, stem, part in product(rule.members, leads, stems, days):
+        valid = str(start + np.timedelta64(lead, "h"))[:13].replace("-", "")
+        yield fixed | {"member": member, "lead": lead, "valid": valid, "stem": stem, "days": part}
 
 
 def _stems(path: str, rule: Rule, variables: Collection[str] | None, levels: Sequence[int] | None) -> list[str]:
-    """Return the values of {stem} in the names of the files that hold some variables on some levels.
-
-    Raises:
-        UserError: No file names are known for these variables.
-    """
+    """Return the values of {stem} in the names of the files that hold some variables on some levels."""
     found = []
     for name in [one for one in rule.stems if variables is None or one in variables]:
         stem, upper = rule.stems[name], rule.split and name in _UPPER

@@ -92,15 +92,15 @@ class Build:
             self.remove()
             if self.complete:
                 return
-        self._join(overwrite)
+        self._join()
 
-    def _join(self, overwrite: bool) -> None:
+    def _join(self) -> None:
         """Make or find the work folder, and agree on the plan with the other builders.
 
         Another builder may finish and remove the folder at this moment; then the loop starts again.
         """
         while True:
-            check_target(self.path, overwrite)
+            check_target(self.path, self._overwrite)
             make_folders(self.work, self.path)
             # The lock counts only if its file still exists: a builder that finished may have removed the folder between
             # the two calls.
@@ -171,12 +171,9 @@ class Build:
         Raises:
             UserError: The archive has changed, and another builder uses its new state.
         """
-        file = self.entry_file(date)
-        if not file.exists():
-            return False
         try:
-            files, stamps, plan, fingerprint = DateEntry.files_of(file)
-        except UserError:
+            files, stamps, plan, fingerprint = DateEntry.files_of(self.entry_file(date))
+        except UserError:  # there is no entry, or it is damaged
             return False
         if plan != self.plan.of_date(date):
             return False
@@ -209,10 +206,7 @@ class Build:
         """Return the init times that are not finished; none once the finished store stands at `path`.
 
         All files are checked again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
-        the init times for which the archive has other fields.
-
-        Args:
-            dates: Init times to check; None checks all.
+        the init times for which the archive has other fields. `dates` are those to check; None checks all.
 
         Raises:
             UserError: The archive has changed, and another builder uses its new state.
@@ -248,18 +242,18 @@ class Build:
                 stack.enter_context(shared(self.work / _AT_WORK))
                 held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
             except FileNotFoundError as error:
-                if not self._named_within(_SEEN_WITHIN):
+                if not self._named_in_time():
                     where = f"{self.work} is not there on {socket.gethostname()}"
                     raise UserError(f"output={self.path}: {where}; give a folder that all workers share") from error
                 held = False  # another builder has finished the store and removed the work folder
             yield held and not self.done(date) and not self.over
 
-    def _named_within(self, seconds: float) -> bool:
-        """Wait at most `seconds` until the store of this plan stands at `path`, and return whether it does.
+    def _named_in_time(self) -> bool:
+        """Wait until the store of this plan stands at `path`, at most `_SEEN_WITHIN`, and return whether it does.
 
         A network file system may show the new name late.
         """
-        latest = time.monotonic() + seconds
+        latest = time.monotonic() + _SEEN_WITHIN
         while plan_digest(self.path) != self.plan.digest:
             if time.monotonic() > latest:
                 return False
@@ -268,16 +262,9 @@ class Build:
 
     @contextmanager
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
-        """Build one init time.
+        """Build one init time with the writer that is yielded. The threads of `pool` compress.
 
         Its entry is written only if everything went well. Otherwise its half-written files are removed.
-
-        Args:
-            date: Index of the init time.
-            pool: Threads that compress.
-
-        Yields:
-            The writer of the init time.
 
         Raises:
             UserError: The system cannot write a file.
@@ -294,12 +281,9 @@ class Build:
             writer.abort()
 
     def finalise(self) -> Path:
-        """Make the store from its init times, and rename it to `path`.
+        """Make the store from its init times, rename it to `path`, and return `path`.
 
         Only one builder does so; the others find it done.
-
-        Returns:
-            Path of the store.
 
         Raises:
             UserError: An init time is missing or its entry is damaged, no field was written, a file cannot be written,
@@ -323,11 +307,7 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
-        """Write everything but the shards, and the model climate if the plan has one.
-
-        Raises:
-            UserError: As `finalise`, for missing init times, damaged entries, and files that cannot be written.
-        """
+        """Write everything but the shards, and the model climate if the plan has one; refuse if init times lack."""
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")
@@ -341,14 +321,12 @@ class Build:
     def _finished_by_another(self) -> bool:
         """Return whether the build is over and the store of this plan stands at `path`.
 
-        If the builder that finished it died before it could tidy up, this one does so.
-
-        Raises:
-            UserError: The work folder is gone, and the store of this plan is not there.
+        If the builder that finished it died before it could tidy up, this one does so. A UserError is raised if the
+        work folder is gone and the store is not there.
         """
         if not self.over:
             return False
-        if not self._named_within(_SEEN_WITHIN):
+        if not self._named_in_time():
             raise UserError(f"output={self.path}: somebody removed its unfinished build; start anew")
         self.complete = True
         if named_already(self.work, self.path):
@@ -356,13 +334,7 @@ class Build:
         return True
 
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
-        """Yield the entries of the init times, in order.
-
-        A damaged entry is removed, so that the next run builds its init time again.
-
-        Raises:
-            UserError: An entry is damaged or cannot be read.
-        """
+        """Yield the entries of the init times, in order. Remove a damaged one, so that the next run builds it again."""
         for date in range(self.dates):
             file = self.entry_file(date)
             if file.exists():
@@ -375,30 +347,26 @@ class Build:
                     raise UserError(f"{file}: damaged ({error.__cause__}); run the same command again") from error
                 yield date, entry
 
-    def discard(self) -> None:
-        """Remove an unfinished build if no init time is finished and no other builder is at work on it."""
+    @contextmanager
+    def _alone(self) -> Iterator[bool | None]:
+        """Hold the lock of the build, and yield whether no builder is at work on it; None without a work folder."""
         with ExitStack() as stack:
-            try:
+            alone: bool | None = None
+            with suppress(FileNotFoundError):
                 stack.enter_context(exclusive(self.work / "lock"))
                 alone = stack.enter_context(claimed(self.work / _AT_WORK))
-            except FileNotFoundError:
-                return
+            yield alone
+
+    def discard(self) -> None:
+        """Remove an unfinished build if no init time is finished and no other builder is at work on it."""
+        with self._alone() as alone:
             if alone and not any((self.work / "entries").glob("*.npz")):
                 self.remove()
 
     def _throw_away(self) -> None:
-        """Remove an unfinished build, even if some init times are finished.
-
-        Raises:
-            UserError: Another builder is at work on it, and would write into the new build.
-        """
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(exclusive(self.work / "lock"))
-                alone = stack.enter_context(claimed(self.work / _AT_WORK))
-            except FileNotFoundError:
-                alone = True
-            if not alone:
+        """Remove an unfinished build, even if init times are finished; refuse if another builder would write on."""
+        with self._alone() as alone:
+            if alone is False:
                 raise UserError(f"output={self.path}: another builder is at work on it; stop it before restart=true")
             self.remove()
 
@@ -426,21 +394,14 @@ def _size(path: Path) -> int:
 class _Sum:
     """The sum of the entries of all init times. The moments of a year are merged in the order of the dates."""
 
-    files: dict[str, Entry] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    masked: set[str] = field(default_factory=set)
-    masks: set[str] = field(default_factory=set)
+    whole: DateEntry = field(default_factory=DateEntry)  # of all init times only in files, errors, masked and masks
     held: set[Part] = field(default_factory=set)
     moments: dict[tuple[Part, Kind, int], Moments] = field(default_factory=dict)
     sources: SourceTable = field(default_factory=SourceTable)
 
     def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
         """Add one entry, whose init time lies in `year`."""
-        self.files |= entry.files
-        self.masked |= entry.masked
-        self.masks |= entry.masks
-        for name, bound in entry.errors.items():
-            self.errors[name] = max(bound, self.errors.get(name, 0.0))
+        self.whole.add(entry)
         for (part, _), spec in plan.specs.items():
             if spec.name in entry.factors and entry.factors[spec.name]["present"].any():
                 self.held.add(part)
@@ -455,10 +416,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
     All other files that stand there are removed first, so this may be called again after an interruption.
 
-    Args:
-        root: Folder of the store, with its shards.
-        plan: Plan of the store's contents.
-        entries: Index of an init time and its entry, in ascending order.
+    `entries` are pairs of the index of an init time and its entry, in ascending order.
 
     Raises:
         UserError: There is no field at all.
@@ -472,29 +430,30 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
     for date, entry in write_factors(root, specs, entries, together):
         total.add(entry, plan, int(years[date]))
         total.sources.add(str(plan.layout.init_time[date].astype("datetime64[m]")), entry.sources)
-    if not total.files:
+    if not total.whole.files:
         raise UserError(f"store {root}: nothing was written; the input holds no field that was asked for")
     # Masks are known only now: an array gets one only where a field of it has points without a value.
-    create_arrays(root, [spec.mask for spec in specs if spec.mask.name in total.masks])
+    create_arrays(root, [spec.mask for spec in specs if spec.mask.name in total.whole.masks])
     attributes = {
         "packing": plan.packing.value,
         "parts": [part.value for part in plan.parts],
         "held": [part.value for part in plan.parts if part in total.held],
         "factor_dates": together,
         "lead_bounds": plan.lead_bounds,
-        "masked": [name for name in plan.layout.names if name in total.masked],
-        "quantisation_error": dict(sorted(total.errors.items())),
+        "masked": [name for name in plan.layout.names if name in total.whole.masked],
+        "quantisation_error": dict(sorted(total.whole.errors.items())),
         "provenance": plan.provenance,
         PLAN_KEY: plan.digest,
     }
-    write_metadata(root, plan.layout, attributes, plan.static, _yearly(plan, np.unique(years), total))
+    unique = np.unique(years)
+    write_metadata(root, plan.layout, attributes, plan.static, (unique, _yearly(plan, unique, total)))
     total.sources.write(root)
-    _remove_strangers(root, total.files)
-    write_manifest(root, make_manifest(root, total.files))
+    _remove_strangers(root, total.whole.files)
+    write_manifest(root, make_manifest(root, total.whole.files))
 
 
-def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[tuple[Part, Kind], Moments]]:
-    """Return the years (N,) and, by part and kind, the moments of each year, stacked along a first axis.
+def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> dict[tuple[Part, Kind], Moments]:
+    """Return by part and kind the moments of each of `years`, stacked along a first axis.
 
     The parts are the members' values, the fields of the ensemble mean, and the fields of the spread. A year without
     values has the moments of nothing.
@@ -505,7 +464,7 @@ def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray
         if spec is not None:
             nothing = Moments.nothing(spec.fields[1:])
             yearly[part, kind] = stack(total.moments.get((part, kind, int(year)), nothing) for year in years)
-    return years, yearly
+    return yearly
 
 
 def _clear(root: Path) -> None:

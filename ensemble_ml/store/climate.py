@@ -23,6 +23,7 @@ level, Y latitude, X longitude.
 
 from __future__ import annotations
 
+import calendar
 import math
 import os
 from collections import OrderedDict
@@ -232,23 +233,15 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
 
 
 def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray:
-    """Return which of `times` belong to the season of `date` in another year.
+    """Return which of `times` (D,) belong to the season of `date` in another year, (D,) bool.
 
-    Args:
-        times: (D,) datetime64 init times.
-        date: Init time.
-        days: Days from the calendar date of `date` within which a time may lie.
-
-    Returns:
-        (D,) bool. It is True where the time lies within `days` of an anniversary of `date` in another year, at the same
-        hour of the day.
+    Such a time lies within `days` of an anniversary of `date` in another year, at the same hour of the day.
     """
     day = times.astype("datetime64[D]")
     same_hour = times - day == date - date.astype("datetime64[D]")
-    anniversaries = np.array([_anniversary(date, int(year)) for year in _years(day)])
     # Around New Year the nearest anniversary may be that of the year before or after.
-    around = [np.array([_anniversary(date, int(year) + step) for year in _years(day)]) for step in (-1, 1)]
-    candidates = np.stack([around[0], anniversaries, around[1]])
+    around = [np.array([_anniversary(date, int(year) + step) for year in _years(day)]) for step in (-1, 0, 1)]
+    candidates = np.stack(around)
     distance = np.abs((day - candidates).astype(np.int64))
     nearest = distance.argmin(0)
     its_year = np.take_along_axis(_years(candidates), nearest[None], 0)[0]
@@ -263,20 +256,15 @@ def _years(days: np.ndarray) -> np.ndarray:
 def _anniversary(date: np.datetime64, year: int) -> np.datetime64:
     """Return the calendar date of `date` in `year`; 28 February for 29 February in a common year."""
     month_day = np.datetime_as_string(date, "D")[5:]
-    leap = (year % 4 == 0 and year % 100 != 0) or year % 400 == 0
-    if month_day == "02-29" and not leap:
+    if month_day == "02-29" and not calendar.isleap(year):
         month_day = "02-28"
     return np.datetime64(f"{year:04d}-{month_day}", "D")
 
 
 def write_climate(root: Path, days: int) -> None:
-    """Add the model climate to the complete store at `root`.
+    """Add the model climate, whose window reaches `days` to both sides, to the complete store at `root`.
 
     After an interruption, call `finish_store` again first, because the manifest may not fit the files.
-
-    Args:
-        root: Folder of the store.
-        days: An init time of another year is used if its calendar date is at most so many days away.
 
     Raises:
         UserError: The store has init times of one year only, or is damaged.
@@ -327,37 +315,32 @@ def _rows(shape: tuple[int, ...]) -> int:
 def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
     """Create the arrays of the quantiles and of their probabilities.
 
-    Returns:
-        The arrays of quantiles: True for surface variables, False for those on pressure levels, if there are any.
+    Return those of quantiles: True for surface variables, False for those on pressure levels, if there are any.
     """
     lay = store.layout
-    quantiles, points = len(PROBABILITIES), lay.grid.shape
-    start, area = (len(lay.init_time), len(lay.lead_hours)), ("latitude", "longitude")
-    upper = (
-        (*start, len(lay.variables), quantiles, len(lay.levels), *points),
-        ("variable", _PROBABILITY, "level", *area),
+    start, quantiles = (len(lay.init_time), len(lay.lead_hours)), len(PROBABILITIES)
+    kinds = (
+        (False, "pressure", lay.variables, (len(lay.levels),), ("variable", _PROBABILITY, "level")),
+        (True, "surface", lay.surface, (), ("surface_variable", _PROBABILITY)),
     )
-    ground = (*start, len(lay.surface), quantiles, *points), ("surface_variable", _PROBABILITY, *area)
-    shapes: dict[bool, tuple[tuple[int, ...], tuple[str, ...]]] = {False: upper, True: ground}
-    names = {False: f"{CLIMATE}pressure", True: f"{CLIMATE}surface"}
     found: dict[bool, Any] = {}
-    for surface, (shape, axes) in shapes.items():
-        if shape[2]:
+    for surface, kind, names, levels, axes in kinds:
+        if names:
+            shape: tuple[int, ...] = (*start, len(names), quantiles, *levels, *lay.grid.shape)
             found[surface] = group.create_array(
-                names[surface],
+                f"{CLIMATE}{kind}",
                 shape=shape,
                 chunks=(1, 1, 1, *shape[3:-2], _rows(shape), shape[-1]),
                 dtype=np.float32,
                 compressors=[BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="bitshuffle"), Crc32cCodec()],
                 fill_value=np.nan,
                 chunk_key_encoding={"name": "default", "separator": "."},
-                dimension_names=("init_time", "lead_time", *axes),
+                dimension_names=("init_time", "lead_time", *axes, "latitude", "longitude"),
                 attributes={"long_name": "quantiles of the members of other years at this time of the year"},
                 overwrite=True,
             )
-    levels = np.asarray(PROBABILITIES, np.float64)
     group.create_array(
-        _PROBABILITY, data=levels, dimension_names=(_PROBABILITY,), overwrite=True,
+        _PROBABILITY, data=np.asarray(PROBABILITIES, np.float64), dimension_names=(_PROBABILITY,), overwrite=True,
         attributes={"long_name": "probability of a quantile of the model climate", "units": "1"},
     )  # fmt: skip
     return found

@@ -136,53 +136,45 @@ def _of_build(path: str, work: Path) -> Contents:
     facts = read_facts(work / "plan.json")
     layout, packing = _layout(facts), Packing(facts["packing"])
     parts = tuple(Part(name) for name in facts["parts"])
-    specs = tuple(spec for part in parts for spec in array_specs(layout, part, packing))
+    specs = {(spec.part, spec.kind): spec for part in parts for spec in array_specs(layout, part, packing)}
     entries = {int(file.stem): DateEntry.load(file) for file in sorted((work / "entries").glob("*.npz"))}
-    files = {name: entry for one in entries.values() for name, entry in one.files.items()}
+    # A half-built store has no attributes yet, so they are made from the entries that exist.
+    total, table = DateEntry(), SourceTable()
+    for date, entry in entries.items():
+        total.add(entry)
+        table.add(str(layout.init_time[date].astype("datetime64[m]")), entry.sources)
     moments = {}
     for kind in Kind:
-        shapes = [spec.fields[1:] for spec in specs if spec.part is Part.FORECAST and spec.kind is kind]
-        if shapes:
-            moments[kind] = merge_all([e.moments[kind] for e in entries.values() if kind in e.moments], shapes[0])
+        spec = specs.get((Part.FORECAST, kind))
+        if spec is not None:
+            of_kind = [entry.moments[kind] for entry in entries.values() if kind in entry.moments]
+            moments[kind] = merge_all(of_kind, spec.fields[1:])
 
     def present(part: Part, date: int) -> Presence:
         """Return which fields are there, from the entry of a date."""
         both = []
         for kind in Kind:
-            found = entries[date].factors.get(f"{part.value}_{kind.value}")
-            of_kind = next((spec for spec in specs if (spec.part, spec.kind) == (part, kind)), None)
-            shape = of_kind.fields if of_kind else (1, len(layout.lead_hours), 0, 1)
+            spec = specs.get((part, kind))
+            found = entries[date].factors.get(spec.name) if spec else None
+            shape = spec.fields if spec else (1, len(layout.lead_hours), 0, 1)
             both.append(np.zeros(shape, bool) if found is None else found["present"])
         return both[0], both[1][..., 0]
 
-    def verify() -> None:
-        """Check the digests of the shards that are finished."""
-        check_contents(work / "store", files, shard_chunks(specs))
-
-    table = SourceTable()
-    for date, entry in entries.items():
-        table.add(str(layout.init_time[date].astype("datetime64[m]")), entry.sources)
-    names = {name for one in entries.values() for name in one.masked}
-    # A half-built store has no attributes yet, so they are made from the entries that exist.
-    errors: dict[str, float] = {}
-    for one in entries.values():
-        errors |= {name: max(bound, errors.get(name, 0.0)) for name, bound in one.errors.items()}
-    known = set(_PLANNED)
     return Contents(
         path,
         layout,
         parts,
         packing,
         sorted(entries),
-        specs,
-        files,
+        tuple(specs.values()),
+        total.files,
         moments,
-        errors,
-        tuple(name for name in layout.names if name in names),
+        total.errors,
+        tuple(name for name in layout.names if name in total.masked),
         tuple(facts.get("static fields", {})),
-        {key: value for key, value in facts.items() if key not in known},
+        {key: value for key, value in facts.items() if key not in _PLANNED},
         present,
-        verify,
+        lambda: check_contents(work / "store", total.files, shard_chunks(specs.values())),
         sources=table.as_dict() if table.numbers else None,
         climate_days=int(facts.get("climate days", 0)),
         lead_bounds=facts.get("lead bounds", {}),

@@ -20,11 +20,12 @@ import io
 import json
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,29 +62,21 @@ class _Packed:
     Attributes:
         values: Encoded values by member, None for a chunk that is left out.
         masks: Encoded masks by member, None where no point is masked.
-        derived: Encoded mean and spread; None where they are not stored.
         moments: Moments of the members' values, (Z,); None for parts other than the forecast.
-        of_derived: Moments of mean and spread as fields, (Z,); None where they are not stored.
+        derived: Encoded chunks of mean and of spread, each with its moments as a field, (Z,); empty where not stored.
     """
 
     values: list[Encoded | None]
     masks: list[Encoded | None]
-    derived: tuple[list[Encoded], list[Encoded]] | None
-    moments: Moments | None
-    of_derived: tuple[Moments, Moments] | None = None
+    moments: Moments | None = None
+    derived: Sequence[tuple[list[Encoded], Moments]] = ()
 
 
 class DateWriter:
-    """A writer of the shards of one init time below `root`.
+    """A writer of the shards of one init time below `root`, whose chunks are compressed by the threads of `pool`.
 
-    `close` returns the entry of the date, from which the store is finished later.
-
-    Args:
-        root: Folder of the store.
-        layout: Its coordinates.
-        specs: Its arrays.
-        date: Index into `layout.init_time`.
-        pool: Threads that compress.
+    `date` is an index into `layout.init_time`. `close` returns the entry of the date, from which the store is finished
+    later.
     """
 
     def __init__(self, root: Path, layout: Layout, specs: Specs, date: int, pool: ThreadPoolExecutor):
@@ -93,17 +86,11 @@ class DateWriter:
         self.entry = DateEntry()
 
     def cell(self, part: Part, kind: Kind, lead: int, variable: int, block: PackedBlock) -> None:
-        """Take the fields of one lead and variable.
+        """Take the fields of one lead and variable, as `block` (M, Z, Y, X).
 
         Float32 blocks are quantised where the store is packed, and packed blocks are decoded where it is not. The
-        caller may change the block after it has passed AHEAD more.
-
-        Args:
-            part: Part of the fields.
-            kind: Kind of the variable.
-            lead: Position of the lead in the layout.
-            variable: Position of the variable among those of its kind.
-            block: (M, Z, Y, X).
+        caller may change the block after it has passed AHEAD more. `lead` and `variable` are positions in the layout,
+        `variable` among those of its kind.
 
         Raises:
             UserError: A present field holds NaN or infinity that is not masked, or the system cannot write a file.
@@ -126,10 +113,7 @@ class DateWriter:
             self._write()
 
     def close(self) -> DateEntry:
-        """Write the cells in progress, and rename the shards.
-
-        Returns:
-            The entry of the date.
+        """Write the cells in progress, rename the shards, and return the entry of the date.
 
         Raises:
             UserError: The system cannot write a file.
@@ -156,10 +140,8 @@ class DateWriter:
     def _admit(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> PackedBlock:
         """Bring a block to the packing of the store.
 
-        Absent fields become 0, or NaN in float32. Masked points of float32 become NaN.
-
-        Raises:
-            UserError: A present field holds NaN or infinity that is not masked.
+        Absent fields become 0, or NaN in float32. Masked points of float32 become NaN. A present field with NaN or
+        infinity that is not masked is refused.
         """
 
         def where(index: tuple[int, ...]) -> str:
@@ -172,15 +154,13 @@ class DateWriter:
             check_finite(block.reference[..., None, None], block.present, where=where)
         else:
             check_finite(block.values, block.present, mask=mask, where=where)
-        block = PackedBlock(block.values, block.reference, block.scale, block.decimal, block.present, mask)
+        block = replace(block, mask=mask)
         if not block.present.all():
             block = _without_absent(block)
         if block.packed and not spec.packed:
             return _as_floats(PackedBlock.plain(decode(block), block.present, mask), mask)
         if spec.packed and not block.packed:
-            present = block.present
-            block = quantise(block.values, mask=mask)
-            block = PackedBlock(block.values, block.reference, block.scale, block.decimal, present, mask)
+            block = replace(quantise(block.values, mask=mask), present=block.present)
             name = _names(self._layout, spec.kind)[variable]
             bound = float(error_bound(block).max())
             self.entry.errors[name] = max(bound, self.entry.errors.get(name, 0.0))
@@ -234,30 +214,17 @@ class DateWriter:
         """Append mean and spread, and keep the moments of the cell."""
         if blocks[0].moments is None:
             return
-        kind, levels = cell.spec.kind, cell.spec.fields[3]
-        if kind not in self.entry.moments:
-            self.entry.moments[kind] = Moments.nothing(cell.spec.fields[1:])
-        merged = merge_all((block.moments for block in blocks if block.moments), (levels,))
-        for name in NAMES:
-            getattr(self.entry.moments[kind], name)[cell.lead, cell.variable] = getattr(merged, name)
+        kind = cell.spec.kind
+        _keep_moments(self.entry.moments, kind, cell, (block.moments for block in blocks if block.moments))
         # A spread needs two members, and the mean is left out with it (`fuse`).
         there = cell.block.present.sum(0) > 1
         for place, part in enumerate((Part.MEAN, Part.SPREAD)):
             spec = self._specs.get((part, kind))
             if spec is not None:
                 self._factors(spec)["present"][0, cell.lead, cell.variable] = there
-                chunks = [chunk for block in blocks if block.derived for chunk in block.derived[place]]
+                chunks = [chunk for block in blocks for chunk in block.derived[place][0]]
                 self._append(spec, cell, [[chunk if there.any() else None] for chunk in chunks])
-                self._note_derived(part, cell, [b.of_derived[place] for b in blocks if b.of_derived])
-
-    def _note_derived(self, part: Part, cell: _Cell, blocks: Sequence[Moments]) -> None:
-        """Keep the moments of mean or spread as a field of its own."""
-        key = part, cell.spec.kind
-        if key not in self.entry.derived:
-            self.entry.derived[key] = Moments.nothing(cell.spec.fields[1:])
-        merged = merge_all(blocks, (cell.spec.fields[3],))
-        for name in NAMES:
-            getattr(self.entry.derived[key], name)[cell.lead, cell.variable] = getattr(merged, name)
+                _keep_moments(self.entry.derived, (part, kind), cell, (block.derived[place][1] for block in blocks))
 
     @contextmanager
     def _refusals(self, name: str) -> Iterator[None]:
@@ -275,13 +242,20 @@ def refused(root: Path, name: str, error: OSError) -> UserError:
     return UserError(f"store {root}: cannot write {name}: {error.strerror or error}; {remedy}")
 
 
+def _keep_moments(kept: dict[Any, Moments], key: Any, cell: _Cell, blocks: Iterable[Moments]) -> None:
+    """Merge the moments of a cell's blocks of rows, and keep them in those of the init time under `key`."""
+    if key not in kept:
+        kept[key] = Moments.nothing(cell.spec.fields[1:])
+    merged = merge_all(blocks, (cell.spec.fields[3],))
+    for name in NAMES:
+        getattr(kept[key], name)[cell.lead, cell.variable] = getattr(merged, name)
+
+
 def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     """Compress one block of rows of all members, and compute its mean, spread and moments.
 
-    Args:
-        cell: Fields of one lead and variable.
-        number: Number of the block of rows.
-        derived: Array of the mean, in whose chunks mean and spread are compressed; None where they are not stored.
+    `number` is that of the block. `derived` is the array of the mean, in whose chunks mean and spread are compressed;
+    None where they are not stored.
     """
     spec, block = cell.spec, cell.block
     rows = slice(number * spec.rows, min((number + 1) * spec.rows, spec.grid[0]))
@@ -291,23 +265,23 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     chunks[:, :, height:] = spec.fill
     there = chunks[:, :, :height]
     mask = None if block.mask is None else block.mask[:, :, rows]
+    masks: list[Encoded | None] = [None] * len(there)
     if mask is not None and spec.packed:
         there[mask] = 0
+        masks = [_pack_mask(spec, one) for one in mask]
     # A chunk of nothing but the fill value is left out of the shard. The extremes show this at no extra pass, because
     # the moments need them anyway.
     ends = np.stack([there.min((2, 3)), there.max((2, 3))]) if spec.packed else None
     empty = ~ends[1].any(1) if ends is not None else ~np.isfinite(there).any((1, 2, 3))
     values = [None if blank else encode(chunk) for chunk, blank in zip(chunks, empty, strict=True)]
-    masks = [
-        None if mask is None or not spec.packed else _pack_mask(spec, one) for one in (there if mask is None else mask)
-    ]
     if spec.part is not Part.FORECAST:
-        return _Packed(values, masks, None, None)
+        return _Packed(values, masks)
     fused = fuse(_members(cell, there, mask, ends))
     if derived is None:
-        return _Packed(values, masks, None, fused.moments)
-    both = _chunks(derived, fused.mean), _chunks(derived, fused.spread)
-    return _Packed(values, masks, both, fused.moments, (fused.of_mean, fused.of_spread))
+        return _Packed(values, masks, fused.moments)
+    mean = _chunks(derived, fused.mean), fused.of_mean
+    spread = _chunks(derived, fused.spread), fused.of_spread
+    return _Packed(values, masks, fused.moments, (mean, spread))
 
 
 def _members(cell: _Cell, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:
@@ -354,7 +328,8 @@ def _without_absent(block: PackedBlock) -> PackedBlock:
     present, values = block.present, block.values.copy()
     values[~present] = 0
     reference, scale = np.where(present, block.reference, 0), np.where(present, block.scale, 0)
-    return PackedBlock(values, reference, scale, np.where(present, block.decimal, 1), present, block.mask)
+    decimal = np.where(present, block.decimal, 1)
+    return replace(block, values=values, reference=reference, scale=scale, decimal=decimal)
 
 
 def _as_floats(block: PackedBlock, mask: np.ndarray | None) -> PackedBlock:
@@ -371,6 +346,16 @@ def _as_floats(block: PackedBlock, mask: np.ndarray | None) -> PackedBlock:
 def _names(layout: Layout, kind: Kind) -> tuple[str, ...]:
     """Return the names of the variables of a kind."""
     return layout.variables if kind is Kind.PRESSURE else layout.surface
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open the file of an entry. Errors in it are raised as a UserError, whose cause they are."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise damaged(path, str(error)) from error
 
 
 @dataclass(eq=False)
@@ -402,7 +387,10 @@ class DateEntry:
     fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
-        """Add an entry of other parts of the same init time, in place. `plan` and `fingerprint` stay as they are."""
+        """Add an entry of other parts of the same init time, in place. `plan` and `fingerprint` stay as they are.
+
+        Sums over init times use it for files, errors and names of masks. The rest is then that of the last init time.
+        """
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments
@@ -448,11 +436,8 @@ class DateEntry:
         Raises:
             UserError: The file is damaged, or cannot be read (then the cause is an OSError).
         """
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return cls._from(dict(arrays))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise damaged(path, str(error)) from error
+        with _opened(path) as arrays:
+            return cls._from(dict(arrays))
 
     @classmethod
     def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps, str, str | None]:
@@ -464,15 +449,12 @@ class DateEntry:
         Raises:
             UserError: The file is damaged or cannot be read.
         """
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                # `np.load` reads arrays on demand, so the factors, which may be large, are not read here.
-                facts = json.loads(arrays["json"].tobytes())
+        with _opened(path) as arrays:
+            # `np.load` reads arrays on demand, so the factors, which may be large, are not read here.
+            facts = json.loads(arrays["json"].tobytes())
             stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
             files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
             return files, stamps, str(facts["plan"]), facts.get("fingerprint")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise damaged(path, str(error)) from error
 
     @classmethod
     def _from(cls, arrays: dict[str, np.ndarray]) -> DateEntry:

@@ -38,25 +38,15 @@ def write_factors(
 ) -> Iterator[tuple[int, DateEntry]]:
     """Write the factors of all dates into the group at `root`, and pass the entries on.
 
-    At most `together` entries are in memory. Dates without an entry have no field.
-
-    Args:
-        root: Folder of the store.
-        specs: Arrays of the store.
-        entries: Index of an init time and its entry, in ascending order.
-        together: Init times in a chunk.
-
-    Yields:
-        The entries.
+    At most `together` entries, those of a chunk, are in memory. Dates without an entry have no field. `entries`
+    are pairs of the index of an init time and its entry, ascending.
     """
     specs = list(specs)
     group = zarr.open_group(root, mode="r+")
     arrays = {spec.name: {key: _create(group, spec, key, together) for key in empty_factors(spec)} for spec in specs}
     # A chunk of the arrays covers several dates. All of them are collected first, so that each chunk is written once.
     for number, some in groupby(entries, key=lambda pair: pair[0] // together):
-        first, held = number * together, []
-        for date, entry in some:
-            held.append((date, entry))
+        first, held = number * together, list(some)
         for spec in specs:
             stop = min(first + together, spec.dates)
             for key, array in arrays[spec.name].items():
@@ -71,12 +61,11 @@ def write_factors(
 def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr.Array:
     """Create the array of one factor."""
     shape = spec.factors_on_disk
-    dtype = bool if key == "present" else np.float64
     return group.create_array(
         f"{spec.name}_{key}",
         shape=(spec.dates, *shape),
         chunks=(min(together, spec.dates), *shape),
-        dtype=dtype,
+        dtype=bool if key == "present" else np.float64,
         fill_value=1 if key == "decimal" else 0,
         dimension_names=spec.dimensions[:-2],
     )
@@ -88,12 +77,8 @@ class FactorReader:
     It keeps the chunks used last, and all those for which `keep` was called.
 
     A wrong bit in a factor makes its whole field wrong, and only fields carry checksums of their own. Each chunk is
-    therefore checked against its digest in the manifest.
-
-    Args:
-        root: Folder of the store.
-        together: Init times in a chunk.
-        files: Files of the store with their digests.
+    therefore checked against its digest in `files`, the entries of the manifest. `together` is the number of init times
+    in a chunk.
     """
 
     def __init__(self, root: Path, together: int, files: Mapping[str, Entry]):
@@ -107,12 +92,7 @@ class FactorReader:
         """Read the factors of all `dates` now, and keep them.
 
         They take 8 bytes for a field from GRIB, and 16 bytes where they are not float32 numbers. That is less than the
-        index of the field's chunks, which a loader keeps as well.
-
-        Args:
-            specs: Arrays whose factors are read.
-            dates: Indices of init times.
-            pool: Threads that read.
+        index of the field's chunks, which a loader keeps as well. The threads of `pool` read.
 
         Raises:
             UserError: They are damaged.

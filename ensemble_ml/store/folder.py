@@ -65,11 +65,7 @@ def is_building(path: Path) -> bool:
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Check that a store may be written at `path`.
-
-    Args:
-        path: Path of the store.
-        overwrite: Whether a store that stands there may be replaced.
+    """Check that a store may be written at `path`, where `overwrite` lets it replace another store.
 
     Raises:
         UserError: Something stands there and `overwrite` is off, or it is neither a store nor an empty folder.
@@ -83,11 +79,7 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 
 def make_folders(work: Path, path: Path) -> None:
-    """Make the folders of a build.
-
-    Args:
-        work: Folder to build in.
-        path: Path of the store, for messages.
+    """Make the folders of a build in `work`. `path` is that of the store, for messages.
 
     Raises:
         UserError: They cannot be made or written.
@@ -158,12 +150,7 @@ class NoLocks(UserError):
 
 
 def _lock(descriptor: int, path: Path, how: int) -> None:
-    """Lock an open file by `flock`; `how` is the operation.
-
-    Raises:
-        NoLocks: The file system has no locks.
-        BlockingIOError: `how` contains LOCK_NB, and the lock is held elsewhere.
-    """
+    """Lock an open file by `flock` with the operation `how`; raise NoLocks if the file system has no locks."""
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
@@ -223,10 +210,7 @@ def shared(path: Path) -> AbstractContextManager[int]:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Try to acquire an exclusive lock on `path` without waiting.
-
-    Yields:
-        Whether this process holds the lock.
+    """Try to acquire an exclusive lock on `path` without waiting, and yield whether this process holds it.
 
     Raises:
         NoLocks: The file system has no locks.
@@ -243,12 +227,9 @@ def claimed(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def claimed_once(path: Path) -> Iterator[bool]:
-    """Try to acquire an exclusive lock on `path` without waiting. If this succeeds, remove the file at the end.
+    """Try to acquire an exclusive lock on `path` without waiting, and yield whether this process holds it.
 
-    The file contains the host name and the process number of the holder.
-
-    Yields:
-        Whether this process holds the lock.
+    If it does, the file contains the host name and the process number of the holder, and is removed at the end.
 
     Raises:
         NoLocks: The file system has no locks. The file is removed.

@@ -80,12 +80,7 @@ class Members:
 
     @classmethod
     def plain(cls, values: np.ndarray, present: np.ndarray) -> Members:
-        """Wrap float32 values, which need no decoding.
-
-        Args:
-            values: (M, Z, R, X), NaN where a point has no value.
-            present: (M, Z) bool.
-        """
+        """Wrap float32 values (M, Z, R, X), NaN where a point has no value, which need no decoding."""
         none, one = np.zeros(present.shape), np.ones(present.shape)
         return cls(values, none, one, one, present, present)
 
@@ -95,9 +90,6 @@ def fuse(members: Members) -> Fused:
 
     Mean and spread are NaN where any member that is there has no value, and at levels where fewer than two members are
     there. The moments count every value that is there.
-
-    Args:
-        members: A block of rows.
     """
     levels, rows, columns = members.values.shape[1:]
     shape = levels, rows * columns
@@ -166,10 +158,10 @@ def _decoded(members: Members, level: int) -> np.ndarray:
         out *= scale.astype(np.float32)
         out += reference.astype(np.float32)
     else:
-        for place, code, *factors in zip(out, codes, reference, scale, decimal, strict=True):
-            wide = np.multiply(code, factors[1], dtype=np.float64)
-            wide += factors[0]
-            wide *= factors[2]
+        for place, code, low, step, power in zip(out, codes, reference, scale, decimal, strict=True):
+            wide = np.multiply(code, step, dtype=np.float64)
+            wide += low
+            wide *= power
             place[...] = wide
     if members.mask is not None:
         out[members.mask[:, level].reshape(len(there), -1)[chosen]] = np.nan

@@ -34,13 +34,7 @@ _PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the page also shows th
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
-    """Print what the tensor store at `config.store` holds, as text or JSON, and return it.
-
-    Args:
-        config: Settings of `ensemble-ml inspect`.
-
-    Returns:
-        The description, as plain values that JSON can hold.
+    """Print what the tensor store at `config.store` holds, as text or JSON, and return it as plain values.
 
     Raises:
         UserError: There is no store, or it is damaged. With `verify`, a file has changed. With `complete`, the store is
@@ -60,11 +54,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
 
 
 def describe(contents: Contents) -> dict[str, Any]:
-    """Return everything that can be known without reading a field, as plain values that JSON can hold.
-
-    Args:
-        contents: A finished or unfinished store.
-    """
+    """Return everything that can be known without reading a field, as plain values that JSON can hold."""
     lay, times = contents.layout, contents.layout.init_time.astype("datetime64[m]")
     years, counts = np.unique(times[contents.done].astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
     presence = Presences(contents)
@@ -144,8 +134,7 @@ class Presences:
     def gaps(self) -> dict[str, Any]:
         """Return the fields that some init times lack and others have.
 
-        Returns:
-            For each part with gaps: the number of fields and of init times, and the first gaps in words.
+        For each part with gaps, these are the number of fields and of init times, and the first gaps in words.
         """
         found: dict[str, Any] = {}
         for part in self.contents.parts:
@@ -186,8 +175,7 @@ class Presences:
         who = "" if part is not Part.FORECAST else f"member {shortened([lay.realization[m] for m in members])} "
         where = f" at {shortened([lay.levels[z] for z in levels])} hPa" if 0 < len(levels) < len(lay.levels) else ""
         when = f", lead {shortened([lay.lead_hours[t] for t in leads])} h" if len(leads) < len(lay.lead_hours) else ""
-        plural = "" if total == 1 else "s"
-        return f"{who}lacks {shortened(names)}{where}{when} ({total} field{plural})"
+        return f"{who}lacks {shortened(names)}{where}{when} ({_count(total, 'field')})"
 
 
 def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
@@ -210,23 +198,22 @@ def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
 def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
     """Return statistics over members, leads, init times and points, not weighted by area.
 
-    Returns:
-        {"t": {"500": {mean, std, min, max}}, "t2m": {...}}; the numbers of a field without values are None.
+    They are {"t": {"500": {mean, std, min, max}}, "t2m": {...}}; the numbers of a field without values are None.
     """
     found: dict[str, dict[str, Any]] = {}
+    levels = [str(level) for level in contents.layout.levels]
     for kind, moments in contents.moments.items():
         total = moments.at(0)
         for lead in range(1, len(contents.layout.lead_hours)):
             total = total.merge(moments.at(lead))
         numbers = {"mean": total.mean, "std": total.std, "min": total.minimum, "max": total.maximum}
-        names = contents.layout.surface if kind is Kind.SURFACE else contents.layout.variables
+        surface = kind is Kind.SURFACE
+        names = contents.layout.surface if surface else contents.layout.variables
         for v, name in enumerate(names):
             there = total.count[v] > 0  # the mean of no values would be shown as zero
             rows = [
                 {k: _number(of[v, z]) if there[z] else None for k, of in numbers.items()} for z in range(len(there))
             ]
-            surface = kind is Kind.SURFACE
-            levels = [str(level) for level in contents.layout.levels]
             found[name] = rows[0] if surface else dict(zip(levels, rows, strict=True))
     return found
 
@@ -282,14 +269,10 @@ def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
 
 
 def read_speed(contents: Contents, date: int) -> dict[str, Any]:
-    """Measure how fast one init time is read, a lead and a variable at a time.
+    """Measure how fast the init time at index `date` of a finished store is read, a lead and a variable at a time.
 
     The forecast is read, or the first part of a store without one. The bytes come from the disk, or from the operating
     system's cache if they were read lately.
-
-    Args:
-        contents: A finished store.
-        date: Index of the init time.
 
     Returns:
         Part, date, seconds, and decoded float32 in MB (1e6 bytes) and MB per second.
@@ -312,20 +295,12 @@ def read_speed(contents: Contents, date: int) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Format the description of a store as headings, tables and lines.
-
-    Args:
-        found: Result of `inspect.describe`.
-    """
+    """Format the description of a store by `describe` as headings, tables and lines."""
     return "\n".join(_lines(found))
 
 
 def archive_text(found: dict[str, Any]) -> str:
-    """Format the description of an archive as headings, tables and lines.
-
-    Args:
-        found: Description of the archive by `data_prep.inspect`.
-    """
+    """Format the description of an archive by `data_prep.inspect` as headings, tables and lines."""
     return "\n".join(_archive_lines(found))
 
 

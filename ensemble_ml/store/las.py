@@ -80,14 +80,14 @@ class Pooled:
         self.count[...] = total
 
 
-def check_window(grid: Grid, window: int = WINDOW) -> None:
+def check_window(grid: Grid) -> None:
     """Check that the grid has at least as many columns as the window.
 
     Raises:
         UserError: It has fewer.
     """
-    if window > grid.shape[1]:
-        raise UserError(f"local statistics: a window of {window} points is wider than the grid ({grid.describe()})")
+    if grid.shape[1] < WINDOW:
+        raise UserError(f"local statistics: a window of {WINDOW} points is wider than the grid ({grid.describe()})")
 
 
 def local_statistics(
@@ -98,7 +98,6 @@ def local_statistics(
     variables: Sequence[str] | None = None,
     levels: Sequence[int] | None = None,
     surface: Sequence[str] | None = None,
-    window: int = WINDOW,
     sigma: float = SIGMA,
 ) -> LocalStatistics:
     """Compute the maps of mean and standard deviation from all chosen init times and leads together.
@@ -110,7 +109,6 @@ def local_statistics(
         variables: Variables on pressure levels; None takes all.
         levels: Levels in hPa; None takes all.
         surface: Surface variables; None takes all.
-        window: Side of the window, in points.
         sigma: Standard deviation of the Gaussian, in points.
 
     Raises:
@@ -120,7 +118,7 @@ def local_statistics(
     lay = source.layout
     if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):
         raise UserError(f"{source.path}: has no mean and spread of its members; local statistics need two members")
-    check_window(lay.grid, window)
+    check_window(lay.grid)
     used = tuple(lay.lead_hours if leads is None else leads)
     heights = tuple(lay.levels if levels is None else levels)
     maps = []
@@ -128,7 +126,7 @@ def local_statistics(
         (lay.variables if variables is None else variables, heights, (len(heights), *lay.grid.shape)),
         (lay.surface if surface is None else surface, (), lay.grid.shape),
     ):
-        each = [_of_variable(source, dates, used, name, depth, window, sigma) for name in names]
+        each = [_of_variable(source, dates, used, name, depth, sigma) for name in names]
         maps += [np.stack([one[part] for one in each]) if each else np.zeros((0, *shape)) for part in (0, 1)]
     return LocalStatistics(*maps)
 
@@ -139,7 +137,6 @@ def _of_variable(
     leads: tuple[int, ...],
     name: str,
     levels: tuple[int, ...],
-    window: int,
     sigma: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the maps of one variable: (Z, Y, X), or (Y, X) at the surface, where `levels` is empty."""
@@ -152,7 +149,7 @@ def _of_variable(
             points.add(*_of_date(source, int(date), lead, name, levels))
     if not (points.count > 0).any((-2, -1)).all():
         raise UserError(f"{source.path}: {name} is missing for all init times of the local statistics; leave it out")
-    mean, std = smoothed(windows(points, lay.grid.wraps, window), lay.grid.wraps, sigma)
+    mean, std = smoothed(windows(points, lay.grid.wraps), lay.grid.wraps, sigma)
     return (mean, std) if levels else (mean[0], std[0])
 
 
@@ -177,18 +174,15 @@ def _members(source: Source, date: int, lead: int, name: str, levels: tuple[int,
     return pressure[:, at, lay.variables.index(name)][:, depth].sum(0).astype(float)
 
 
-def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
-    """Pool each point with those of the window of `size` x `size` points around it.
+def windows(points: Pooled, wraps: bool) -> Pooled:
+    """Pool the moments of each point with those of the window of `WINDOW` x `WINDOW` points around it.
 
-    Args:
-        points: Moments at each point.
-        wraps: Whether the grid goes around the globe, so that longitude wraps.
-        size: Side of the window, in points.
+    `wraps` is whether the grid goes around the globe, so that longitude wraps.
     """
 
     def summed(values: np.ndarray) -> np.ndarray:
         """Return the sum over the window around each point; points beyond an edge count as zero."""
-        ones = np.ones(size)
+        ones = np.ones(WINDOW)
         rows = ndimage.correlate1d(values, ones, axis=-2, mode="constant")
         return ndimage.correlate1d(rows, ones, axis=-1, mode="wrap" if wraps else "constant")
 
@@ -196,9 +190,8 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
     some = np.maximum(count, 1)
     # The mean of each field is subtracted first. Otherwise the variations of large values, such as geopotential, would
     # be lost in the rounding of their squares.
-    centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
-        points.count.sum((-2, -1), keepdims=True), 1
-    )
+    total = points.count.sum((-2, -1), keepdims=True)
+    centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(total, 1)
     offset = np.where(points.count > 0, points.mean - centre, 0.0)
     mean = summed(points.count * offset) / some
     m2 = summed(points.m2 + points.count * offset**2) - count * mean**2
@@ -211,10 +204,7 @@ def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndar
     The standard deviation is at least a fraction of its root mean square over all points. Otherwise the first rain at a
     point where it never rained in training would be 1e8 standard deviations.
 
-    Args:
-        points: Moments at each point.
-        wraps: Whether the grid goes around the globe, so that longitude wraps.
-        sigma: Standard deviation of the Gaussian, in points; 0 does not smooth.
+    `wraps` is whether the grid goes around the globe, so that longitude wraps. `sigma` is in points; 0 does not smooth.
 
     Returns:
         Maps of mean and standard deviation, (..., Y, X) float64.

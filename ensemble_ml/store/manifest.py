@@ -48,10 +48,8 @@ class Entry:
 def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
     """Return the entries of all files below `root` except the manifest, by path relative to `root`.
 
-    Args:
-        root: Folder of the store.
-        known: Entries of files that need not be read again, such as shards that were hashed while they were written.
-            Files that do not exist are ignored.
+    `known` are entries of files that need not be read again, such as shards that were hashed while they were written.
+    Those of files that do not exist are ignored.
     """
     files = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
@@ -119,12 +117,7 @@ def check_sizes(root: Path, files: dict[str, Entry]) -> None:
 
 
 def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) -> None:
-    """Check the digest of every file, which reads the whole store.
-
-    Args:
-        root: Folder of the store.
-        files: Files with their digests.
-        shards: Number of chunks of each shard, by its name.
+    """Check the digest of every file, which reads the whole store. `shards` is the number of chunks of each shard.
 
     Raises:
         UserError: A file is missing, unreadable or has changed. The message names the first one.
@@ -134,12 +127,7 @@ def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) 
 
 
 def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
-    """Check the digest of one file.
-
-    Args:
-        path: The file.
-        entry: Its entry in the manifest.
-        chunks: Number of chunks of a shard; None for other files.
+    """Check the digest of one file against its entry. `chunks` is the number of those of a shard; None for other files.
 
     Raises:
         UserError: The file is missing or unreadable, or its contents have changed.
@@ -277,12 +265,7 @@ class SourceTable:
     dates: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, start: str, parts: Mapping[str, Sources]) -> None:
-        """Add one init time.
-
-        Args:
-            start: the init time, as text.
-            parts: the sources of each part.
-        """
+        """Add the sources of each part of one init time, whose text is `start`."""
         for part, one in parts.items():
             self.stamps |= one.files
             files = [self.numbers.setdefault(path, len(self.numbers)) for path in one.files]
@@ -290,25 +273,18 @@ class SourceTable:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content as JSON stores it."""
-        keys = ("bytes", "mtime_ns")
-        files = [{"path": path, **dict(zip(keys, self.stamps[path], strict=True))} for path in self.numbers]
+        stamps = ((path, *self.stamps[path]) for path in self.numbers)
+        files = [{"path": path, "bytes": size, "mtime_ns": time} for path, size, time in stamps]
         return {"files": files, "dates": self.dates}
 
     def write(self, root: Path) -> None:
-        """Write `sources.json` to a store. No file is written if nothing was read from files.
-
-        Args:
-            root: the folder of the store.
-        """
+        """Write `sources.json` to the store at `root`. No file is written if nothing was read from files."""
         if self.numbers:
             (root / SOURCES_FILE).write_text(json.dumps(self.as_dict(), indent=0))
 
 
 def read_sources(root: Path) -> dict[str, Any] | None:
-    """Read `files` and `dates` from a store's `sources.json`.
-
-    Args:
-        root: the folder of the store.
+    """Read `files` and `dates` from the `sources.json` of the store at `root`.
 
     Returns:
         Both, or None if there is no such file, as in a store that was written by `StoreWriter`.

@@ -10,7 +10,6 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.manifest import Entry, check_file
-from ensemble_ml.store.schema import DAYS_KEY, FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
+from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
 from ensemble_ml.store.shard import LEVEL, damaged
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments
@@ -35,31 +33,8 @@ _COORDINATES = (
 _VARIABLE = {Kind.PRESSURE: "variable", Kind.SURFACE: "surface_variable"}
 
 
-@dataclass(frozen=True, eq=False)
-class Metadata:
-    """The contents of a store's root group: coordinates and attributes."""
-
-    layout: Layout
-    packing: Packing  # of forecast, control and truth
-    parts: tuple[Part, ...]
-    static: tuple[str, ...]  # names of static fields
-    # By variable, first and last hour of the interval of each lead; None for a lead without an interval.
-    lead_bounds: dict[str, list[list[int] | None]]
-    quantisation_error: dict[str, float]  # largest, by variable, in its unit
-    provenance: dict[str, Any]
-    masked: tuple[str, ...]  # variables with points that have no value
-    held: tuple[Part, ...]  # parts that have at least one field
-    factor_dates: int  # init times in a chunk of the factors
-    climate_days: int = 0  # half-width of the stored model climate's window; 0 if there is none
-
-
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
-    """Create empty arrays of fields, and the root group if there is none.
-
-    Args:
-        root: Folder of the store.
-        specs: Arrays to create.
-    """
+    """Create empty arrays of fields, and the root group if there is none."""
     group = zarr.open_group(root, mode="a", zarr_format=3)
     for spec in specs:
         codec = BloscCodec(typesize=spec.dtype.itemsize, cname="lz4", clevel=LEVEL, shuffle="bitshuffle")
@@ -93,14 +68,9 @@ def write_metadata(
     static: dict[str, np.ndarray],
     statistics: tuple[np.ndarray, dict[tuple[Part, Kind], Moments]],
 ) -> None:
-    """Write coordinates, static fields, statistics and root attributes. Call this once, when all fields are known.
+    """Write coordinates, static fields (Y, X), statistics and root attributes. Call this once, when all are known.
 
-    Args:
-        root: Folder of the store.
-        layout: Coordinates.
-        attributes: Attributes of the root group.
-        static: Static fields (Y, X) by name.
-        statistics: Years (N,), and the moments of each year by part and kind.
+    `statistics` are the years (N,), and the moments of each year by part and kind.
     """
     group = zarr.open_group(root, mode="r+")
     for name, (values, dims, attrs) in coordinates(layout).items():
@@ -145,16 +115,11 @@ def _prefix(part: Part) -> str:
     return "" if part is Part.FORECAST else f"{part.value}_"
 
 
-def read_statistics(root: Path, part: Part = Part.FORECAST) -> tuple[np.ndarray, dict[Kind, Moments]]:
-    """Read the moments of each year.
+def read_statistics(root: Path, part: Part) -> tuple[np.ndarray, dict[Kind, Moments]]:
+    """Read the moments of each year: years (N,), and by kind (N, T, V, Z) on pressure levels, (N, T, S) at the surface.
 
-    Args:
-        root: Folder of the store.
-        part: FORECAST for the members' values; MEAN or SPREAD for the ensemble's mean or spread as a field.
-
-    Returns:
-        Years (N,), and the moments by kind: (N, T, V, Z) on pressure levels, (N, T, S) at the surface. A kind without
-        statistics is left out.
+    A kind without statistics is left out. The part is FORECAST for the members' values, MEAN or SPREAD for the
+    ensemble's mean or spread as a field.
     """
     before = _prefix(part)
     group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
@@ -242,12 +207,10 @@ def check_root(root: Path) -> None:
         raise UserError(f"store {root}: has format {number}, this version reads {FORMAT}; prepare it again")
 
 
-def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
-    """Read the root group of a store that has passed `check_root`.
+def read_metadata(root: Path, files: Mapping[str, Entry]) -> tuple[Layout, dict[str, Any]]:
+    """Read coordinates and attributes of the root group of a store that has passed `check_root`.
 
-    Args:
-        root: Folder of the store.
-        files: Manifest, against which the files of the root group and the coordinates are checked.
+    Its files and those of the coordinates are checked against `files`, the manifest.
 
     Raises:
         UserError: One of these files is missing, unreadable or has changed.
@@ -258,20 +221,7 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
     with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads mostly wait for the storage
         list(pool.map(lambda name: check_file(root / name, files[name]), small))
     group = zarr.open_group(root, mode="r", use_consolidated=False)
-    attrs: dict[str, Any] = dict(group.attrs)
-    return Metadata(
-        _read_layout(group),
-        Packing(attrs["packing"]),
-        tuple(Part(name) for name in attrs["parts"]),
-        tuple(attrs["static"]),
-        dict(attrs["lead_bounds"]),
-        dict(attrs["quantisation_error"]),
-        dict(attrs["provenance"]),
-        tuple(attrs["masked"]),
-        tuple(Part(name) for name in attrs["held"]),
-        int(attrs["factor_dates"]),
-        int(attrs.get(DAYS_KEY, 0)),
-    )
+    return _read_layout(group), dict(group.attrs)
 
 
 def _read_layout(group: zarr.Group) -> Layout:

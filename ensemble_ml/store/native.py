@@ -56,9 +56,6 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
         factors: Reference, scale and decimal (see `packing.PackedBlock`), one value for each field.
         exact: Whether `packing.exact_in_float32` holds.
         out: Float32 array of the same shape, which is filled.
-
-    Returns:
-        Whether the work was done.
     """
     if _library is None or not codes.size or codes.dtype != np.uint16 or codes.ndim > 3:
         return False
@@ -79,8 +76,7 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
 def decode_field(codes: np.ndarray, factors: Sequence[float], exact: bool, out: np.ndarray) -> bool:
     """Decode one field of either byte order, without the cost of arrays for its factors.
 
-    Arguments and result are as for `decode`, except that `factors` are three numbers. Arrays that are not contiguous
-    are left to the caller.
+    It is as `decode`, except that `factors` are three numbers. Arrays that are not contiguous are left to the caller.
     """
     if _library is None or codes.dtype.char != "H" or not out.flags.carray:
         return False
@@ -106,9 +102,6 @@ def fuse(
         spread: (Z, R * X) float32, which is filled.
         sums: (Z, SUMS) float64, which is filled as in `ensemble_ml.store.fuse`.
         ends: (Z, 4) float32, which is filled as in `ensemble_ml.store.fuse`.
-
-    Returns:
-        Whether the work was done.
     """
     if _library is None or not _fusible(codes, np.uint16):
         return False
@@ -121,20 +114,10 @@ def fuse(
 def fuse_plain(
     values: np.ndarray, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray, extremes: np.ndarray
 ) -> bool:
-    """Do the work of `fuse` for float32 values.
+    """Do the work of `fuse` for float32 `values` (M, Z, R, X).
 
     The results of a level are valid only if its `sums` are finite. They are not if a value is NaN or infinite.
-
-    Args:
-        values: (M, Z, R, X) float32.
-        mean: As in `fuse`.
-        spread: As in `fuse`.
-        sums: As in `fuse`.
-        ends: As in `fuse`.
-        extremes: (Z, 2) float32, which is filled with the smallest and largest value of all members.
-
-    Returns:
-        Whether the work was done.
+    `extremes` (Z, 2) float32 is filled with the smallest and largest value of all members, the rest as by `fuse`.
     """
     if _library is None or not _fusible(values, np.float32):
         return False

@@ -74,21 +74,15 @@ class PackedBlock:
     def plain(
         cls, values: np.ndarray, present: np.ndarray | None = None, mask: np.ndarray | None = None
     ) -> PackedBlock:
-        """Wrap float32 values as they are.
-
-        Args:
-            values: (..., Y, X).
-            present: (...) bool; None where every field is present.
-            mask: (..., Y, X) bool or None.
-        """
+        """Wrap float32 values (..., Y, X) as they are. Every field is present unless `present` (...) is given."""
         shape = values.shape[:-2]
         there = np.ones(shape, bool) if present is None else present
         return cls(np.asarray(values, np.float32), np.zeros(shape), np.ones(shape), np.ones(shape), there, mask)
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: type = np.uint16) -> PackedBlock:
-        """Make a block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
-        return cls.unfilled(np.zeros(shape, dtype))
+    def empty(cls, shape: tuple[int, ...]) -> PackedBlock:
+        """Make a packed block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
+        return cls.unfilled(np.zeros(shape, np.uint16))
 
     @classmethod
     def unfilled(cls, values: np.ndarray) -> PackedBlock:
@@ -146,15 +140,12 @@ def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarr
 def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> np.ndarray:
     """Return whether float32 arithmetic decodes each field to the same bits as float64 rounded to float32, (...) bool.
 
+    The factors are (...) float64.
+
     It does where `decimal` is one, `reference` is a float32 number, and `scale` is zero or a power of two from 2^-125
     to 2^108. X * scale is then exact in float32, so both computations round the sum of the same two float32 numbers.
     Rounding that sum to 53 bits first changes nothing, because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double
     rounding innocuous?", doi:10.1145/221332.221334).
-
-    Args:
-        reference: (...) float64.
-        scale: (...) float64.
-        decimal: (...) float64.
     """
     mantissa, exponent = np.frexp(scale)
     normal = (mantissa == 0.5) & (exponent > -125) & (exponent < 110)
@@ -193,22 +184,17 @@ def decode(block: PackedBlock) -> np.ndarray:
     (`codes_get_float_array`) are the same, except for GRIB 2 with a decimal scale: ecCodes computes these in float32
     and may miss the last bit.
 
-    Args:
-        block: Packed or float32 fields.
-
     Returns:
         (..., Y, X) float32, NaN where a field is absent or a point is masked.
     """
-    lead, points = block.values.shape[:-2], block.values.shape[-2:]
+    points = block.values.shape[-2:]
     out = np.empty(block.values.shape, np.float32)
     codes, flat = block.values.reshape(-1, *points), out.reshape(-1, *points)
     factors = [part.reshape(-1, 1, 1) for part in (block.reference, block.scale, block.decimal)]
     # Float32 factors make `dequantise` use float32 arithmetic, which is faster and gives the same bits here.
     if exact_in_float32(*factors):
         factors = [part.astype(np.float32) for part in factors]
-    step = max(1, _SLAB // max(1, points[0] * points[1]))
-    for start in range(0, len(codes), step):
-        part = slice(start, start + step)
+    for part in parts_of(len(codes), points[0] * points[1]):
         if block.packed:
             dequantise(codes[part], [factor[part] for factor in factors], flat[part])
         else:
@@ -216,7 +202,7 @@ def decode(block: PackedBlock) -> np.ndarray:
     flat[~block.present.reshape(-1)] = np.nan
     if block.mask is not None:
         out[block.mask] = np.nan
-    return flat.reshape(*lead, *points)
+    return out
 
 
 def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlock:
@@ -253,12 +239,7 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
 
 
 def parts_of(count: int, points: int) -> Iterator[slice]:
-    """Yield slices of the fields to work on at once: together at most `_SLAB` points, or one larger field.
-
-    Args:
-        count: Number of fields.
-        points: Number of points of each.
-    """
+    """Yield slices of `count` fields of so many points, to work on at once: at most `_SLAB` points, or one field."""
     step = max(1, _SLAB // max(points, 1))
     return (slice(first, first + step) for first in range(0, count, step))
 
@@ -284,9 +265,6 @@ def error_bound(block: PackedBlock) -> np.ndarray:
 
     It is half a step of the integers plus half a unit in the last place of the decoded float32. It is 0 for a constant
     or absent field, and for values kept in float32.
-
-    Args:
-        block: Packed or float32 fields.
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,8 @@ class BuildPlan:
 
     Args:
         layout: Coordinates.
-        wanted: Those of forecast, control and truth that will be written; mean and spread follow from the forecast.
+        wanted: Those of forecast, control and truth that will be written, in any order. Other parts are ignored. Mean
+            and spread follow from the forecast.
         packing: Number format of forecast, control and truth.
         static: Static fields (Y, X) by name.
         lead_bounds: [first, last] hour for each lead of a variable over intervals; None for a lead without an interval.
@@ -82,7 +83,7 @@ class BuildPlan:
     def facts(self) -> dict[str, Any]:
         """Return the settings and the provenance as JSON values. `differs` compares those of two plans."""
         lay = self.layout
-        layout = {
+        named = {
             "start dates": [str(time) for time in lay.init_time.astype("datetime64[m]")],
             "members": lay.realization,
             "leads": lay.lead_hours,
@@ -90,17 +91,13 @@ class BuildPlan:
             "levels": lay.levels,
             "latitudes": lay.grid.latitude.tolist(),
             "longitudes": lay.grid.longitude.tolist(),
-        }
-        static = {name: _digest(values) for name, values in sorted(self.static.items())}
-        rest = {
             "format": FORMAT,
             "parts": [part.value for part in self.parts],
             "packing": self.packing.value,
-            "static fields": static,
+            "static fields": {name: _static_digest(values) for name, values in sorted(self.static.items())},
             "lead bounds": self.lead_bounds,
             "climate days": self.climate_days,
         }
-        named = layout | rest
         # The provenance may repeat a setting as it was requested, such as levels; the layout has the actual values.
         asked = {key: value for key, value in self.provenance.items() if key not in named}
         return json.loads(json.dumps(named | asked))
@@ -108,12 +105,11 @@ class BuildPlan:
     @property
     def digest(self) -> str:
         """Return 16 hex digits that identify the plan."""
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
+        return _digest(json.dumps(self.facts, sort_keys=True).encode())
 
     def of_date(self, date: int) -> str:
         """Return 16 hex digits that identify this plan and one of its init times, whatever the source files hold."""
-        text = f"{self._settled} {self.layout.init_time[date]}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(f"{self._settled} {self.layout.init_time[date]}".encode())
 
     @cached_property
     def _settled(self) -> str:
@@ -121,13 +117,10 @@ class BuildPlan:
         return json.dumps({key: value for key, value in self.facts.items() if key not in _CHANGING}, sort_keys=True)
 
     def differs(self, other: dict[str, Any]) -> str | None:
-        """Describe the first difference from another plan; return None if there is none.
+        """Describe the first difference from another plan with the facts `other`; return None if there is none.
 
         Facts that depend only on the source files do not count. These files may change: init times that were read from
         a changed file, or that gained fields, are built again.
-
-        Args:
-            other: `facts` of the other plan.
         """
         # A setting that only one of the plans has counts as a difference, unless it is None.
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
@@ -136,41 +129,8 @@ class BuildPlan:
         return None
 
 
-def plan_of(
-    layout: Layout,
-    parts: Iterable[Part],
-    packing: Packing = Packing.uint16,
-    static: dict[str, np.ndarray] | None = None,
-    lead_bounds: dict[str, list[list[int] | None]] | None = None,
-    provenance: dict[str, Any] | None = None,
-    climate_days: int = 0,
-    reads: Reads | None = None,
-) -> BuildPlan:
-    """Make a `BuildPlan`. The parts may be in any order, and None stands for an empty dictionary.
-
-    Args:
-        layout: Coordinates.
-        parts: Those of forecast, control and truth that will be written, in any order. Other parts are ignored.
-        packing: Their number format.
-        static: Static fields (Y, X) by name, or None.
-        lead_bounds: Intervals, or None.
-        provenance: Provenance, or None.
-        climate_days: Half-width of the model climate's window in days; 0 for none.
-        reads: Function that returns the fields of an init time, or None.
-
-    Raises:
-        UserError: As `BuildPlan`.
-    """
-    wanted = set(parts)
-    ordered = tuple(part for part in WRITTEN if part in wanted)
-    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days, reads)
-
-
 def read_facts(path: Path) -> dict[str, Any]:
-    """Read the facts that a build wrote down.
-
-    Args:
-        path: Path of `plan.json`.
+    """Read the facts that a build wrote down in the `plan.json` at `path`.
 
     Raises:
         UserError: The file cannot be read or understood.
@@ -181,9 +141,14 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error}); delete the folder {path.parent} and start anew") from error
 
 
-def _digest(values: np.ndarray) -> str:
+def _static_digest(values: np.ndarray) -> str:
     """Return 16 hex digits that identify the values of a static field."""
-    return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()[:16]
+    return _digest(np.ascontiguousarray(values, np.float32).tobytes())
+
+
+def _digest(data: bytes) -> str:
+    """Return the first 16 hex digits of a sha256."""
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _short(value: Any) -> str:

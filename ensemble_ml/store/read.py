@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import zarr
 
+from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
 from ensemble_ml.store.manifest import (
@@ -30,7 +31,7 @@ from ensemble_ml.store.manifest import (
 )
 from ensemble_ml.store.metadata import check_root, read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
-from ensemble_ml.store.schema import FACTORS, MANIFEST, STATISTICS, ArraySpec, Kind, array_specs, shard_chunks
+from ensemble_ml.store.schema import DAYS_KEY, FACTORS, MANIFEST, STATISTICS, ArraySpec, Kind, array_specs, shard_chunks
 from ensemble_ml.store.shard import KeptShards, Shard, damaged, read_chunks, unread
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
@@ -59,20 +60,22 @@ class TensorStore:
         self._stamp = self._look()
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
-        meta = read_metadata(self._root, self._files)
-        self.layout: Layout = meta.layout
-        self.parts, self.packing, self.lead_bounds = meta.parts, meta.packing, meta.lead_bounds
-        self.masked: tuple[str, ...] = meta.masked
-        self.provenance: dict[str, Any] = meta.provenance
-        self.quantisation_error = meta.quantisation_error
-        self._static_names = meta.static
-        specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
+        self.layout, attrs = read_metadata(self._root, self._files)
+        self.parts = tuple(Part(name) for name in attrs["parts"])
+        self.packing = Packing(attrs["packing"])  # of forecast, control and truth
+        # By variable, first and last hour of the interval of each lead; None for a lead without an interval.
+        self.lead_bounds: dict[str, list[list[int] | None]] = dict(attrs["lead_bounds"])
+        self.masked: tuple[str, ...] = tuple(attrs["masked"])  # variables with points that have no value
+        self.provenance: dict[str, Any] = dict(attrs["provenance"])
+        self.quantisation_error: dict[str, float] = dict(attrs["quantisation_error"])  # largest, by variable
+        self.climate_days = int(attrs.get(DAYS_KEY, 0))  # half-width of the model climate's window; 0 without one
+        self._static_names = tuple(attrs["static"])
+        self._held = tuple(Part(name) for name in attrs["held"])  # parts that have at least one field
+        specs = [spec for part in self.parts for spec in array_specs(self.layout, part, self.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
         self._read_chunks: ReadChunks = read_chunks
         self._elsewhere = False  # whether chunks come from elsewhere than the store's folder
-        self._factors = FactorReader(self._root, meta.factor_dates, self._files)
-        self._held = meta.held
-        self.climate_days = meta.climate_days
+        self._factors = FactorReader(self._root, int(attrs["factor_dates"]), self._files)
 
     def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
         return TensorStore, (str(self._root),)  # a worker process opens it again: locks cannot be pickled
@@ -93,13 +96,9 @@ class TensorStore:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         out: Mapping[Kind, np.ndarray] | None = None,
     ) -> Fields:
-        """Read one init time.
+        """Read one init time, with the axes in the order of the selected values.
 
-        Args:
-            part: Which fields.
-            date: Index into `layout.init_time`.
-            selection: Coordinate values; the axes of the result follow their order.
-            out: Float32 arrays of the result's shapes to decode into; a kind that `out` lacks gets a new array.
+        `out` may hold float32 arrays of the result's shapes to decode into; a kind that it lacks gets a new array.
 
         Returns:
             Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent
@@ -119,12 +118,7 @@ class TensorStore:
         )
 
     def climate(self, date: int, lead: int, name: str) -> np.ndarray:
-        """Read the stored model climate of one init time, lead and variable: quantiles (Q, Z, Y, X) float32.
-
-        Args:
-            date: Index into `layout.init_time`.
-            lead: Lead time in hours.
-            name: Short name of the variable.
+        """Read the stored model climate of one init time, lead (hours) and variable: quantiles (Q, Z, Y, X) float32.
 
         Raises:
             UserError: The store holds no model climate, or not this init time, lead or variable; it is damaged; or it
@@ -170,14 +164,9 @@ class TensorStore:
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield the chunks of a selection.
+        """Yield the chunks of a selection of one init time.
 
         They include the chunks of absent fields, which `read` does not read.
-
-        Args:
-            part: Which fields.
-            date: Index into `layout.init_time`.
-            selection: Coordinate values.
 
         Yields:
             Array, path of the shard, and numbers of its chunks (see `read_chunks`). The chunks of a mask follow those
@@ -267,11 +256,9 @@ class TensorStore:
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
     def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:
-        """Return moments over `years`, (T, V, Z) and (T, S).
+        """Return moments over the calendar years `years`, (T, V, Z) and (T, S).
 
-        Args:
-            years: Calendar years.
-            part: FORECAST for the members' values; MEAN or SPREAD for the ensemble's mean or spread as a field.
+        The part is FORECAST for the members' values, MEAN or SPREAD for the ensemble's mean or spread as a field.
 
         Raises:
             UserError: A year is not in the store, or the store is damaged or was replaced.
@@ -373,13 +360,7 @@ class TensorStore:
         return out
 
     def _fill(
-        self,
-        out: np.ndarray,
-        spec: ArraySpec,
-        date: int,
-        wanted: Wanted,
-        there: np.ndarray,
-        factors: list[np.ndarray],
+        self, out: np.ndarray, spec: ArraySpec, date: int, wanted: Wanted, there: np.ndarray, factors: list[np.ndarray]
     ) -> None:
         """Decode every chunk that holds a wanted field into its place in `out`."""
         members, leads, variables, levels = wanted.fields
@@ -390,9 +371,8 @@ class TensorStore:
             return
         # List every wanted chunk: each cell of member, lead and variable, with each block of rows.
         m, t, v = cells.T[..., None]
-        numbers = np.ravel_multi_index((members[m], leads[t], variables[v], np.asarray(blocks)), spec.chunks).reshape(
-            -1
-        )
+        at = members[m], leads[t], variables[v], np.asarray(blocks)
+        numbers = np.ravel_multi_index(at, spec.chunks).reshape(-1)
         places = [(*cell, block) for cell in cells.tolist() for block in blocks]
         target = dict(zip(numbers.tolist(), places, strict=True))
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
@@ -425,14 +405,7 @@ class TensorStore:
 
 
 def open_store(path: str | Path) -> TensorStore:
-    """Open the tensor store at `path`; see `TensorStore`.
-
-    Args:
-        path: Folder of the store.
-
-    Raises:
-        UserError: There is no store at `path`, or one of another format, or one with damaged or missing files.
-    """
+    """Open the tensor store at `path`; `TensorStore` names the errors that it raises."""
     return TensorStore(path)
 
 
@@ -458,14 +431,7 @@ class Wanted:
 
 
 def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Selection) -> Wanted:
-    """Find the positions that `selection` asks for in the array of one kind of variable.
-
-    Args:
-        path: Name of the store in messages.
-        layout: Coordinates of the store.
-        part: Part of the store.
-        kind: Kind of the variable.
-        selection: Coordinate values.
+    """Find the positions that `selection` asks for in the array of one kind of variable. Messages name `path`.
 
     Raises:
         UserError: A selected value is not in the layout, or the rows are empty or outside the grid.
@@ -494,13 +460,7 @@ def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Select
 
 
 def position(what: str, value: Any, stored: Sequence[Any], path: str) -> int:
-    """Return the index of `value` in `stored`.
-
-    Args:
-        what: Name of the coordinate in messages.
-        value: Value to find.
-        stored: Values of the coordinate.
-        path: Name of the store in messages.
+    """Return the index of `value` in `stored`, the values of the coordinate `what` of the store at `path`.
 
     Raises:
         UserError: The value is not there. The message lists the stored values.

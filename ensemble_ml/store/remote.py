@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -78,12 +77,7 @@ def _head(url: str) -> bytes:
 # Errors are not kept, so a file that is missing now is found as soon as it is there.
 @lru_cache(4096)
 def _asked_head(url: str) -> bytes:
-    """Return the first bytes of the file at a URL.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        UserError: it cannot be read.
-    """
+    """Return the first bytes of the file at a URL; raise FileNotFoundError or UserError if it cannot be read."""
     return RemoteFile.open(url).head
 
 
@@ -104,12 +98,9 @@ def _kept() -> tempfile.TemporaryDirectory[str]:
 
 
 def fetch(path: str) -> str:
-    """Download a file, and return the path of the copy, which is removed when the process ends.
+    """Download the file at a URL, and return the path of the copy, which is removed when the process ends.
 
     NetCDF libraries read files, not URLs. A file that has not changed is downloaded only once.
-
-    Args:
-        path: its URL.
 
     Raises:
         UserError: it cannot be read, or changes meanwhile.
@@ -132,16 +123,13 @@ def fetch(path: str) -> str:
 
 
 def open_remote(path: str) -> Any:
-    """Return a remote Zarr store, in the form that zarr reads.
-
-    Args:
-        path: a URL or a short name of one.
+    """Return a remote Zarr store, in the form that zarr reads. `path` is a URL or a short name of one.
 
     Raises:
         UserError: obstore is not installed, there is no Zarr store, or it cannot be read.
         KeyError: the consolidated metadata lack the group that `path` names.
     """
-    store = _store(_root(path))
+    store = _store(path)
     _document(store, _root(path))
     _ask_coordinates(store, path)
     return store
@@ -163,7 +151,7 @@ def remote_stamp(path: str) -> tuple[int, int] | None:
         if is_file(path):
             file = RemoteFile.open(url)
             return file.size, file.tag
-        store = _store(_root(path))
+        store = _store(path)
         store.forget_documents()
         content = _document(store, _root(path))
     except (UserError, FileNotFoundError):
@@ -172,11 +160,7 @@ def remote_stamp(path: str) -> tuple[int, int] | None:
 
 
 def open_zarr_array(path: str, name: str) -> Any:
-    """Return an array of a Zarr store.
-
-    Args:
-        path: a folder, a URL or a short name of one.
-        name: the array's path in the store.
+    """Return an array of a Zarr store in a folder, or at a URL or a short name of one. `name` is its path in the store.
 
     Raises:
         UserError: a remote store cannot be read.
@@ -187,15 +171,14 @@ def open_zarr_array(path: str, name: str) -> Any:
 
     if is_remote(path):
         # The consolidated metadata of a group include those of all its arrays.
-        return zarr.open_group(_store(_root(path)), mode="r")[_in_store(path, name)]
+        return zarr.open_group(_store(path), mode="r")[_in_store(path, name)]
     return zarr.open_array(os.path.join(path, name), mode="r")
 
 
 def remote_groups(path: str) -> list[str]:
-    """Return the URLs of all groups in a remote Zarr store, sorted; none without consolidated metadata.
+    """Return the URLs of all groups in a remote Zarr store, sorted.
 
-    Args:
-        path: the URL of the store, or a short name of one. For the URL of a group the result is empty.
+    The result is empty for the URL of a group, and for a store without consolidated metadata.
 
     Raises:
         UserError: the store cannot be read.
@@ -204,7 +187,7 @@ def remote_groups(path: str) -> list[str]:
 
     if GROUP in url_of(path):
         return []
-    together = zarr.open_group(_store(_root(path)), mode="r").metadata.consolidated_metadata
+    together = zarr.open_group(_store(path), mode="r").metadata.consolidated_metadata
     nodes = together.flattened_metadata if together else {}
     groups = [name for name, node in nodes.items() if name and type(node).__name__ == "GroupMetadata"]
     return [f"{path}{GROUP}{name}" for name in sorted(groups)]
@@ -223,19 +206,13 @@ def group_in(path: str) -> str:
 
 
 def read_part(path: str, key: str, first: int, length: int) -> bytes:
-    """Read some bytes of an object of a remote store.
-
-    Args:
-        path: a URL or a short name of one.
-        key: key of the object.
-        first: position of the first byte; if it is negative, from the end.
-        length: number of bytes.
+    """Read `length` bytes of the object `key` of a remote store, from `first` on or, if that is negative, from the end.
 
     Raises:
         UserError: they cannot be read, or the object has changed since it was last read.
     """
     wanted: Range = {"suffix": -first} if first < 0 else (first, first + length)
-    content = _waited(f"{path}/{key}", _store(_root(path)).content(_in_store(path, key), wanted))
+    content = _waited(f"{path}/{key}", _store(path).content(_in_store(path, key), wanted))
     if content is None:
         raise UserError(f"{path}/{key}: is not there any more (404)")
     return content[:length]
@@ -247,7 +224,7 @@ def has_object(path: str, key: str) -> bool:
     Raises:
         UserError: it cannot be reached.
     """
-    return _waited(f"{path}/{key}", _store(_root(path)).exists(_in_store(path, key)))
+    return _waited(f"{path}/{key}", _store(path).exists(_in_store(path, key)))
 
 
 def _root(path: str) -> str:
@@ -287,12 +264,7 @@ class RemoteFile:
         return cls(url, int(meta["size"]), _tag(meta), head)
 
     def ask(self, first: int, end: int) -> Future[bytes]:
-        """Request bytes; `answer` waits for them.
-
-        Args:
-            first: position of the first byte.
-            end: position after the last byte.
-        """
+        """Request the bytes from `first` to `end` (exclusive); `answer` waits for them."""
         return asyncio.run_coroutine_threadsafe(self._part(first, end), loop())
 
     def answer(self, asked: Future[bytes]) -> bytes:
@@ -398,12 +370,7 @@ def _waited(path: str, request: Coroutine[Any, Any, T]) -> T:
 
 
 def _result(path: str, asked: Future[T]) -> T:
-    """Wait for the answer to a request.
-
-    Raises:
-        FileNotFoundError: the object is not there.
-        UserError: it cannot be read.
-    """
+    """Wait for the answer to a request. A missing object is a FileNotFoundError, other refusals are UserErrors."""
     exceptions = _obstore().exceptions
     try:
         return asked.result()
@@ -426,17 +393,12 @@ def reason(error: BaseException) -> str:
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         return "access is refused (403); only public objects can be read"
     # obstore appends a dump of its internal error, which says nothing to a user.
-    with suppress(ValueError):
-        text = text[: text.index("Debug source")].strip()
+    text = text.partition("Debug source")[0].strip()
     return f"{kind}: {text[:300]}"
 
 
 def _obstore() -> Any:
-    """Return the package obstore.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the package obstore; raise a UserError if it is not installed."""
     try:
         import obstore
         import obstore.exceptions
@@ -460,8 +422,9 @@ def _client(url: str) -> Any:
     return _obstore().store.from_url(url, **how)
 
 
-def _store(url: str) -> Any:
-    """Return the zarr store of a URL, and make no request yet."""
+def _store(path: str) -> Any:
+    """Return the zarr store of a URL or of a group in it, and make no request yet."""
+    url = _root(path)
     if url not in _opened:
         client = _client(url)  # raises a UserError first if obstore is not installed
         import zarr
@@ -483,12 +446,11 @@ def _ask_coordinates(store: Any, path: str) -> None:
     """Request all coordinates of a single chunk at once: xarray would fetch them one after the other."""
     import zarr
 
-    whole = zarr.open_group(store, mode="r")
-    if whole.metadata.consolidated_metadata is None:
+    group: Any = zarr.open_group(store, mode="r")
+    if group.metadata.consolidated_metadata is None:
         return
-    group: Any = whole
     if group_in(path):
-        group = whole[group_in(path)]
+        group = group[group_in(path)]
     for name, array in group.arrays():
         dims = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS") or ()
         if list(dims) == [name] and array.nchunks == 1:
@@ -497,11 +459,7 @@ def _ask_coordinates(store: Any, path: str) -> None:
 
 
 def _document(store: Any, url: str) -> bytes:
-    """Return the first metadata document of a remote Zarr store.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """Return the first metadata document of a remote Zarr store, or raise the reason why there is none."""
     # zarr would request these documents one after the other. So they are fetched together here, and kept.
     found = _waited(url, _together(store, (*_MARKS, ".zattrs")))
     refused: BaseException | None = None

@@ -18,13 +18,9 @@ _DOCUMENTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
 class RemoteStore(ObjectStore):  # type: ignore[type-arg]
-    """A store of all objects below a URL, in the form that zarr reads (see `zarr.storage.ObjectStore`).
+    """The store of obstore of all objects below a URL, in the form that zarr reads (see `zarr.storage.ObjectStore`).
 
     Metadata documents are kept, and so is the absence of a document, because zarr and xarray request them many times.
-
-    Args:
-        store: obstore's store of all objects below the URL.
-        url: the URL.
     """
 
     def __init__(self, store: Any, url: str):
@@ -59,13 +55,9 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         return self._tags[key] is not None
 
     async def content(self, key: str, wanted: Range = None) -> bytes | None:
-        """Return an object or a part of it; None if it is not there.
+        """Return an object, or the bytes `wanted` of it; None if it is not there.
 
         The bytes read last are kept: a chunk may hold several leads, which are read one after the other.
-
-        Args:
-            key: key of the object.
-            wanted: the bytes to read; None reads all.
 
         Raises:
             UserError: the object cannot be read, or has changed since it was first requested (not checked for metadata
@@ -108,14 +100,9 @@ class RemoteStore(ObjectStore):  # type: ignore[type-arg]
         return content
 
     async def _fetched(self, key: str, wanted: Range) -> tuple[bytes | None, tuple[Any, ...] | None]:
-        """Fetch bytes of an object.
+        """Fetch bytes of an object. Return them and the object's version, or None for both if it is not there.
 
-        Returns:
-            The bytes, and the object's version: its ETag, or time of modification if it has no ETag, and its size. None
-            for both if the object is not there.
-
-        Raises:
-            UserError: the object cannot be read.
+        The version is its ETag, or time of modification if it has no ETag, and its size.
         """
         try:
             content, meta = await fetched(self.store, key, wanted)

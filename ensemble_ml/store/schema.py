@@ -135,15 +135,9 @@ class ArraySpec:
 
 
 def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]:
-    """Return the arrays of one part.
+    """Return the arrays of one part. `packing` is how forecast, control and truth are stored.
 
-    A kind that has no variables, levels, leads or members has no array. Only forecast, control and truth are packed;
-    mean and spread are always float32.
-
-    Args:
-        layout: Coordinates of the store.
-        part: Part of the store.
-        packing: How forecast, control and truth are stored.
+    A kind that has no variables, levels, leads or members has no array. Mean and spread are always float32.
     """
     dtype = np.dtype(np.uint16 if packing is Packing.uint16 and part in WRITTEN else np.float32)
     members = len(layout.realization) if part is Part.FORECAST else 1
@@ -158,13 +152,7 @@ def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]
 
 
 def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
-    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KiB or holds the whole grid.
-
-    Args:
-        levels: Number of levels in a chunk.
-        grid: Rows and columns of the grid.
-        itemsize: Bytes of a value.
-    """
+    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KiB or holds the whole grid."""
     rows = _ROWS
     while rows < grid[0] and levels * rows * grid[1] * itemsize < _SMALLEST:
         rows *= 2
@@ -172,15 +160,7 @@ def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
 
 
 def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tuple[int, ...]) -> str:
-    """Name one field for a message.
-
-    Args:
-        layout: Coordinates of the store.
-        part: Part of the field.
-        date: Index of the init time.
-        kind: Kind of the variable.
-        index: (member, lead, variable[, level]).
-    """
+    """Name one field for a message. `index` is (member, lead, variable[, level]), `date` that of the init time."""
     names = layout.variables if kind is Kind.PRESSURE else layout.surface
     member, lead, variable, *level = index
     words = [part.value, f"{np.datetime_as_string(layout.init_time[date], 'h')}", f"variable {names[variable]}"]

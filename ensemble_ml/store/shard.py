@@ -125,13 +125,9 @@ class Shard(Protocol):
 def read_chunks(
     path: str, spec: ArraySpec, numbers: np.ndarray, open_shard: Callable[[str], Shard] = ShardFile
 ) -> Iterator[tuple[int, np.ndarray | None]]:
-    """Read chunks of a shard.
+    """Read the chunks of a shard, opened by `open_shard`.
 
-    Args:
-        path: Path of the shard.
-        spec: Array to which it belongs.
-        numbers: Chunk numbers, which count all chunks of the shard in the order of `spec.chunks`.
-        open_shard: Function that opens the shard.
+    `numbers` are those of the chunks, which count all chunks of the shard in the order of `spec.chunks`.
 
     Yields:
         Number and values (Z, rows, X) of each chunk; first, with None, those that were left out, then the others in the
@@ -151,12 +147,7 @@ def read_chunks(
 
 
 def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find where chunks lie in a shard.
-
-    Args:
-        shard: The shard.
-        spec: Array to which it belongs.
-        numbers: Chunk numbers.
+    """Find where the chunks with `numbers` lie in a shard.
 
     Returns:
         The same numbers in the order of the file, and the spans (N, 2): offset and size in bytes. Chunks that were left
@@ -200,13 +191,10 @@ def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, in
     """
     first, starts, ends = 0, spans[:, 0].tolist(), spans.sum(1).tolist()
     for position in range(1, len(starts) + 1):
-        if position < len(starts):
-            follows = starts[position] == ends[position - 1]
-            if follows and ends[position] - starts[first] <= most:
-                continue
-        if position > first:
+        follows = position < len(starts) and starts[position] == ends[position - 1]
+        if not follows or ends[position] - starts[first] > most:
             yield first, position
-        first = position
+            first = position
 
 
 def _read_index(shard: Shard, chunks: int) -> np.ndarray:
@@ -248,10 +236,6 @@ def digest_shard(path: Path, chunks: int) -> str:
     """Return the sha256 of the crc32c of every chunk, in the order of the file, and of the whole index with its crc32c.
 
     Every crc32c is checked against its chunk. A sha256 of all bytes would halve the speed of a build.
-
-    Args:
-        path: Path of the shard.
-        chunks: Number of chunks in its index.
 
     Raises:
         UserError: The file cannot be read, or is damaged.
@@ -300,12 +284,10 @@ class ShardWriter:
         self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def append(self, chunks: Iterable[tuple[int, Encoded | None]]) -> None:
-        """Append encoded chunks in as few system calls as possible.
+        """Append encoded chunks in as few system calls as possible; None leaves a chunk out.
 
-        Hundreds of small calls would each wait for the interpreter lock.
-
-        Args:
-            chunks: Chunk number (see `shard.read_chunks`) and result of `encode` for each chunk; None leaves it out.
+        Hundreds of small calls would each wait for the interpreter lock. Each chunk comes with its number (see
+        `read_chunks`).
         """
         parts: list[bytes] = []
         for number, data in chunks:
@@ -341,12 +323,10 @@ class ShardWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> tuple[int, str]:
-        """Write the index, wait until all is on disk, and rename the draft.
+        """Write the index, wait until all is on disk, rename the draft, and return its size in bytes and its digest.
 
-        Without the wait, a machine that loses power could keep the name and lose the bytes.
-
-        Returns:
-            Size of the shard in bytes, and its digest (see `shard.digest_shard`).
+        Without the wait, a machine that loses power could keep the name and lose the bytes. `digest_shard` computes the
+        same digest.
         """
         index = self._index.tobytes()
         tail = index + checksum(index)
@@ -390,11 +370,7 @@ class KeptShards:
         self.blocks: dict[tuple[str, int], np.ndarray] = {}
 
     def __call__(self, path: str) -> _KeptShard:
-        """Open a shard.
-
-        Raises:
-            UserError: The file cannot be opened.
-        """
+        """Open a shard; raise a UserError if its file cannot be opened."""
         return _KeptShard(self, path)
 
 
@@ -409,11 +385,7 @@ class _KeptShard:
         self.size = of.sizes[path]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Read `size` bytes from `start` on, (size,) uint8.
-
-        Raises:
-            UserError: The file ends before them or cannot be read, or the store has been replaced.
-        """
+        """Read `size` bytes from `start` on, (size,) uint8; raise a UserError if the store has been replaced."""
         end = start + size
         if end > self.size:
             raise damaged(self.path, "it is cut short")

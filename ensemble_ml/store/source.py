@@ -144,12 +144,7 @@ class Source(Protocol):
 
 
 def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dict[str, list[list[int] | None]]:
-    """Return the first and last hour of the intervals of variables (sums, means, extremes) at each of `leads`.
-
-    Args:
-        source: A store or archive.
-        names: Variables to look up.
-        leads: Lead times of the source, in hours.
+    """Return the first and last hour of the intervals of variables (sums, means, extremes) at each of `leads` (hours).
 
     Returns:
         For each variable with an interval at one of the leads, [first, last] hour for each lead; None for a lead

@@ -22,7 +22,7 @@ from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import DateEntry, DateWriter, refused
 from ensemble_ml.store.folder import check_target
 from ensemble_ml.store.packing import PackedBlock
-from ensemble_ml.store.plan import plan_of
+from ensemble_ml.store.plan import BuildPlan
 from ensemble_ml.store.schema import WRITTEN, ArraySpec, Kind
 from ensemble_ml.store.source import Layout, Part
 
@@ -60,9 +60,9 @@ class StoreWriter:
         provenance: dict | None = None,
         overwrite: bool = False,
     ):
-        self.path, self.layout, self.packing = Path(path).absolute(), layout, packing
+        self.path, self.layout = Path(path).absolute(), layout
         check_target(self.path, overwrite)
-        plan = plan_of(layout, parts, packing, static, lead_bounds, provenance)
+        plan = BuildPlan(layout, tuple(parts), packing, static or {}, lead_bounds or {}, provenance or {})
         self.parts = plan.parts
         self._build = Build(self.path, plan, overwrite=overwrite, private=True)
         self._entries: dict[int, DateEntry] = {}
@@ -106,10 +106,7 @@ class StoreWriter:
             self._entries.setdefault(date, DateEntry()).add(entry)
 
     def finish(self) -> Path:
-        """Write coordinates, factors, statistics and manifest, and rename the store to `path`.
-
-        Returns:
-            Path of the store.
+        """Write coordinates, factors, statistics and manifest, rename the store to `path`, and return `path`.
 
         Raises:
             UserError: No field was written, the system cannot write a file, or something else stands at `path` by now.
@@ -143,11 +140,7 @@ class StoreWriter:
 
 
 def _cells(writer: DateWriter, spec: ArraySpec, block: PackedBlock) -> None:
-    """Pass a block of all leads and variables to `writer`, one lead and variable at a time.
-
-    Raises:
-        ValueError: The block has another shape than `spec`.
-    """
+    """Pass a block to `writer`, one lead and variable at a time; refuse one that has another shape than `spec`."""
     leads, variables = spec.fields[1:3]
     shape = (*spec.fields, *spec.grid)
     wanted = shape if spec.kind is Kind.PRESSURE else (*shape[:3], *shape[4:])

@@ -58,16 +58,14 @@ class EnsembleBackend(BackendEntrypoint):
         """
         if unknown := decoders.keys() - set(_DECODERS):
             raise TypeError(f"open_dataset: unknown settings {', '.join(sorted(unknown))}")
-        if off := [
-            name for name in ("mask_and_scale", "decode_times", "decode_timedelta") if decoders.get(name) is False
-        ]:
+        off = [name for name in ("mask_and_scale", "decode_times", "decode_timedelta") if decoders.get(name) is False]
+        if off:
             raise UserError(f"{off[0]}=False: this engine decodes; xr.open_zarr(STORE) shows what is stored")
         if use_cftime:
             raise UserError("use_cftime=True: init times are of the standard calendar, as numpy.datetime64")
         store = TensorStore(Path(filename_or_obj))
         dropped = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
-        parts = dict.fromkeys(spec.part for spec in store.specs)
-        data = source_dataset(store, tuple(parts))
+        data = source_dataset(store, tuple(dict.fromkeys(spec.part for spec in store.specs)))
         return data.drop_vars([name for name in dropped if name in data.variables])
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
@@ -95,9 +93,7 @@ def _without(attrs: dict[str, Any], *names: str) -> dict[str, Any]:
 def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
     """Return a source as a Dataset of decoded variables with CF attributes, which are read when they are used.
 
-    Args:
-        source: a tensor store or an archive.
-        parts: the parts to show. Names of variables of other parts than the forecast end with the name of the part.
+    Names of variables of other parts than the forecast end with the name of the part.
     """
     coords = {name: _coordinate(*about) for name, about in coordinates(source.layout).items()}
     coords = {name: value for name, value in coords.items() if name not in ("variable", "surface_variable")}
@@ -106,9 +102,7 @@ def source_dataset(source: Source, parts: Sequence[Part]) -> xr.Dataset:
         for name in source.layout.names:
             array = SourceArray(source, part, name)
             # A store has one shard for each init time, so Dask should read whole init times.
-            chunks = {
-                dim: 1 if dim == "init_time" else length for dim, length in zip(array.dims, array.shape, strict=True)
-            }
+            chunks = dict(zip(array.dims, array.shape, strict=True)) | {"init_time": 1}
             label = name if part is Part.FORECAST else f"{name}_{part.value}"
             lazy, about = indexing.LazilyIndexedArray(array), _attributes(source, part, name)
             found[label] = xr.Variable(array.dims, lazy, about, {"preferred_chunks": chunks})
@@ -172,9 +166,8 @@ class SourceArray(BackendArray):
         if out.size:
             selection, rows, columns = self._selection(index)
             for place, date in enumerate(index["init_time"].tolist()):
-                out[place] = self._date(date, selection).reshape(*shape[1:-2], -1, self.shape[-1])[..., rows, :][
-                    ..., columns
-                ]
+                values = self._date(date, selection).reshape(*shape[1:-2], -1, self.shape[-1])
+                out[place] = values[..., rows, :][..., columns]
         # Axes that were indexed by an integer were read with length one. They are dropped here.
         scalar = tuple(0 if isinstance(part, int | np.integer) else slice(None) for part in key)
         return out[scalar]
@@ -185,7 +178,7 @@ class SourceArray(BackendArray):
         A source reads all columns of adjacent rows, so the rows and columns wanted are taken afterwards.
         """
         lay, rows = self.source.layout, index["latitude"]
-        on_levels = self.name in self.source.layout.variables
+        on_levels = self.name in lay.variables
         first, last = int(rows.min()), int(rows.max()) + 1
         selection = Selection(
             realization=_pick(lay.realization, index.get("realization")),

@@ -124,9 +124,10 @@ def test_gaps_and_masks_are_left_out(store, tmp_path):
     assert np.isfinite(local_statistics(gappy, DATES).std_s).all()
 
 
-def test_refusals(store, tmp_path):
+def test_refusals(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("ensemble_ml.store.las.WINDOW", 25)
     with pytest.raises(UserError, match="wider than the grid"):
-        local_statistics(store, DATES, window=25)
+        local_statistics(store, DATES)
     single = make_store(tmp_path / "one.zarr", dates=2, members=1)
     with pytest.raises(UserError, match="no mean and spread"):
         local_statistics(single, [0])
