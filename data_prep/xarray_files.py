@@ -182,8 +182,8 @@ class XarrayFile:
         self.names = frozenset(map(str, data.data_vars))
         # Nothing was written yet along an axis of length 0.
         empty = [name for name, array in data.data_vars.items() if not array.size]
-        for name in empty:
-            self._skip(f"{name} (an axis of length 0)")
+        for variable in empty:
+            self._skip(f"{variable} (an axis of length 0)")
         data = data.drop_vars(empty)
         others = other_sums(data, self.overrides)
         for name, kept in others.items():
