@@ -229,7 +229,7 @@ def open_zarr(path: str) -> xr.Dataset:
 
     Zarr's own libraries state a fill value of zero for any array that was given none. In Zarr version 2, xarray takes
     this zero for the mark of missing values if no attribute states one. That would hide the equator, the first member,
-    and points without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
+    and points without rain. Values that were never written are found by other means (see `Written`).
 
     Raises:
         UserError: a remote store cannot be read, or lacks a chunk of a coordinate.
