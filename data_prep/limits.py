@@ -67,7 +67,7 @@ _NAMES = {
 }  # fmt: skip
 # In the registry's units all weather lies within these ranges, except high waves and deep snow, whose units must be
 # stated. In degrees Celsius, hectopascal, g kg-1, percent or millimetres, some values of nearly every field lie beyond.
-# `data_prep.limits` has ranges for another purpose, to recognise missing values; most of them are wider.
+# Most ranges of `_LIMITS`, which recognise missing values, are wider.
 _RANGES = {
     "K": (150.0, 350.0),
     "Pa": (4e4, 1.15e5),
@@ -85,10 +85,8 @@ _HUMID = (-0.1, 2.0)  # relative humidity; as a percentage it is higher somewher
 def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, float]:
     """Return the limits between which all plausible values of a variable lie, both exclusive, in the registry's units.
 
-    Args:
-        field: the variable.
-        step: packing step of the values, by which sums and fractions may be off; 0 if it is not known.
-        level: its level in hPa; 0 if it has no level, or for the limits of all levels.
+    Sums and fractions may be off by the packing `step` of the values, which is 0 if it is not known. `level` is in hPa,
+    and 0 if the variable has no level, or for the limits of all levels.
     """
     low, high = _OF_NAME.get(field.name, _LIMITS[field.units])
     if field.name == "z" and level:
@@ -104,15 +102,12 @@ def plausible(field: Field, step: float = 0.0, level: int = 0) -> tuple[float, f
 
 
 def standard_height(level: float) -> float:
-    """Return the height of a pressure level in the ICAO Standard Atmosphere (Doc 7488), in m.
+    """Return the height in m of a pressure level, given in hPa, in the ICAO Standard Atmosphere (Doc 7488).
 
     Above the lower stratosphere, the isothermal layer from 11 km is continued upwards:
 
         p > 226.32 hPa:  h = 44330.77 (1 - (p / 1013.25)^0.190263)
         otherwise:       h = 11000 + 6341.62 ln(226.32 / p)
-
-    Args:
-        level: pressure in hPa.
     """
     if level > 226.32:
         return 44330.77 * (1 - (level / 1013.25) ** 0.190263)
@@ -122,11 +117,8 @@ def standard_height(level: float) -> float:
 def implausible(field: Field, level: int, raw: RawField, bits: int) -> str:
     """Return a message about the values of a field that are beyond the limits, or an empty text if there are none.
 
-    Args:
-        field: the variable.
-        level: its level in hPa, 0 at the surface.
-        raw: its values, in the registry's units.
-        bits: bits of each packed integer, if the values are packed.
+    `level` is in hPa, and 0 at the surface. The values of `raw` are in the registry's units. `bits` is the size of each
+    packed integer, if they are packed.
     """
     low, high = plausible(field, 2 * raw.rounding, level)
     if raw.packed:
@@ -159,12 +151,8 @@ def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> n
 
     The packing has an integer for a bound such as zero rain or a clear sky. But its scale and offset are rounded, so
     this integer decodes to a value that differs from the bound by about 1e-17. All dry points would then lie slightly
-    above or below zero.
-
-    Args:
-        values: float32 values of any shape.
-        step: packing step; 0 if they are not packed, and then returned as they are.
-        bounds: lowest and highest possible value of the variable; an infinite one is ignored.
+    above or below zero. Values whose packing `step` is 0 are not packed, and are returned as they are. Infinite bounds
+    are ignored.
     """
     for bound in bounds:
         if step and np.isfinite(bound):
@@ -173,15 +161,7 @@ def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> n
 
 
 def wrong_values(values: np.ndarray, bad: np.ndarray, low: float, high: float, units: str) -> str:
-    """Return a message that says how many values are wrong, and what may be the cause.
-
-    Args:
-        values: the values of a field (Y, X).
-        bad: which of them are wrong (Y, X).
-        low: the lowest plausible value.
-        high: the highest.
-        units: their units.
-    """
+    """Return a message that says how many values of a field (Y, X) are `bad`, and what may be the cause."""
     text = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
     if low > 0 and (values <= 0).any():
         return f"{text}, or not above 0 {units} (a missing value that no attribute declares?)"
@@ -199,13 +179,8 @@ def agree(field: Field, values: np.ndarray, levels: np.ndarray, grid: Grid) -> b
     """Return whether values agree with `field` in the registry's units.
 
     Values of which none is finite do not agree, nor do those of a variable whose units have no range here. Sums and
-    lying snow can agree only on a grid that spans all longitudes, and if one value is above zero.
-
-    Args:
-        field: the variable.
-        values: (Z, Y, X) of one init time, member and lead; NaN is left out.
-        levels: (Z,) hPa.
-        grid: the grid of the values.
+    lying snow can agree only on a grid that spans all longitudes, and if one value is above zero. `values` (Z, Y, X)
+    are of one init time, member and lead, and NaN is left out. `levels` are (Z,), in hPa.
     """
     valid = values[np.isfinite(values)]
     if not valid.size:

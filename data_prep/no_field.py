@@ -106,10 +106,6 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
 
     CF's modifiers (`air_temperature standard_error`) make another quantity. Other spellings of the variable's names are
     accepted. A surface variable may have the name of the quantity alone, without its height or surface.
-
-    Args:
-        array: the data variable.
-        field: the variable for which it is taken.
     """
     text = str(array.attrs.get("standard_name", "")).strip()
     names = _names(field) | (set(field.rates) if is_mean_rate(array, field) else set())
@@ -128,12 +124,8 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
 def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
     """Return the first word of a name or description that makes it another quantity than `field`; empty if none does.
 
-    Words in the registry's own names do not count, such as `mean` in mean sea level pressure.
-
-    Args:
-        text: the name or description.
-        field: the variable for which it is taken.
-        over_time: whether words for means and extremes over time are accepted, because they are checked elsewhere.
+    Words in the registry's own names do not count, such as `mean` in mean sea level pressure. With `over_time`, words
+    for means and extremes over time are accepted, because they are checked elsewhere.
     """
     # "camelCase" names are split into words first.
     letters = f"_{_letters(re.sub('(?<=[a-z0-9])(?=[A-Z])', '_', text))}_"
@@ -152,10 +144,7 @@ def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
 def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> str:
     """Return the attribute that describes another quantity than `field`, such as a percentile; empty if none does.
 
-    Args:
-        array: the data variable.
-        field: the variable for which it is taken.
-        over_time: as in `other_word`, for the long name.
+    `over_time` is that of `other_word`, for the long name.
     """
     for key in ("long_name", *_STATISTICS):
         text = str(array.attrs.get(key, ""))
@@ -192,10 +181,6 @@ def other_title(data: xr.Dataset, array: xr.DataArray) -> str:
     """Return the title of a file if it says that it holds a statistic of all members; empty if it does not.
 
     A variable with an axis of members holds members, whatever the title says.
-
-    Args:
-        data: the file.
-        array: the data variable.
     """
     title = str(data.attrs.get("title", ""))
     of_all = find_axis(array, "member") is None and _OF_ENSEMBLE.search(title)
@@ -238,13 +223,9 @@ def heights_of(field: Field) -> set[float]:
 def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool) -> str:
     """Return the scalar coordinate that puts `field` elsewhere or makes it another quantity; empty if none does.
 
-    Args:
-        array: the data variable.
-        field: the variable that its names suggest.
-        upper: whether it has an axis of pressure levels. A scalar height is then ignored, because it belongs to another
-            variable.
-        placed: whether its name or GRIB parameter implies its height. A scalar coordinate that is named after a kind of
-            level is then ignored, because it belongs to another variable.
+    A scalar coordinate that belongs to another variable of the file is ignored: a height if `array` has an axis of
+    pressure levels (`upper`), and one that is named after a kind of level if its name or GRIB parameter implies its
+    height (`placed`).
     """
     sized = [dim for dim in array.dims if array.sizes[dim] > 1]
     for name, axis in array.coords.items():
@@ -270,10 +251,7 @@ def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
 
 
 def _heights(field: Field, *, shared: bool) -> set[float]:
-    """Return the heights in m that a coordinate of a variable may have.
-
-    There are more if other variables may share the coordinate, or if the variable has no height.
-    """
+    """Return the heights in m that a coordinate of a variable may have, more if others may share the coordinate."""
     own = heights_of(field)
     return own | _NEAR if shared or not own else own
 
@@ -294,10 +272,7 @@ def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: boo
 def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
     """Return whether a surface variable implies its height, by its GRIB parameter or by one of the names in `_PLACED`.
 
-    Args:
-        array: the data variable.
-        field: the variable that it is.
-        named: the variable that its name alone suggests; None if the registry does not have the name.
+    `named` is the variable that its name alone suggests, or None if the registry does not have the name.
     """
     if not field.surface or other_kind_of_level(array, field):
         return False
@@ -345,10 +320,7 @@ def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
 
 
 def _in_degrees(array: xr.DataArray) -> bool:
-    """Return whether one-dimensional axes are latitude and longitude by CF's names or units.
-
-    The axes of a rotated pole have other standard names.
-    """
+    """Return whether one-dimensional axes are latitude and longitude by CF names or units; rotated ones lack those."""
     for role, unit in (("latitude", "n"), ("longitude", "e")):
         axis = find_axis(array, role)
         if axis is None or axis.ndim != 1:
@@ -369,10 +341,7 @@ def _note_absent(name: str) -> None:
 def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> str:
     """Return the kind of a grid mapping, or its name if the kind is not known.
 
-    Args:
-        data: the file.
-        name: the variable that describes the mapping.
-        of_degrees: whether the axes are known to be latitude and longitude, so that the mapping may be absent or empty.
+    If the axes are known to be latitude and longitude (`of_degrees`), the mapping may be absent or empty.
     """
     if name not in data.variables:  # it may have been lost when variables were selected
         if name in _PLAIN:

@@ -28,9 +28,6 @@ def once(logged: set[str]) -> Iterator[None]:
 
     This holds for the thread that enters the block, and for those that open several files for it. Other threads log all
     notices as usual.
-
-    Args:
-        logged: texts of the notices that were logged before; it is extended.
     """
     before = _logged.set(logged)
     try:

@@ -20,7 +20,7 @@ from data_prep.geometry import Geometry, GridChange
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import DERIVED
 from data_prep.records import FIELD_INDEX
-from data_prep.selecting import Wanted, places
+from data_prep.selecting import Wanted, places, translation
 from data_prep.truth import ArchiveTruth, check_grid, period
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control, as_list, is_dataset
@@ -50,7 +50,7 @@ class StoreTruth:
         own = store.layout
         # Positions of the forecast's init times and coordinates in the store, negative where the store lacks one.
         self._date = places(layout.init_time.tolist(), own.init_time.tolist())
-        self._axes = {name: places(getattr(layout, name), getattr(own, name)) for name in _AXES}
+        self._axes = translation(layout, own, members=False)
         for name in sorted(bounds.keys() & store.lead_bounds.keys()):
             for lead, pair in zip(layout.lead_hours, bounds[name], strict=True):
                 there = dict(zip(own.lead_hours, store.lead_bounds[name], strict=True)).get(lead)
@@ -61,33 +61,21 @@ class StoreTruth:
                     )
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields of an init time exist, bool (1, T, V, Z) and (1, T, S).
-
-        Args:
-            date: index of the init time in the forecast.
-        """
+        """Return which fields of an init time of the forecast exist, bool (1, T, V, Z) and (1, T, S)."""
         lay, there = self.layout, self._date[date]
         shape = 1, len(lay.lead_hours)
         pressure = np.zeros((*shape, len(lay.variables), len(lay.levels)), bool)
         surface = np.zeros((*shape, len(lay.surface)), bool)
         if there >= 0:
             found = self.store.present(Part.TRUTH, there)
-            lead, variable, level, flat = (self._axes[name] for name in _AXES)
-            every_axis = (lead, variable, level), (lead, flat)
-            for block, values, axes in zip((pressure, surface), found, every_axis, strict=True):
-                first = np.zeros(1, int)
+            for block, values, axes in zip((pressure, surface), found, self._axes, strict=True):
                 # Both sides are indexed only at coordinates that the store has.
-                to = np.ix_(first, *(np.flatnonzero(axis >= 0) for axis in axes))
-                block[to] = values[np.ix_(first, *(axis[axis >= 0] for axis in axes))]
+                to = np.ix_(*(np.flatnonzero(axis >= 0) for axis in axes))
+                block[to] = values[np.ix_(*(axis[axis >= 0] for axis in axes))]
         return pressure, surface
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one init time, with NaN where the store lacks a field.
-
-        Args:
-            date: index of the init time in the forecast.
-            selection: the fields and rows to read.
-        """
+        """Read one init time of the forecast, with NaN where the store lacks a field."""
         wanted = {name: getattr(selection, name) for name in _AXES}
         wanted = {name: getattr(self.layout, name) if value is None else value for name, value in wanted.items()}
         own = self.store.layout
@@ -180,11 +168,7 @@ class Pair:
         return self.forecast.present(part, date)
 
     def without(self, dates: Sequence[int]) -> Pair:
-        """Return the same archives without some init times.
-
-        Args:
-            dates: indices of the init times to leave out.
-        """
+        """Return the same archives without some init times, given by their indices."""
         assert isinstance(self.forecast, ArchiveSource)
         truth = self.truth.without(dates) if isinstance(self.truth, ArchiveTruth) else self.truth
         return Pair(self.forecast.without(dates), truth, self._static)
@@ -288,23 +272,14 @@ def pair(
     An archive on the grid of the forecast's files is brought to the target grid together with the forecast. An archive
     on another grid is brought there only if `regrid` is on; otherwise it has to be on the target grid.
 
-    Args:
-        source: the forecast.
-        truth: an archive or a tensor store, or None.
-        static: a file with static fields, or None.
-        regrid: whether archives on other grids are regridded.
-        index: keeps the tables of files; None keeps none.
-        overrides: what the user states of variables.
-
     Raises:
         UserError: as in `open_pair`.
     """
     catalogues = [source.catalogue] if isinstance(source, ArchiveSource) else []
-    fields = None
+    fields: dict[str, np.ndarray] | None = None
     if as_list(static):
-        of_static = _static_catalogue(static, source, regrid=regrid, index=index, overrides=overrides.of_static())
+        of_static, fields = _open_static(static, source, regrid=regrid, index=index, overrides=overrides.of_static())
         catalogues.append(of_static)
-        fields = _static_fields(of_static)
     store = _store(truth)
     if as_list(truth) and store is None:
         lay = source.layout
@@ -362,7 +337,7 @@ def open_orographies(
         if path is None:
             fields = source.static()
         else:
-            fields = _static_fields(_static_catalogue(path, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
+            _, fields = _open_static(path, source, regrid=regrid, index=index, overrides=NO_OVERRIDES)
         if "orog" not in fields:
             where = f"{key}={path}: holds no orography" if path else f"{key}: not given, and {source.path} has none"
             raise UserError(f"{where}; give a file with the height of the ground, or its geopotential")
@@ -370,22 +345,17 @@ def open_orographies(
     return found[0], found[1]
 
 
-def _static_catalogue(
+def _open_static(
     paths: Any, source: Source, *, regrid: bool, index: FileIndex | None, overrides: Overrides
-) -> Catalogue:
-    """Open a file of static fields on the grid of `source`."""
+) -> tuple[Catalogue, dict[str, np.ndarray]]:
+    """Open a file of static fields and read them, on the grid of `source`; raise a UserError if it has none."""
     catalogue = Catalogue(paths, role="static", index=index, overrides=overrides)
     _bring(catalogue, f"static={catalogue.path}", source, regrid)
-    return catalogue
-
-
-def _static_fields(catalogue: Catalogue) -> dict[str, np.ndarray]:
-    """Return the static fields of a catalogue, or raise a UserError if it has none."""
-    found = catalogue.static()
-    if not found:
+    fields = catalogue.static()
+    if not fields:
         known = ", ".join(name for name in FIELD_INDEX if name in ("orog", "lsm"))
         raise UserError(f"static={catalogue.path}: holds no static field; known are {known}")
-    return found
+    return catalogue, fields
 
 
 def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path: str) -> None:
@@ -411,11 +381,9 @@ def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path
 
 
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:
-    """Bring an archive to the grid of `source`.
+    """Bring an archive to the grid of `source`; raise a UserError if it does not cover that grid.
 
-    Raises:
-        UserError: its grid is neither that of `source` nor that of the files of `source`, and `regrid` is off; or it
-            does not cover the grid of `source`.
+    Without `regrid`, the archive has to be on that grid, or on the grid of the files of `source`.
     """
     wanted = source.layout.grid
     way = source.catalogue.geometry if isinstance(source, ArchiveSource) else Geometry(wanted, wanted)
@@ -426,11 +394,7 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
 
 
 def _store(path: Any) -> TensorStore | None:
-    """Open the tensor store at a path; return None if there is none.
-
-    Raises:
-        UserError: the store is one of several paths, or is damaged.
-    """
+    """Open the tensor store at a path; return None if there is none, and refuse one among several paths."""
     paths = as_list(path)
     stores = [one for one in paths if not is_dataset(one) and is_store(Path(one))]
     if stores and len(paths) > 1:

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.archive import ArchiveSource
 from data_prep.build_job import Job
 from data_prep.build_run import run
 from data_prep.gaps import listed
-from data_prep.pairs import Pair
 from ensemble_ml.config import MISSING, Executor, Gaps, Packing, PrepareConfig, as_list, is_dataset
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -31,9 +29,6 @@ def prepare(config: PrepareConfig) -> Path:
 
     All checks that need no values (missing fields, different grids) come first. The store appears under its name only
     when it is complete. To continue a run that was interrupted, call it again with the same settings.
-
-    Args:
-        config: the settings of `ensemble-ml prepare`.
 
     Returns:
         The path of the store; with `parts`, the folder of the unfinished store if other shares are still missing.
@@ -54,7 +49,7 @@ def prepare(config: PrepareConfig) -> Path:
     _log_gaps(job)
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
     if not build.complete:
-        _log_plan(job.source, job.both)
+        _log_plan(job)
         # False means that other shares of the init times are still missing.
         if not run(config, job, build):
             return build.work
@@ -129,12 +124,12 @@ def _log_gaps(job: Job) -> None:
         log.warning("%s: %d init times of a regular series are missing: %s", job.source.path, len(missing), shown)
 
 
-def _log_plan(source: ArchiveSource, both: Pair) -> None:
+def _log_plan(job: Job) -> None:
     """Log what the archive holds and what is stored of it."""
-    lay, geometry = both.layout, source.catalogue.geometry
+    source, lay, geometry = job.source, job.both.layout, job.source.catalogue.geometry
     log.info(
         "%s: %d init times, %d members, leads %s h, %s; levels %s hPa; grid %s",
-        both.path,
+        source.path,
         len(lay.init_time),
         len(lay.realization),
         ", ".join(map(str, lay.lead_hours)),
@@ -147,7 +142,7 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
     if not geometry.same:
         how = "cut out of" if geometry.crop else "interpolated from" if geometry.reduced else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())
-    if not both.static():
+    if not job.both.static():
         log.info("no static fields: the store has no orography and land mask; give them with static=FILE")
 
 

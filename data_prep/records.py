@@ -92,10 +92,8 @@ class Origin(NamedTuple):
     def differs(self, other: Origin, *, one_start: bool = False) -> bool:
         """Return whether any part that both origins state has different values, ignoring case.
 
-        Args:
-            other: the origin to compare with.
-            one_start: whether the fields have the same init time. Only then does `ensemble` count, because other init
-                times of an archive may be of other ensembles.
+        `ensemble` counts only if the fields have the same init time (`one_start`), because other init times of an
+        archive may be of other ensembles.
         """
         pairs = list(zip(self, other, strict=True))
         pairs = pairs if one_start else pairs[:-1]
@@ -111,9 +109,6 @@ def identities(records: np.ndarray) -> np.ndarray:
     """Return (N,) IDENTITY: the columns that identify a field, without those that say how to read it.
 
     An archive has millions of rows, and these columns take a third of the memory of `RECORD`.
-
-    Args:
-        records: (N,) RECORD.
     """
     out = np.empty(len(records), IDENTITY)
     for name in out.dtype.names or ():
@@ -197,10 +192,6 @@ def other_step_type(kind: str, field: Field) -> str:
     """Return why values of ecCodes' stepType `kind` are not the variable `field`; empty if they may be.
 
     A deviation, range or trend over time is another quantity. So is a mean over many analyses or forecasts.
-
-    Args:
-        kind: ecCodes' stepType of the message.
-        field: the variable that the message's parameter stands for.
     """
     if kind in OF_STEP_TYPE:
         return f"the {OF_STEP_TYPE[kind]} over time and not the sum" if field.accumulated else ""

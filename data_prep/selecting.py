@@ -32,10 +32,6 @@ _AROUND = np.timedelta64(48, "h")  # a truth's sums and means need times before 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
     """Return a copy of the records in which the control is a member under its own number. Warn if there is no control.
 
-    Args:
-        records: (N,) table of fields.
-        path: the archive, for messages.
-
     Raises:
         UserError: a perturbed member has the control's number.
     """
@@ -59,12 +55,8 @@ def chosen(
 ) -> np.ndarray:
     """Return which records have the variables, levels and init times asked for, (N,) bool.
 
-    Args:
-        records: (N,) table of fields.
-        path: the archive, for error messages.
-        variables: names of variables; None for all.
-        levels: pressure levels, hPa; None for all. They do not apply to surface variables.
-        dates: init times, as `select_dates` takes them; None for all.
+    None asks for all. `levels` are in hPa, and do not apply to surface variables. `dates` are init times, as
+    `select_dates` takes them.
 
     Raises:
         UserError: a variable is unknown, a date cannot be parsed, or the archive lacks a variable, level or date.
@@ -91,12 +83,8 @@ def chosen(
 def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndarray:
     """Return which records of a control are at a lead or level, or of a variable, that no member has, (N,) bool.
 
-    A store would otherwise have positions that no member fills. A line in the log names what is left out.
-
-    Args:
-        records: (N,) table of fields.
-        keep: (N,) bool, the records to consider.
-        path: the archive, for the log.
+    A store would otherwise have positions that no member fills. A line in the log names what is left out. Only the
+    records that `keep` (N,) marks are considered.
     """
     alone, member = np.zeros(len(records), bool), keep & (records["kind"] == MEMBER)
     others = np.flatnonzero(keep & ~member)
@@ -116,13 +104,7 @@ def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndar
 
 
 def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] | None) -> Layout:
-    """Return the coordinates that the records span.
-
-    Args:
-        records: (N,) table of fields.
-        grid: the grid of the fields.
-        path: the archive, for error messages.
-        leads: lead times in hours to keep; None for all.
+    """Return the coordinates that the records span, at the `leads` (hours) alone if they are given.
 
     Raises:
         UserError: there is no member, a lead that is asked for is missing, or an init time is outside 1678 to 2261.
@@ -181,10 +163,7 @@ def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
 
 
 def slices_of(layout: Layout) -> Iterator[Selection]:
-    """Yield selections of one lead and one variable that together are the whole layout.
-
-    Each has all members and levels.
-    """
+    """Yield selections of one lead and one variable, with all members and levels, that together are the layout."""
     for lead in layout.lead_hours:
         for name in layout.names:
             yield Selection.one(lead, name, surface=name in layout.surface)
@@ -193,10 +172,7 @@ def slices_of(layout: Layout) -> Iterator[Selection]:
 def translation(old: Layout, new: Layout, *, members: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return where each position on the axes of `old` lies in `new`, -1 if it does not.
 
-    Args:
-        old: coordinates of the archive.
-        new: selected coordinates.
-        members: whether the blocks have the members of the layouts, or a member axis of length one.
+    Without `members`, the blocks have a member axis of length one.
 
     Returns:
         The axes of the pressure block (M, T, V, Z) and those of the surface block (M, T, S).
@@ -247,14 +223,7 @@ class Wanted:
         dates: Sequence[str] | None,
         derive: Iterable[str] = (),
     ) -> Wanted:
-        """Return what the settings of a build ask for.
-
-        Args:
-            variables: short names, or None.
-            levels: pressure levels (hPa), or None.
-            leads: leads (hours), or None.
-            dates: init times, or None.
-            derive: short names of variables that are derived from others.
+        """Return what the settings of a build ask for, with the variables from which those in `derive` are derived.
 
         Raises:
             UserError: a name is not in the registry.
@@ -271,11 +240,7 @@ class Wanted:
     def of_truth(cls, names: Iterable[str], levels: Sequence[int], init_time: np.ndarray, last_lead: int) -> Wanted:
         """Return what the truth of a forecast needs.
 
-        Args:
-            names: the forecast's variables.
-            levels: its pressure levels, hPa.
-            init_time: (D,) its init times, datetime64.
-            last_lead: its last lead, hours.
+        The forecast has the variables `names`, the `levels` (hPa), the init times (D,), and a last lead in hours.
         """
         period = init_time.min() - _AROUND, init_time.max() + np.timedelta64(last_lead, "h") + _AROUND
         return cls(with_components(names), tuple(levels) or None, period=period)
@@ -287,11 +252,8 @@ class Wanted:
     def places(self, of: Field, ticks: Mapping[str, np.ndarray], name: str, *, over_time: bool) -> np.ndarray:
         """Return the positions of the N fields that are listed along the four leading axes of a variable, (4, N).
 
-        Args:
-            of: the variable.
-            ticks: coordinate values of "init", "member", "lead" and "level", in this order.
-            name: its name in the file, for the message.
-            over_time: whether its values are those of an interval.
+        `ticks` holds the coordinate values of "init", "member", "lead" and "level", in this order. `over_time` is true
+        for values over an interval.
 
         Raises:
             UserError: more than 60 million fields would be listed.
@@ -324,9 +286,6 @@ ALL = Wanted()
 
 def with_components(names: Iterable[str]) -> frozenset[str]:
     """Return variables together with those from which they can be derived.
-
-    Args:
-        names: short names.
 
     Raises:
         UserError: a name is not in the registry.

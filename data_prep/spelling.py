@@ -64,13 +64,9 @@ def _known(name: str) -> Field | None:
 
 
 def spell(name: Hashable) -> Spelling:
-    """Parse the name of a data variable.
+    """Parse the name of a data variable. A name that the registry has is not divided, so `u10` has no level.
 
-    Args:
-        name: the name. A name that the registry has is not divided, so `u10` has no level.
-
-    Returns:
-        The parts. The field is None if the registry does not know the stem, which is the whole name if no pattern fits.
+    The stem is the whole name if no pattern fits.
     """
     whole = str(name)
     if (field := _known(whole)) is not None:
@@ -94,11 +90,7 @@ def may_be_height(spelling: Spelling, names: Iterable[Hashable]) -> bool:
     """Return whether the bare number in a name may be a height: ECMWF's u100 is wind at 100 m, others' at 100 hPa.
 
     Geopotential is not given at heights. So if the file names geopotential with such a number, or levels that no mast
-    reaches, its bare numbers are pressure levels.
-
-    Args:
-        spelling: the parsed name.
-        names: names of all variables of the file.
+    reaches, its bare numbers are pressure levels. `names` are those of all variables of the file.
     """
     if not spelling.bare or spelling.level > _MASTS or _is_geopotential(spelling):
         return False
@@ -114,10 +106,7 @@ def _is_geopotential(spelling: Spelling) -> bool:
 def hours_in_text(text: str, *, remark: bool = False) -> set[int]:
     """Return the hours that a description of a sum names, e.g. "in the last six hours", "daily total".
 
-    Args:
-        text: the description.
-        remark: whether the text may mention hours for other reasons. Then only those count that clearly belong to a
-            sum.
+    If the text may mention hours for other reasons (`remark`), only those count that clearly belong to a sum.
     """
     for word, number in _WORDS.items():
         text = re.sub(rf"\b{word}(?=[\s-]*(?:hour|day))", str(number), text, flags=re.I)

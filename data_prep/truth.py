@@ -84,6 +84,7 @@ class ArchiveTruth:
         if len(numbers) > 1:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
+        self._valid = layout.init_time[:, None].astype("datetime64[s]") + np.array(layout.lead_hours) * _HOUR  # (D, T)
         self._tiles: dict[tuple[int, int], Tiles] = {}  # by position in FIELDS and level
         self._stale: set[str] = set()  # variables verified by forecasts of long leads, of which a warning was logged
         self._mixed: dict[str, str] = {}  # why variables cannot be combined from several intervals
@@ -101,58 +102,52 @@ class ArchiveTruth:
         """Return the row of the table for each (D, T, V, Z) and (D, T, S), _MISSING if there is none.
 
         Variables over intervals are collected in `_tiles` as well, because several rows may make one of their fields.
-
-        Args:
-            named: maps a variable of the forecast to one of the truth; "" for none.
+        `named` maps a variable of the forecast to one of the truth, or to "" for none.
         """
         lay = self.layout
-        valid = lay.init_time[:, None].astype("datetime64[s]") + np.array(lay.lead_hours) * _HOUR
-        pressure = np.full((*valid.shape, len(lay.variables), len(lay.levels)), _MISSING)
-        surface = np.full((*valid.shape, len(lay.surface)), _MISSING)
+        pressure = np.full((*self._valid.shape, len(lay.variables), len(lay.levels)), _MISSING)
+        surface = np.full((*self._valid.shape, len(lay.surface)), _MISSING)
         for v, name in enumerate(lay.variables):
             for z, level in enumerate(lay.levels):
-                pressure[:, :, v, z] = self._lookup(named(name), level, valid)
+                pressure[:, :, v, z] = self._lookup(named(name), level)
         for s, name in enumerate(lay.surface):
-            surface[:, :, s] = self._lookup(named(name), 0, valid)
+            surface[:, :, s] = self._lookup(named(name), 0)
         return pressure, surface
 
-    def _lookup(self, name: str, level: int, valid: np.ndarray) -> np.ndarray:
+    def _lookup(self, name: str, level: int) -> np.ndarray:
         """Return the row that verifies one variable at each valid time (D, T), _MISSING if there is none."""
         if not name or self._other(name):
-            return np.full(valid.shape, _MISSING)
-        mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
+            return np.full(self._valid.shape, _MISSING)
+        records = self._records
+        mine = np.flatnonzero((records["field"] == FIELD_INDEX[name]) & (records["level"] == level))
         if not len(mine):
-            return np.full(valid.shape, _MISSING)
-        instants = self._instantaneous(mine)
+            return np.full(self._valid.shape, _MISSING)
+        instants = mine[records["lead_start"][mine] == records["lead"][mine]]
         if name in self.bounds:
-            self._tiles[FIELD_INDEX[name], level] = tiles = Tiles(self._records[mine], mine)
+            self._tiles[FIELD_INDEX[name], level] = tiles = Tiles(records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
             # At a lead without an interval (the start of the forecast) the truth must be instantaneous, too.
             alone = np.array([pair is None for pair in self.bounds[name]])
-            return np.where(alone, self._latest(name, instants, valid), self._latest(name, mine, valid))
+            return np.where(alone, self._latest(name, instants), self._latest(name, mine))
         if not len(instants) and field(name).standard_name != GUST:
             self._over_intervals.add(name)
         elif not len(instants):
             text = "truth %s: %s is over intervals; the forecast states none, and is assumed to be over the same"
             log.warning(text, self.path, name)
             instants = mine
-        return self._latest(name, instants, valid)
+        return self._latest(name, instants)
 
-    def _instantaneous(self, rows: np.ndarray) -> np.ndarray:
-        """Return the `rows` whose fields are instantaneous."""
-        return rows[self._records["lead_start"][rows] == self._records["lead"][rows]]
-
-    def _latest(self, name: str, mine: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    def _latest(self, name: str, mine: np.ndarray) -> np.ndarray:
         """Return the row with the shortest lead for each valid time, among rows of one field; _MISSING without any."""
         if not len(mine):
-            return np.full(valid.shape, _MISSING)
+            return np.full(self._valid.shape, _MISSING)
         times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
         # Among equal valid times, the shortest lead comes first, where `searchsorted` finds it.
         order = np.lexsort((self._records["lead"][mine], times))
         mine, times = mine[order], times[order]
-        found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
-        there = times[found] == valid
+        found = np.minimum(np.searchsorted(times, self._valid), len(times) - 1)
+        there = times[found] == self._valid
         longest = int(self._records["lead"][mine[found[there]]].max(initial=0))
         if longest > _FRESH and name not in self._stale:
             self._stale.add(name)
@@ -199,11 +194,6 @@ class ArchiveTruth:
         """Return the rows of the catalogue that are read for one init time, (N,)."""
         return np.array([row for target in self._targets(date, self.layout) for row in target.rows], int)
 
-    def _interval(self, name: str, lead: int) -> list[int] | None:
-        """Return the forecast's interval of a variable at a lead (a position), or None."""
-        by_lead = self.bounds.get(name)
-        return by_lead[lead] if by_lead else None
-
     def _by_intervals(self, name: str) -> bool:
         """Return whether the truth is combined from its intervals: always for sums, else only if it states them."""
         return bool(IS_ACCUMULATED[FIELD_INDEX[name]]) or any(tiles.stated for tiles in self._tiles_of(name))
@@ -215,16 +205,9 @@ class ArchiveTruth:
     def _cover(self, name: str, level: int, date: int, interval: list[int]) -> tuple[tuple[int, ...], Combine]:
         """Return the rows that fill an interval of the forecast, and how to combine them.
 
-        Args:
-            name: the variable.
-            level: its level in hPa, 0 at the surface.
-            date: position of the init time.
-            interval: first and last hour after the init time.
-
-        Returns:
-            The rows and the way to combine them. There are no rows if the truth lacks the variable or has another
-            statistic over time, if its intervals do not fill the forecast's, or if it is not known how to combine them
-            (`_mixed` then holds the reason).
+        There are no rows if the truth lacks the variable or has another statistic over time, if its intervals do not
+        fill the forecast's, or if it is not known how to combine them (`_mixed` then holds the reason). `interval` is
+        the first and last hour after the init time.
         """
         tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
@@ -257,11 +240,6 @@ class ArchiveTruth:
     ) -> Gathered:
         """Read one init time into blocks (see `data_prep.gathered.Gathered`).
 
-        Args:
-            date: position of the init time.
-            selection: the coordinates to read.
-            allocate: makes the blocks of integers.
-
         Raises:
             UserError: something selected is not in the layout, or a field cannot be decoded or holds NaN.
         """
@@ -269,12 +247,7 @@ class ArchiveTruth:
         return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, allocate)
 
     def read(self, date: int, selection: Selection) -> Fields:
-        """Read one init time, decoded (see `gather`).
-
-        Args:
-            date: position of the init time.
-            selection: the coordinates to read.
-        """
+        """Read one init time, decoded (see `gather`)."""
         return Fields(*self.gather(date, selection).decoded())
 
     def fingerprint(self) -> str:
@@ -282,11 +255,7 @@ class ArchiveTruth:
         return self.catalogue.fingerprint()
 
     def without(self, dates: Sequence[int]) -> ArchiveTruth:
-        """Return the same truth without some init times of the forecast.
-
-        Args:
-            dates: positions of the init times to leave out.
-        """
+        """Return the same truth without some init times of the forecast, given by their positions."""
         layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
 
@@ -303,12 +272,10 @@ class ArchiveTruth:
     def span(self, name: str, lead: int) -> list[int] | None:
         """Return the first and last hour of the interval that verifies a lead; None if one valid time verifies it.
 
-        Args:
-            name: the variable.
-            lead: position of the lead.
+        `lead` is the position of the lead.
         """
-        interval = self._interval(name, lead)
-        return interval if interval is not None and self._by_intervals(name) else None
+        by_lead = self.bounds.get(name)
+        return by_lead[lead] if by_lead and self._by_intervals(name) else None
 
     @cached_property
     def presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -325,9 +292,7 @@ class ArchiveTruth:
 
         The text is empty otherwise, and if the periods overlap and the truth has values over intervals.
         """
-        ours = np.unique(
-            self.layout.init_time[:, None].astype("datetime64[s]") + np.array(self.layout.lead_hours) * _HOUR
-        )
+        ours = np.unique(self._valid)
         theirs = np.unique(self._records["init"] + self._records["lead"] * _HOUR)
         # Intervals may fill those of the forecast without ending at its valid times; `unmatched` reports on them.
         over_intervals = (self._records["lead_start"] < self._records["lead"]).any()
@@ -360,30 +325,22 @@ class ArchiveTruth:
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
                     if self._tiles_of(name) and self._by_intervals(name):
                         reasons[name] = self._mixed.get(name) or self._interval_reason(name)
-                        continue
-                    reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
-                    if name in self._over_intervals:
+                    elif name in self._over_intervals:
                         reasons[name] = "the truth has it over intervals, the forecast at one time"
+                    else:
+                        reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
         return reasons
 
     def unverified(self) -> dict[str, str]:
         """Return sentences on what cannot be verified for any init time, by variable."""
         found = {name: f"stays without truth: {why}" for name, why in self._reasons().items()}
-        found |= {name: f"stays without truth at these leads: {leads}" for name, leads in self.partly().items()}
-        return {name: f"truth {self.path}: {name} {text}" for name, text in found.items()}
-
-    def partly(self) -> dict[str, str]:
-        """Return the leads at which a variable lacks truth for every init time, by variable that has some truth.
-
-        Levels are named if only some of a lead's levels lack it.
-        """
-        found: dict[str, str] = {}
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
             for number, name in enumerate(names):
                 wanted, some = self._wanted[surface][:, number], self.anywhere[surface][0][:, number]
                 if some.any() and (lacking := wanted & ~some).any():
-                    found[name] = ", ".join(self._leads(wanted, lacking))
-        return found
+                    leads = ", ".join(self._leads(wanted, lacking))
+                    found[name] = f"stays without truth at these leads: {leads}"
+        return {name: f"truth {self.path}: {name} {text}" for name, text in found.items()}
 
     def _leads(self, wanted: np.ndarray, lacking: np.ndarray) -> Iterator[str]:
         """Yield the leads at which fields are lacking, with their levels if others are present."""
@@ -419,11 +376,6 @@ def period(times: np.ndarray) -> str:
 
 def check_grid(grid: Grid, path: str, wanted: Grid) -> None:
     """Check that a file is on the forecast's grid.
-
-    Args:
-        grid: the grid of the file.
-        path: the file, for the error message.
-        wanted: the forecast's grid.
 
     Raises:
         UserError: the grids differ; the message names both.

@@ -50,15 +50,7 @@ from data_prep.identity import (
 )
 from data_prep.limits import agree, has_convention, on_bounds, plausible
 from data_prep.no_field import check_mapping
-from data_prep.records import (
-    CONTROL,
-    FIELD_INDEX,
-    MEMBER,
-    RECORD,
-    Origin,
-    RawField,
-    field_of,
-)
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, RECORD, Origin, RawField, field_of
 from data_prep.selecting import ALL, Wanted
 from data_prep.spelling import spell
 from data_prep.xarray_variable import LEADING, Variable, leading_axes
@@ -120,7 +112,6 @@ class XarrayFile:
         self.methods: dict[str, str] = {}
         self.origins: tuple[Origin, ...] = ()
         self.grid: Grid | None = None
-        self._fields = ""  # digest of the list of fields
         self._given = None if data is None else with_start(data)
         self._data: xr.Dataset | None = self._given
         self._lock = self._own_lock()
@@ -137,7 +128,7 @@ class XarrayFile:
         # A file that is being written looks damaged. If it has changed, the error says so.
         finally:
             self._check_unchanged()
-        self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
+        self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()  # digest of the list of fields
 
     @classmethod
     def of_dataset(cls, data: xr.Dataset, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL) -> XarrayFile:
@@ -145,11 +136,6 @@ class XarrayFile:
 
         Lazy arrays are computed block by block, each within one init time, with the Dask scheduler that is active then.
         A digest stands for the path: it covers the names of lazy arrays, and the values of others.
-
-        Args:
-            data: the Dataset.
-            overrides: what the user states about variables.
-            wanted: the fields to list if the Dataset has very many.
         """
         return cls(f"{MEMORY}{tokenize(data)[:16]})", overrides, data, wanted)
 
@@ -194,7 +180,11 @@ class XarrayFile:
         tables: list[np.ndarray] = []
         strange: list[OfSomethingElse] = []
         self.names = frozenset(map(str, data.data_vars))
-        data = self._without_nothing(data)
+        # Nothing was written yet along an axis of length 0.
+        empty = [name for name, array in data.data_vars.items() if not array.size]
+        for variable in empty:
+            self._skip(f"{variable} (an axis of length 0)")
+        data = data.drop_vars(empty)
         others = other_sums(data, self.overrides)
         for name, kept in others.items():
             self._skip(f"{name} (beside {kept}, over other hours)")
@@ -219,13 +209,6 @@ class XarrayFile:
         if strange and not tables and not self.without_units:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
-
-    def _without_nothing(self, data: xr.Dataset) -> xr.Dataset:
-        """Return `data` without variables that have an axis of length 0, for which nothing was written yet."""
-        empty = [name for name, array in data.data_vars.items() if not array.size]
-        for name in empty:
-            self._skip(f"{name} (an axis of length 0)")
-        return data.drop_vars(empty)
 
     def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
         """Return the records of a data variable, or none if it is left out."""
@@ -264,10 +247,7 @@ class XarrayFile:
         """Return whether the values of a variable that states no units agree with the registry's units.
 
         Only the first init time and member are read, with all levels, up to the first lead that has a value (for a sum,
-        a value above zero).
-
-        Raises:
-            UserError: no lead of a remote file has such a value.
+        a value above zero). If no lead of a remote file has such a value, raise a UserError.
         """
         levels = variable.levels
         for lead in range(variable.shape[2]):
@@ -336,7 +316,10 @@ class XarrayFile:
         over_time = field.accumulated or over_intervals(array, field)
         where = self._wanted.places(field, values, str(array.name), over_time=over_time)
         records = np.zeros(where.shape[1], RECORD)
-        records["origin"] = self._number_of(origin_of(data, array))
+        origin = origin_of(data, array)
+        if origin not in self.origins:
+            self.origins += (origin,)
+        records["origin"] = self.origins.index(origin)
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
@@ -411,19 +394,9 @@ class XarrayFile:
             records["lead_start"] = np.where(records["lead"] > 0, inside, records["lead"])
 
     def _widths(
-        self,
-        data: xr.Dataset,
-        array: xr.DataArray,
-        field: Field,
-        places: Mapping[Hashable, np.ndarray],
-        *,
-        rate: bool,
+        self, data: xr.Dataset, array: xr.DataArray, field: Field, places: Mapping[Hashable, np.ndarray], *, rate: bool
     ) -> np.ndarray | None:
-        """Return the hours that each field's values cover (see `data_prep.cell_bounds.widths`).
-
-        Raises:
-            OfSomethingElse: the variable is a mean rate over unknown intervals.
-        """
+        """Return the result of `cell_bounds.widths`; raise `OfSomethingElse` for a mean rate over unknown intervals."""
         if not rate:
             return widths(data, array, field, places)
         units, stated = array.attrs["units"], None
@@ -443,12 +416,7 @@ class XarrayFile:
     ) -> np.ndarray:
         """Return the hours that the user states for each field of a sum, (N,) int32.
 
-        Args:
-            array: the data variable.
-            field: the entry of the registry.
-            leads: (N,) leads of its fields, hours.
-            stated: (N,) hours that the file states, or None.
-            of_leads: whether the file has leads.
+        `leads` (N,) and `stated` (N,) are in hours: the leads of the fields, and the interval that the file states.
 
         Raises:
             UserError: the file states other intervals or instantaneous values; or the user states sums from the start,
@@ -469,12 +437,6 @@ class XarrayFile:
         if others:
             raise UserError(f"{here} states sums over {others[0]} h; leave it out of {key}=, or correct the file")
         return hours
-
-    def _number_of(self, origin: Origin) -> int:
-        """Return the number of an origin, a new one if it has not occurred before."""
-        if origin not in self.origins:
-            self.origins += (origin,)
-        return self.origins.index(origin)
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
         """Return which of `records` hold nothing but NaN, (N,) bool (see `data_prep.records.Reader`)."""
@@ -506,15 +468,10 @@ class XarrayFile:
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
-        """Yield float32 values (see `data_prep.records.Reader`).
+        """Yield float32 values (see `data_prep.records.Reader`); `into` is not used, because values are floats.
 
         Successive records of one variable and init time are read together. NaN marks points without a value, if the
         registry allows such points for the variable.
-
-        Args:
-            records: (N,) RECORD rows of this file.
-            rows: band of latitudes (start, stop); None for all.
-            into: not used here, because values are floats.
 
         Raises:
             UserError: another value is NaN, infinite or implausible, or the file cannot be read or has changed since it
@@ -555,17 +512,13 @@ class XarrayFile:
     def _read(self, variable: Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """Read a block of one init time, (member, lead, level, Y, X) float32 in the program's order and units."""
         chosen = variable.rows[rows or slice(None)]
-        north = int(chosen.min())
+        dims, north = variable.dims, int(chosen.min())
         with self._lock:
             array = self._dataset()[variable.name]
-            where = {
-                variable.dims[r]: slice(a, b)
-                for r, a, b in zip(LEADING, first, last, strict=True)
-                if r in variable.dims
-            }
-            band = {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)}
+            where = {dims[r]: slice(a, b) for r, a, b in zip(LEADING, first, last, strict=True) if r in dims}
+            band = {dims["latitude"]: slice(north, int(chosen.max()) + 1)}
             array = array.isel(where | band | dict(variable.fixed))
-            order = [variable.dims[role] for role in (*LEADING, "latitude", "longitude") if role in variable.dims]
+            order = [dims[role] for role in (*LEADING, "latitude", "longitude") if role in dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             # Axes are put in order after reading: with a lazy transpose, a Zarr store would be read point by point.
             try:

@@ -20,12 +20,7 @@ _UNWRITTEN = 9.9e36  # just below NetCDF's default fill value, which no attribut
 
 
 def leading_axes(array: xr.DataArray, field: Field, level: int) -> dict[str, xr.DataArray | None]:
-    """Return the leading axes of a data variable by their roles, None for those that it lacks.
-
-    Args:
-        array: the data variable.
-        field: its variable in the registry.
-        level: the level in its name, in hPa; 0 for none.
+    """Return the leading axes by role, None for those that `array` lacks; `level` (hPa, 0 for none) is in its name.
 
     Raises:
         UserError: init, lead and valid times contradict each other, one is absent, or leads are not in whole hours.
@@ -94,13 +89,9 @@ class Variable:
         return values.astype(np.float32, copy=False)
 
     def checked(self, path: str, record: np.void, values: np.ndarray, step: float) -> RawField:
-        """Check a field for missing and implausible values, and return it.
+        """Check a field's values (Y, X), in the registry's units, for missing and implausible ones, and return it.
 
-        Args:
-            path: the file, for an error.
-            record: the field.
-            values: its values (Y, X) in the registry's units.
-            step: step of packed integers in the registry's units; 0 for floats.
+        `step` is that of packed integers in the registry's units, and 0 for floats.
 
         Raises:
             UserError: a value is implausible, or missing in a variable that may not lack points.

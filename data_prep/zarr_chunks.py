@@ -137,10 +137,7 @@ class Written:
         """Return which chunks of a shard exist, in the shape of `_in_file`.
 
         The index holds offset and size of each chunk as uint64, both with all bits set for a missing chunk (Zarr v3,
-        `sharding_indexed` codec).
-
-        Raises:
-            UserError: the index cannot be read.
+        `sharding_indexed` codec). An index that cannot be read is a UserError.
         """
         kinds = [type(codec).__name__ for codec in self._codec.index_codecs]
         size = 16 * math.prod(self._in_file)
@@ -171,9 +168,6 @@ def groups_of(path: str) -> list[str]:
 
     Behind a URL, only groups in the consolidated metadata of the root are found.
 
-    Args:
-        path: folder or URL of the store.
-
     Raises:
         UserError: a remote store cannot be read.
     """
@@ -200,11 +194,7 @@ def _is_array(folder: str) -> bool:
 def with_shared_coordinates(data: xr.Dataset, path: str) -> xr.Dataset:
     """Return the Dataset of a group with coordinates of the groups above it for dimensions that have none.
 
-    A coordinate of another length than the dimension is not taken.
-
-    Args:
-        data: the Dataset.
-        path: folder or URL of its group.
+    A coordinate of another length than the dimension is not taken. `path` is the folder or URL of the group.
     """
     above = without_group(path) if is_remote(path) else os.path.dirname(os.path.abspath(path))
     if above == path or not (is_remote(path) or is_zarr(above)) or data.sizes.keys() <= data.coords.keys():
@@ -239,7 +229,7 @@ def open_zarr(path: str) -> xr.Dataset:
 
     Zarr's own libraries state a fill value of zero for any array that was given none. In Zarr version 2, xarray takes
     this zero for the mark of missing values if no attribute states one. That would hide the equator, the first member,
-    and points without rain. Values that were never written are found by other means (see `data_prep.zarr_chunks`).
+    and points without rain. Values that were never written are found by other means (see `Written`).
 
     Raises:
         UserError: a remote store cannot be read, or lacks a chunk of a coordinate.
@@ -247,14 +237,15 @@ def open_zarr(path: str) -> xr.Dataset:
     if is_remote(path):
         where: Any = open_remote(path)
         raw = xr.open_dataset(where, engine="zarr", group=group_in(path) or None, decode_cf=False)
+        _check_there(path, where.absent, raw)
     else:
         raw = xr.open_dataset(path, engine="zarr", decode_cf=False)
-    if is_remote(path):
-        _check_there(path, where.absent, raw)
     for name, array in raw.variables.items():
         fill = np.ravel(array.attrs.get("_FillValue", ()))
-        packed = any(key in array.attrs for key in _PACKED)
-        if not packed and fill.size == 1 and fill.dtype.kind in "iuf" and fill[0] == 0 and not _said(path, name):
+        zero = fill.size == 1 and fill.dtype.kind in "iuf" and fill[0] == 0
+        if any(key in array.attrs for key in _PACKED) or not zero:
+            continue
+        if "_FillValue" not in open_zarr_array(path, str(name)).attrs:
             del array.attrs["_FillValue"]
             if name in raw.data_vars:
                 log.info("%s: %s: zeros are values, though its fill value is zero", path, name)
@@ -265,12 +256,7 @@ def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
     """Refuse a remote store that lacks a chunk of a coordinate: the chunk would read as the fill value.
 
     A chunk whose values all equal the fill value may be absent. The values of a coordinate differ, so this is accepted
-    only for a coordinate of a single value.
-
-    Args:
-        path: the store.
-        absent: keys that were requested and are not in the store.
-        raw: the opened store.
+    only for a coordinate of a single value. `absent` holds the keys that were requested and are not in the store.
     """
     for name, axis in raw.coords.items():
         missing = [key for key in absent if key.startswith(f"{group_in(path)}/{name}/".lstrip("/"))]
@@ -278,17 +264,10 @@ def _check_there(path: str, absent: Collection[str], raw: xr.Dataset) -> None:
             raise UserError(f"{path}: {missing[0]} is not there (404), but {name} has {axis.size} values; try again")
 
 
-def _said(path: str, name: Hashable) -> bool:
-    """Return whether an attribute of a Zarr variable states the value that stands for missing ones."""
-    return "_FillValue" in open_zarr_array(path, str(name)).attrs
-
-
 def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
     """Return the file with scales, missing values and times decoded.
 
-    Args:
-        raw: the file without decoding.
-        written: whether values that were never written are found by other means.
+    `written` is true if values that were never written are found by other means.
     """
     for array in raw.data_vars.values():
         _as_values(array)
@@ -352,11 +331,8 @@ def _as_values(array: xr.DataArray) -> None:
 def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     """Return the smallest and largest valid value by CF's valid_range, valid_min and valid_max.
 
-    Integer limits apply to packed values, other limits to unpacked ones.
-
-    Returns:
-        Both limits in the units of `array`, widened for rounding. They are infinite where none is stated, and both are
-        if one is not a single number.
+    Integer limits apply to packed values, other limits to unpacked ones. Both are returned in the units of `array`,
+    widened for rounding. They are infinite where none is stated, and both are if one is not a single number.
     """
     both = np.ravel(array.attrs.get("valid_range", ()))
     low, high = both if len(both) == 2 else (None, None)
