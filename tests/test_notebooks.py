@@ -346,6 +346,7 @@ def test_calibrate_and_verify_gains_on_the_raw_members(lesson):
     assert float(re.search(r"CRPS (\S+) % lower than the raw 3 members", text)[1]) > 5
 
 
+@pytest.mark.slow
 def test_spread_from_few_finds_more_in_the_flow_than_in_two_members(lesson):
     text = lesson("spread_from_few")
     errors = {key: float(error) for key, error in re.findall(r"^(.+): (\S+) K", text, re.MULTILINE)}
@@ -362,6 +363,7 @@ def test_rain_and_wind_have_bounds_and_better_probabilities(lesson):
     assert len(gains) == 2 and all(float(gain) > 5 for gain in gains)
 
 
+@pytest.mark.slow
 def test_parts_of_a_model_come_nearer_to_the_best_forecast(lesson):
     text = lesson("parts_of_a_model")
     crps = {name: float(score) for name, score in re.findall(r"^(.+): (\S+) K", text, re.MULTILINE)}

@@ -100,6 +100,7 @@ def test_an_archive_is_no_store(here):
         eml.train("archive/ensemble", run="runs/none")
 
 
+@pytest.mark.slow
 def test_waiting_threads_sleep_as_under_the_command():
     """Else a fit in Python takes many times as long as the command's where other programs run beside it."""
     code = "import os, ensemble_ml as eml; eml.train; print(os.environ['OMP_WAIT_POLICY'])"

@@ -18,6 +18,7 @@ def archive(tmp_path_factory):
     return remote.archive(tmp_path_factory.mktemp("remote") / "ens.zarr", 2, members=2, shape=(6, 12))
 
 
+@pytest.mark.slow
 def test_after_a_fault_the_store_is_the_same_or_stays(archive, tmp_path):
     found = meet_faults(archive, tmp_path, 8, seed=3)
     assert sum(found.values()) == 8 and min(found.values()) > 0

@@ -58,6 +58,7 @@ def test_other_forms_have_no_naive_form():
         step.naive_form(EnsembleModel(spec, Climate.default(spec)))
 
 
+@pytest.mark.slow
 def test_run_writes_results(tmp_path, monkeypatch):
     small = (step.Case("small", (2, 16, 32), 2, {"hidden": 8}),)
     monkeypatch.setattr(step, "CASES", small)

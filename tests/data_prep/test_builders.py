@@ -114,6 +114,7 @@ def test_what_is_to_be_completed_is_not_thrown_away(archive, tmp_path):
         config(archive, tmp_path / "s.zarr", restart=True, finalise=True)
 
 
+@pytest.mark.slow
 def test_two_builders_share_the_work(archive, whole, tmp_path):
     settings = {"input": archive, "output": tmp_path / "s.zarr", "workers": 1}
     both = [building.start(tmp_path / f"log{number}", **settings) for number in range(2)]

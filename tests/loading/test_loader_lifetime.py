@@ -167,6 +167,7 @@ def starts_and_stops_leave_nothing():
     assert count() == before
 
 
+@pytest.mark.slow
 def test_starts_and_stops_leave_nothing():
     in_fresh_process(starts_and_stops_leave_nothing)
 

@@ -290,7 +290,8 @@ def test_goes_on_under_another_partition(store, serial, tmp_path):
     assert_same(serial, tmp_path / "alone" / "a")
 
 
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
 def test_loading_by_plan_changes_no_bit(store, tmp_path, data):
     for name in LoaderName:
         config = config_of(store, tmp_path, run=name.value, loading=LoadingConfig(name=name, ram="60MB"))

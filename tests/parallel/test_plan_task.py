@@ -42,6 +42,7 @@ def plan(store, tmp_path, *more):
     return cli.main(given)
 
 
+@pytest.mark.slow
 def test_plan_prints_and_writes(store, tmp_path, capsys):
     assert plan(store, tmp_path, "plan.ranks=4", "plan.why=true", "parallel.lat=1", "model.precision=auto") == 0
     text = capsys.readouterr().out

@@ -85,7 +85,8 @@ def compare_with(session, shards, recompute, overlap, kind):
 
 CASES = [
     ((1, 1, 2), 2, False, False), ((1, 1, 2), 2, True, False), ((2, 1, 1), 2, False, True), ((2, 1, 1), 2, True, True),
-    ((3, 1, 1), 3, True, False), ((2, 2, 1), 4, True, True),
+    ((3, 1, 1), 3, True, False),
+    pytest.param((2, 2, 1), 4, True, True, marks=pytest.mark.slow),
     pytest.param((2, 1, 2), 2, True, False, marks=pytest.mark.slow),
     pytest.param((2, 2, 1), 2, False, False, marks=pytest.mark.slow),
 ]  # fmt: skip

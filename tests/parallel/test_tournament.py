@@ -193,7 +193,7 @@ class Killed:
         pytest.param("before_it_is_kept", 0, {6, 8}, marks=pytest.mark.slow),
         pytest.param("before_it_is_kept", 2, {6, 8}, marks=pytest.mark.slow),
         pytest.param("before_the_swap", 1, {3}, marks=pytest.mark.slow),
-        ("by_a_signal", 3, {7, 8}),
+        pytest.param("by_a_signal", 3, {7, 8}, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed_it_is_the_same_job(store, output, where, victim, steps):

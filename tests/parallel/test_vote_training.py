@@ -72,7 +72,8 @@ def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
     assert set(told["layers"]) <= set(told["variance"]) and told["bytes"] > 0
 
 
-@pytest.mark.parametrize("assign", [Assign.fixed, pytest.param(Assign.locality, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("assign", [Assign.fixed, Assign.locality])
 def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
     """What the benchmark's quality section stands on: the same weights and scores, bit for bit."""
     config = voting(store, tmp_path)

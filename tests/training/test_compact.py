@@ -59,6 +59,7 @@ def test_a_compacted_run_is_an_ordinary_smaller_one(teacher, config_of, counting
     assert f"cut out of the checkpoint with sha256 `{whole.sha256}`: channels [16, 32]" in card
 
 
+@pytest.mark.slow
 def test_steps_that_were_stopped_go_on_bit_for_bit(teacher, config_of, counting, monkeypatch):
     straight = compact(settings(teacher, config_of))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -67,6 +68,7 @@ def test_steps_that_were_stopped_go_on_bit_for_bit(teacher, config_of, counting,
     assert_equal_runs(compact(settings(teacher, config_of, run="stopped", resume=True)), straight)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(teacher, config_of, counting, caplog):
     straight = compact(settings(teacher, config_of))
     (teacher.parent / "killed").mkdir()

@@ -67,7 +67,8 @@ def fitted_by(session, path):
     return found[0], source.dates
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_fit_what_one_rank_fits(store, ranks, monkeypatch):
     monkeypatch.setattr(point_fit, "_DROPOUT", 0.0)
     alone = arrays(fitted(Reader(store, spec_of(store))))
