@@ -87,9 +87,6 @@ class Lion(Eager):
         betas: beta1 and beta2, in [0, 1): weights of the momentum in the update, and in the next momentum.
         weight_decay: decoupled decay; weights shrink by `lr * weight_decay` in a step.
         exchange: exchange with the other ranks, which is attached to this optimizer; None for a single rank.
-        stochastic: round weights in bfloat16 or float16 up or down at random, with the exact value as the mean. Steps
-            smaller than the spacing of such numbers would otherwise be lost. The random numbers depend only on the
-            number of the step and the position of the weight.
 
     Raises:
         UserError: a setting is out of range; in `step`, a gradient is not finite.
@@ -103,12 +100,9 @@ class Lion(Eager):
         weight_decay: float = 0.1,
         *,
         exchange: Exchange | None = None,
-        stochastic: bool = False,
     ):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
         self.exchange = exchange or Exchange()
-        self.stochastic = stochastic
-        self.steps = 0  # seeds the rounding
         self.exchange.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,7 +131,6 @@ class Lion(Eager):
             # The foreach kernels need one device and one type in a call.
             for kind in dict.fromkeys((p.device, p.dtype) for p in params):
                 self._update(group, [p for p in params if (p.device, p.dtype) == kind])
-        self.steps += 1
         return loss
 
     def momentum(self, p: Tensor) -> Tensor:
@@ -148,14 +141,9 @@ class Lion(Eager):
             state["exp_avg"] = torch.zeros_like(p, dtype=kind, memory_format=torch.preserve_format)
         return state["exp_avg"]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of torch's optimizers, and the number of `steps`."""
-        return super().state_dict() | {"steps": self.steps}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. The momentum of weights in half precision stays float32; torch itself would round it."""
         super().load_state_dict(state_dict)
-        self.steps = state_dict.get("steps", 0)
         given = state_dict["state"]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in enumerate(params):
@@ -190,17 +178,10 @@ class Lion(Eager):
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, updates, alpha=-lr)
         if half:
-            self._round_into(params, weights)
+            torch._foreach_copy_(params, weights)
         if not self.exchange.abstains:
             torch._foreach_mul_(momenta, beta2)
             torch._foreach_add_(momenta, grads, alpha=1 - beta2)
-
-    def _round_into(self, params: list[Tensor], weights: list[Tensor]) -> None:
-        """Round the exact weights into the parameters' half-precision type."""
-        number = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for p, exact in zip(params, weights, strict=True):
-            seed = self.steps << 20 | number[id(p)]
-            p.copy_(round_stochastically(exact, p.dtype, seed=seed) if self.stochastic else exact)
 
 
 def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
@@ -210,18 +191,3 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         raise UserError(f"betas={betas}: must be two numbers in [0, 1)")
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UserError(f"weight_decay={weight_decay}: must be 0 or more, and finite")
-
-
-def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Round float32 to one of its two neighbours in bfloat16 or float16, at random with the mean `x`.
-
-    Ranks with the same `x` and seed on the same kind of device get the same result.
-    """
-    generator = torch.Generator(x.device).manual_seed(seed)
-    draw = torch.rand(x.shape, generator=generator, device=x.device)
-    nearest = x.to(dtype)
-    toward = torch.where(x > nearest, torch.inf, -torch.inf).to(dtype)
-    # `other` is the neighbour on the other side of x. Taking it with probability `share` makes the mean equal to x.
-    other = torch.nextafter(nearest, toward)
-    share = (x - nearest) / (other.float() - nearest.float())
-    return torch.where(draw < share, other, nearest)

@@ -8,7 +8,6 @@ import torch
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
-from ensemble_ml.optim.lion import round_stochastically
 
 SHAPES = [(7,), (3, 5), (2, 3, 4, 1), (1,)]
 
@@ -135,9 +134,7 @@ def test_a_parameter_without_elements():
         (p.sum() + empty.sum()).backward()
         optimizer.step()
     assert empty.grad is not None and p.tolist() == [0, 0]
-    alone = Lion([empty])
-    alone.step()
-    assert alone.steps == 1
+    Lion([empty]).step()
 
 
 def test_sparse_gradients_step_as_dense_ones():
@@ -181,7 +178,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, dtype):
         reference.step()
     for p, q in zip(params, without, strict=True):
         assert torch.equal(p, q) and torch.equal(optimizer.momentum(p), reference.momentum(q))
-    assert optimizer.steps == reference.steps == 3
 
 
 def test_a_large_gradient_whose_square_overflows_is_finite():
@@ -228,47 +224,3 @@ def test_half_precision_keeps_momentum_in_float32():
     restored.load_state_dict(b.state_dict())
     for p, q in zip(restored.param_groups[0]["params"], half, strict=True):
         assert torch.equal(restored.momentum(p), b.momentum(q)) and restored.momentum(p).dtype is torch.float32
-
-
-def test_stochastic_rounding_keeps_small_steps():
-    """Steps of a tenth of the spacing at 1: lost by rounding to the nearest, right on average by chance."""
-    spacing, found = 2.0**-7, {}
-    for stochastic in (False, True):
-        p = torch.nn.Parameter(torch.ones(4000, dtype=torch.bfloat16))
-        optimizer = Lion([p], lr=spacing / 10, weight_decay=0.0, stochastic=stochastic)
-        for _ in range(20):
-            p.grad = -torch.ones_like(p)
-            optimizer.step()
-        found[stochastic] = p.detach().float()
-    assert (found[False] == 1).all()
-    assert abs(float(found[True].mean()) - (1 + 2 * spacing)) < 0.1 * spacing
-    assert not torch.equal(round_stochastically(found[True] + 1e-4, torch.bfloat16, seed=0).float(), found[True])
-
-
-def test_stochastic_rounding_goes_on_where_it_was():
-    """Three steps, then three of another optimizer that takes the first one's state, are six."""
-    found = []
-    for stops in (False, True):
-        p = torch.nn.Parameter(torch.linspace(1, 2, 4000).bfloat16())
-        optimizer = Lion([p], lr=1e-3, stochastic=True)
-        for step in range(6):
-            if stops and step == 3:
-                state, optimizer = optimizer.state_dict(), Lion([p], lr=1e-3, stochastic=True)
-                optimizer.load_state_dict(state)
-            p.grad = torch.cos(torch.arange(4000.0) + step).bfloat16()
-            optimizer.step()
-        found.append(p.detach())
-    assert torch.equal(*found)
-
-
-def test_stochastic_rounding_is_to_a_neighbour_and_repeats():
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    a, b, c = (round_stochastically(x, torch.bfloat16, seed=s) for s in (1, 1, 2))
-    assert torch.equal(a, b) and not torch.equal(a, c)
-    nearest = x.bfloat16()
-    other = torch.nextafter(nearest, torch.where(x > nearest, torch.inf, -torch.inf).bfloat16())
-    assert ((a == nearest) | (a == other)).all()
-    mean = torch.stack([round_stochastically(x, torch.bfloat16, seed=s).double() for s in range(400)]).mean(0)
-    assert float((mean - x).abs().max()) < 5 * float((other.float() - nearest.float()).abs().max()) / 20 / 2
-    exact = nearest.float()
-    assert torch.equal(round_stochastically(exact, torch.bfloat16, seed=3), nearest)

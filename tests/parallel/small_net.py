@@ -31,15 +31,13 @@ def batch(rank, step):
     return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(
-    make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None, dtype=None, stochastic=False, net=Net
-):
+def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None, dtype=None, net=Net):
     """Weights, momenta and outcomes of each rank after some steps."""
     make_net = net
 
     def work(group):
         net, exchange = make_net().to(dtype), make(group)
-        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange, stochastic=stochastic)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
         outcomes = []
         for step in range(steps):
             optimizer.zero_grad()
