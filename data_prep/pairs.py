@@ -46,7 +46,7 @@ class StoreTruth:
         if not store.has(Part.TRUTH):
             raise UserError(f"truth {store.path}: the store has no truth; prepare it with truth=ARCHIVE")
         check_grid(store.layout.grid, store.path, layout.grid)
-        self.store, self.layout, self.path = store, layout, store.path
+        self.store, self.layout, self.path, self.masked = store, layout, store.path, store.masked
         own = store.layout
         # Positions of the forecast's init times and coordinates in the store, negative where the store lacks one.
         self._date = places(layout.init_time.tolist(), own.init_time.tolist())

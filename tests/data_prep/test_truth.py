@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
+from synthetic import make_store
 
 import ensemble_ml as eml
 from data_prep import open_archive, open_pair, prepare
@@ -369,3 +370,12 @@ def test_the_truth_of_other_years_is_refused_with_both_periods(tmp_path):
         open_pair(tmp_path / "ens.grib", store)
     with pytest.raises(UserError, match="the forecast is valid"):
         TASKS["evaluate"].run(EvaluateConfig(ensemble=str(tmp_path / "ens.grib"), truth=str(tmp_path / "truth.grib")))
+
+
+def test_points_that_the_truth_of_a_store_lacks_are_known(tmp_path):
+    whole, masked = (
+        make_store(tmp_path / name, dates=2, members=2, shape=(7, 12), surface=("sst",), masked=of)
+        for name, of in (("a.zarr", ()), ("b.zarr", ("sst",)))
+    )
+    assert open_pair(whole.path, masked.path).masked == ("sst",)
+    assert open_pair(whole.path, whole.path).masked == ()
