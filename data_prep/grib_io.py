@@ -249,7 +249,7 @@ class RemoteGrib:
         return Stamp(self._file.size, self._file.tag)
 
     def ahead(self, offsets: np.ndarray, lengths: np.ndarray) -> None:
-        """Announce the offsets and lengths (N,) of messages in the order in which they will be read, to ask for them."""
+        """Announce the offsets and lengths (N,) of messages in the order in which they will be read, to ask early."""
         spans = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
         self._ahead.announce(dict.fromkeys(spans))  # a message may hold several fields
 
