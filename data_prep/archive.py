@@ -67,13 +67,7 @@ class ArchiveSource:
     start, at lead 0. `cut` describes the sums, means and maxima of which `leads` skips intervals of the archive (see
     `data_prep.intervals.cut`). `masked` names the variables that may have points without a value.
 
-    Args:
-        catalogue: the table of the archive's fields.
-        control: whether the control counts as a member.
-        variables, levels, leads, dates: the selection; None keeps all.
-        derive: variables to derive if their components are present.
-        cuts: by variable, the hours after the init time at which its sums must end; sums that end at other hours are
-            ignored.
+    The arguments are those of `open_archive`, with the table of the archive's fields in place of the files.
 
     Raises:
         UserError: the archive lacks something that is selected, or has no member; a perturbed member has the number of
@@ -121,11 +115,7 @@ class ArchiveSource:
         self._subtrahend = self._find_subtrahends()
 
     def _check_sums(self, records: np.ndarray, variables: Sequence[str] | None) -> tuple[str, ...]:
-        """Return the variables that have only sums at lead 0.
-
-        Raises:
-            UserError: one of them is asked for, or there are no other variables.
-        """
+        """Return the variables that have only sums at lead 0. Refuse them if asked for, or if there are no others."""
         alone = at_lead_zero_alone(records)
         if alone and variables is not None:
             raise UserError(f"variables={alone[0]}: {self.path} has {NO_INTERVAL}")
@@ -173,15 +163,9 @@ class ArchiveSource:
         return found
 
     def lost(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
-        """Return which fields have records but cannot be made: the sum to subtract is missing, or the hours differ.
+        """Return which fields have records but cannot be made, bool (T, V, Z) and (T, S).
 
-        Such a field is a gap even if no init time has it.
-
-        Args:
-            part: the forecast or the control.
-
-        Returns:
-            bool (T, V, Z) and (T, S).
+        The sum to subtract is missing, or the hours differ. Such a field is a gap even if no init time has it.
         """
         lay = self.layout
         pressure = np.zeros((len(lay.lead_hours), len(lay.variables), len(lay.levels)), bool)
@@ -199,20 +183,11 @@ class ArchiveSource:
         return np.unique(rows[rows >= 0])
 
     def rows_of(self, part: Part, date: int) -> np.ndarray:
-        """Return the rows of the catalogue from which one init time of the forecast or the control is read, (N,).
-
-        Args:
-            part: the forecast or the control.
-            date: position of the init time.
-        """
+        """Return the rows of the catalogue from which one init time of the forecast or the control is read, (N,)."""
         return np.array([row for target in self._targets(part, date, self.layout) for row in target.rows], int)
 
     def without(self, dates: Sequence[int]) -> ArchiveSource:
-        """Return the same archive without some init times.
-
-        Args:
-            dates: positions of the init times to leave out.
-        """
+        """Return the same archive without the init times at some positions."""
         lay = self.layout
         keep = ~np.isin(self._records["init"].astype("datetime64[ns]"), lay.init_time[list(dates)])
         # The table is cut down instead of being made again, so that no file has to be read again.
@@ -269,12 +244,6 @@ class ArchiveSource:
 
         The cost is that of the fields selected, so an init time may be gathered in pieces (see
         `data_prep.selecting.slices_of`).
-
-        Args:
-            part: the forecast or the control.
-            date: position of the init time.
-            selection: the coordinates to read.
-            allocate: makes the blocks of integers.
 
         Raises:
             UserError: something selected is not in the archive, or a field cannot be decoded or holds NaN.
@@ -432,16 +401,9 @@ def _warn_unstated_sums(source: ArchiveSource) -> None:
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
-    """Return the mean or spread over the members that have the field.
+    """Return the mean or spread, (1, T, ..., Y, X) float32, of members (M, T, ..., Y, X), which are NaN where absent.
 
-    It is NaN if fewer than two have it, and at points where one of them has no value.
-
-    Args:
-        values: members (M, T, ..., Y, X), NaN where absent.
-        part: the mean or the spread.
-
-    Returns:
-        (1, T, ..., Y, X) float32.
+    It is NaN if fewer than two members have the field, and at points where one of them has no value.
     """
     out = np.empty((1, *values.shape[1:]), np.float32)
     for cell in np.ndindex(*values.shape[1:-2]):

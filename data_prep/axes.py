@@ -128,11 +128,7 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
     """Set the lead to the difference of valid time and init time, if a file has both but no lead.
 
     The file has one init time, or one for each valid time. In the second case all are at the same lead, or all from the
-    same init time.
-
-    Args:
-        array: the data variable.
-        axes: its axes by their roles. The lead is set in place; so is the init time if it turns out to be a single one.
+    same init time. The lead is set in `axes`; so is the init time if it turns out to be a single one.
 
     Raises:
         UserError: both init time and lead differ from one valid time to the next, or a time is absent.
@@ -167,9 +163,6 @@ def by_hindcast_year(array: xr.DataArray) -> list[tuple[dict[Hashable, int], xr.
 
     EUPPBench's hindcasts have the date of the model's version as init time, and an axis `year` beside it. Only the
     valid time, which has that axis too, tells which dates were forecast.
-
-    Args:
-        array: the data variable.
 
     Returns:
         For each year its position along the axis, and the variable there. Without such an axis, or without init times,
@@ -207,16 +200,12 @@ def _both(array: xr.DataArray, dimension: Hashable) -> UserError:
 
 
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Give a dimension that carries both init time and lead to one of them.
+    """Give a dimension that carries both init time and lead to one of them, in `axes`.
 
     The lead keeps it if all are from one init time, and the init time keeps it if all are at one lead. Valid times at
     one and the same lead become init times. The coordinate `time` counts as valid time if it shares the dimension of
     the leads, or if the file names both axes in CF's terms and the lead is a scalar. Beside another dimension of leads
     it is the init time.
-
-    Args:
-        array: the data variable.
-        axes: its axes by their roles, which are changed.
 
     Raises:
         UserError: both differ along the dimension, valid times and several leads have dimensions of their own, or leads
@@ -271,10 +260,6 @@ def check_degrees(array: xr.DataArray, latitude: xr.DataArray, longitude: xr.Dat
 def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Refuse valid times that differ from init time plus lead.
 
-    Args:
-        array: the data variable.
-        axes: its axes by their roles, with init time and lead as they are read.
-
     Raises:
         UserError: one differs by more than a minute, or leads cannot be read.
     """
@@ -302,9 +287,7 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
 def _read_init(axis: xr.DataArray | None) -> np.ndarray:
     """Return init times as datetime64[s]; without an axis, the epoch.
 
-    Raises:
-        UserError: a time is absent, or xarray could not decode it: it is not of the standard calendar, or lies outside
-            of 1678 to 2261.
+    Refused are absent times, and those that xarray cannot decode: of other calendars, or outside of 1678 to 2261.
     """
     if axis is None:
         return np.array(0, "datetime64[s]")
@@ -329,11 +312,7 @@ def _to_minutes(times: np.ndarray) -> np.ndarray:
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:
-    """Return member numbers as int32; without an axis, 0.
-
-    Raises:
-        UserError: a member is not numbered with an integer.
-    """
+    """Return member numbers as int32; without an axis, 0."""
     if axis is None:
         return np.array(0)
     try:
@@ -347,11 +326,7 @@ def _read_member(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
-    """Return leads as int32 hours; without an axis, 0.
-
-    Raises:
-        UserError: a lead is absent or no whole number of hours, or the units are not known.
-    """
+    """Return leads as int32 hours; without an axis, 0."""
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
@@ -362,11 +337,7 @@ def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def to_hours(values: np.ndarray, axis: xr.DataArray) -> np.ndarray:
-    """Return lead times as float64 hours.
-
-    Args:
-        values: the lead times.
-        axis: the axis, which states their units.
+    """Return lead times as float64 hours, by the units that their axis states.
 
     Raises:
         UserError: the units are not known.
@@ -381,12 +352,7 @@ def to_hours(values: np.ndarray, axis: xr.DataArray) -> np.ndarray:
 
 
 def _read_level(axis: xr.DataArray | None) -> np.ndarray:
-    """Return levels as int32 hPa, BETWEEN for those that are not whole; without an axis, 0.
-
-    Raises:
-        UserError: a level is absent; or the axis has other units than those of pressure, counts levels, or has no level
-            of whole hPa.
-    """
+    """Return levels as int32 hPa, BETWEEN for those that are not whole; without an axis, 0."""
     if axis is None:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
@@ -394,17 +360,16 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
     of_model = any(words in said.lower() for words in ("model level", "sigma", "hybrid"))
-    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # with that name they are interpolated
+    of_pressure = axis.attrs.get("standard_name") == _STANDARD["level"]
+    if of_model and not of_pressure:  # with that name they are interpolated
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
-    if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
+    if not units and axis.name == "lev" and not of_pressure:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
     # Without units, levels 1, 2, 3, ... may be numbers of model levels, unless a name states that they are pressure.
     counted = (
         not units and np.array_equal(np.sort(np.unique(values)), np.arange(1, values.size + 1)) and values.size > 1
     )
-    if values.min() <= 0 or (
-        counted and axis.name != "isobaricInhPa" and axis.attrs.get("standard_name") != _STANDARD["level"]
-    ):
+    if values.min() <= 0 or (counted and axis.name != "isobaricInhPa" and not of_pressure):
         raise UserError(
             f"{axis.name}: {values.min():g} to {values.max():g} may count levels; give it values and units of pressure"
         )
@@ -419,15 +384,9 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
 
 
 def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> None:
-    """Refuse an axis with absent values: it was made longer than what was written.
+    """Raise a UserError for an axis with absent values: it was made longer than what was written.
 
-    Args:
-        axis: the axis.
-        absent: bool in the shape of the axis, true where a value is absent.
-        how: what stands for an absent value, for the message.
-
-    Raises:
-        UserError: `absent` is true somewhere.
+    `absent` is bool in the shape of the axis. `how` states in the message what stands for an absent value.
     """
     if absent.any():
         raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent ({how}); leave them out")

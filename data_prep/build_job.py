@@ -72,9 +72,6 @@ class Stopped(Exception):
 class Job:
     """The opened archives of a build, and the plan that follows from them.
 
-    Args:
-        config: the settings of `ensemble-ml prepare`.
-
     Raises:
         UserError: a file is missing or damaged, grids differ, the settings leave nothing to store, or the policy for
             gaps does not allow those of the archive.
@@ -144,16 +141,7 @@ class Job:
         return hashlib.sha256(repr([one.stamps for one in catalogues]).encode()).hexdigest()[:16]
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
-        """Build one init time, unless it is done or another process is building it.
-
-        Args:
-            build: the store under construction.
-            date: index of the init time.
-            pool: threads that compress and write.
-            stopped: returns whether the build is to stop.
-
-        Returns:
-            Whether the date was built here.
+        """Build one init time, unless it is done or another process is building it; return whether it was built here.
 
         Raises:
             UserError: a field cannot be read or decoded, a value is NaN or not plausible, or the disk refuses to write.
@@ -242,10 +230,7 @@ class Job:
 
 
 def index_of(config: PrepareConfig) -> FileIndex:
-    """Return the index that keeps the tables of files: in the folder of the setting `index`, or beside the output.
-
-    If the setting is null, the index keeps nothing.
-    """
+    """Return the index of files: in the folder of the setting `index`, or beside the output; null keeps none."""
     output = Path(config.output).absolute()
     folder = None if config.index is None else config.index or output.with_name(f".{output.name}.index")
     return FileIndex(folder, look=config.gaps is not Gaps.error)

@@ -25,7 +25,7 @@ from concurrent.futures import (
 )
 from concurrent.futures import Executor as Pool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing import get_context
 from threading import Event, Lock
@@ -50,15 +50,7 @@ _opening = Lock()
 
 
 def run(config: PrepareConfig, job: Job, build: Build) -> bool:
-    """Build this run's share of the init times, and complete the store if all are built.
-
-    Args:
-        config: the settings of the run.
-        job: builds one init time.
-        build: the store under construction.
-
-    Returns:
-        Whether the store is complete.
+    """Build this run's share of the init times, and complete the store if all are built; return whether it is.
 
     Raises:
         UserError: a field cannot be decoded, or a value is NaN or not plausible; a file of the archive changed
@@ -92,13 +84,8 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         counts = f"{len(left)} of {build.dates}"
         raise UserError(f"output={build.path}: {counts} init times are not built yet; run without finalise=true")
     if left:
-        log.info(
-            "%s: parts=%s is done; %d of %d init times are left to others",
-            build.path,
-            config.parts,
-            len(left),
-            build.dates,
-        )
+        text = "%s: parts=%s is done; %d of %d init times are left to others"
+        log.info(text, build.path, config.parts, len(left), build.dates)
         return False
     build.finalise()
     return True
@@ -148,14 +135,8 @@ def _check_seen(build: Build, lost: list[int]) -> None:
 def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: dict[int, float]) -> None:
     """Hand out the init times `todo`, a limited number at a time.
 
-    A queue of all of them would hold every result and could not be stopped soon.
-
-    Args:
-        workers: the workers.
-        job: names init times in error messages.
-        todo: the init times to build.
-        tick: the progress bar.
-        built: receives, for each init time, the `time.monotonic()` at which a worker first reported it as built.
+    A queue of all of them would hold every result and could not be stopped soon. `built` receives, for each init time,
+    the `time.monotonic()` at which a worker first reported it as built.
     """
     queue, running = iter(todo), dict[Future[bool], int]()
     try:
@@ -266,9 +247,6 @@ class Workers:
 def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Workers]:
     """Start the workers that `config.executor` names, and release them on leaving the `with` block.
 
-    Yields:
-        The workers.
-
     Raises:
         UserError: the scheduler cannot be reached, or SLURM jobs cannot be submitted.
         ModuleNotFoundError: `distributed` or `dask-jobqueue`, which the executor needs, is not installed.
@@ -321,7 +299,7 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:
-    """Build one init time in a worker process.
+    """Build one init time in a worker process; return whether this worker built it.
 
     Workers of a cluster outlive a run, and a file may have changed since they read its table. So archives that were
     opened for other `files` are opened anew.
@@ -333,44 +311,26 @@ def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files:
         plan: digest of the plan of the process that sends the init times.
         files: digest of the files that it has seen.
 
-    Returns:
-        Whether this worker built it.
-
     Raises:
         UserError: this process finds archives that make another plan, or `Job`, `Build` or `Job.run` raises it.
     """
     # Several tasks of one process may begin at once, but only one of them has to open the archives.
     with _opening:
-        job, build, pool = _opened(f"{config!r} {files}", threads, plan, _Held(config))
+        job, build, pool = _opened(_Held(f"{config!r} {files}", config), threads, plan)
     return job.run(build, date, pool, lambda: False)
 
 
+@dataclass(frozen=True)
 class _Held:
-    """A configuration that caches ignore, because its text is the key.
+    """The settings of a run, which the cache knows by a text of them and of the files: they cannot be hashed."""
 
-    A configuration cannot be hashed, and `lru_cache` hashes all arguments.
-    """
-
-    def __init__(self, config: PrepareConfig):
-        self.config = config
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
-
-    def __hash__(self) -> int:
-        return 0
+    text: str
+    config: PrepareConfig = field(compare=False)
 
 
 @lru_cache(maxsize=1)
-def _opened(_: str, threads: int, plan: str, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
-    """Return the opened archives, the store under construction and the threads of this process, kept between calls.
-
-    Args:
-        _: the text by which the cache knows the archives.
-        threads: number of threads for compression; 0 for as many as the process may use.
-        plan: digest of the plan to compare with.
-        held: the settings of the run.
-    """
+def _opened(held: _Held, threads: int, plan: str) -> tuple[Job, Build, ThreadPoolExecutor]:
+    """Return the opened archives, the store under construction and the threads of this process, kept between calls."""
     keep_freed_memory(arenas=1)
     job = Job(held.config)
     # This check comes before the output is touched. Since it raises, the cache does not keep these archives.
@@ -384,11 +344,7 @@ def _opened(_: str, threads: int, plan: str, held: _Held) -> tuple[Job, Build, T
 
 
 def _cluster(stack: ExitStack, config: PrepareConfig) -> Any:
-    """Return a client of the cluster that `config` names.
-
-    Raises:
-        UserError: the scheduler cannot be reached, or SLURM jobs cannot be submitted.
-    """
+    """Return a client of the cluster that `config` names."""
     from distributed import Client
 
     if config.executor is Executor.distributed:

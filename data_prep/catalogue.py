@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import combinations, pairwise
@@ -20,7 +21,7 @@ import numpy as np
 from data_prep.ensemble_of import decide_single_runs, of_members, of_one_kind
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
-from data_prep.gathered import Allocate, Gathered, Masks, Target, summed, with_masks, zeros
+from data_prep.gathered import Allocate, Gathered, Masks, Target, summed, with_masks
 from data_prep.geometry import Geometry
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import COMBINED, Combine, difference, starts
@@ -114,7 +115,10 @@ class Catalogue:
         self.role = role
         table, self.origins = _joined_tables(self.readers)
         decide_single_runs(self.path, table, self.origins, role)
-        self.skipped = _skipped(self.readers)
+        counts: Counter[str] = Counter()
+        for reader in self.readers:
+            counts.update(reader.skipped)
+        self.skipped = dict(counts)
         elsewhere = {name for reader in self.readers if isinstance(reader, XarrayFile) for name in reader.elsewhere}
         _report_skipped(self.path, self.skipped, elsewhere)
         if not len(table):
@@ -130,11 +134,9 @@ class Catalogue:
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
 
     def onto(self, geometry: Geometry) -> None:
-        """Convert all values to another grid from now on.
+        """Convert all values from now on by `geometry`, from the grid of the files to another one.
 
-        Args:
-            geometry: the conversion from the grid of the files to the new one. Files on other grids get one of their
-                own, to the same new grid.
+        Files on other grids get a conversion of their own, to the same new grid.
         """
         made = [geometry]
         self._geometries = []
@@ -264,11 +266,6 @@ class Catalogue:
 
         `data_prep.records.Reader.fields` describes the values. Several threads may read at the same time.
 
-        Args:
-            records: (N,) RECORD, some rows of the table.
-            rows: rows of latitude; None takes all.
-            into: N arrays that may receive packed integers, or None.
-
         Raises:
             UserError: a file cannot be read or has changed, or a field cannot be decoded, has no value at any point, or
                 has a value that is not plausible.
@@ -290,21 +287,12 @@ class Catalogue:
                     yield raw
 
     def gather(
-        self,
-        targets: Iterable[Target],
-        layout: Layout,
-        members: int,
-        band: tuple[int, int] | None = None,
-        allocate: Allocate = zeros,
+        self, targets: Iterable[Target], layout: Layout, members: int, band: tuple[int, int] | None, allocate: Allocate
     ) -> Gathered:
         """Read `targets` into blocks of `members` and the other axes of `layout`.
 
-        Args:
-            targets: the fields to read, and their places in the blocks.
-            layout: the coordinates of the blocks.
-            members: length of the first axis.
-            band: first row of latitude and the row after the last; None takes all.
-            allocate: makes the blocks of integers. Only fields that exist are filled.
+        `band` holds the first row of latitude and the row after the last; None takes all. Of the blocks of integers
+        that `allocate` makes, only fields that exist are filled.
 
         Raises:
             UserError: as in `values`; the grid lacks the rows; or fields cannot be combined (they are on several grids,
@@ -344,9 +332,8 @@ class Catalogue:
                 out.loose[target.surface, target.place] = self._combined(target, rows)
                 checksum = google_crc32c.extend(checksum, out.loose[target.surface, target.place].tobytes())
         pressure, surface = with_masks(out.pressure, masks, False), with_masks(out.surface, masks, True)
-        return replace(
-            out, pressure=pressure, surface=surface, places=self._places(chosen[order], targets), checksum=checksum
-        )
+        places = self._places(chosen[order], targets)
+        return replace(out, pressure=pressure, surface=surface, places=places, checksum=checksum)
 
     def _places(self, single: np.ndarray, targets: list[Target]) -> np.ndarray:
         """Return the places of the fields of `single` and of combined targets, (N,) PLACE."""
@@ -358,18 +345,12 @@ class Catalogue:
         return places
 
     def fields(self, rows: np.ndarray) -> set[tuple[str, int, int]]:
-        """Return path, offset and length of the fields in some rows of the table.
-
-        Args:
-            rows: (N,) positions in the table.
-        """
+        """Return path, offset and length of the fields in some rows (N,) of the table."""
         records = self.records[rows]
         columns = (records[name].tolist() for name in ("file", "offset", "length"))
         return {(self.stamps[file][0], offset, length) for file, offset, length in zip(*columns, strict=True)}
 
-    def _brought(
-        self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
-    ) -> Iterator[RawField]:
+    def _brought(self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray]) -> Iterator[RawField]:
         """Yield `rows` of `records` on the target grid."""
         if all(geometry.same for geometry in self._geometries):
             yield from self.values(records, rows, into)
@@ -398,11 +379,7 @@ class Catalogue:
         return geometry.floats(made.astype(np.float32))[rows]
 
     def methods(self, name: str) -> set[str]:
-        """Return the methods over time (mean, maximum, minimum) that files state for a variable.
-
-        Args:
-            name: short name of the variable.
-        """
+        """Return the methods over time (mean, maximum, minimum) that files state for a variable."""
         files = np.unique(self.records["file"][self.records["field"] == FIELD_INDEX[name]]).tolist()
         readers = [self.readers[number] for number in files]
         return {reader.methods[name] for reader in readers if name in reader.methods}
@@ -414,11 +391,7 @@ class Catalogue:
         return tuple(FIELDS[index].name for index in fields.tolist())
 
     def static(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Return static fields by name, (Y, X) float32. If files repeat a field, the first one is taken.
-
-        Args:
-            without: names of fields that are not read.
-        """
+        """Return static fields except `without` by name, (Y, X) float32; of repeated ones, the first is taken."""
         found: dict[str, np.ndarray] = {}
         for record in self.static_records:
             name = field_of(record).name
@@ -481,31 +454,25 @@ def _whole(path: str) -> str:
 
 def _one_grid(readers: list[Reader], *, several: bool) -> Grid:
     """Return the grid that all files share, or raise a UserError; the first one if there may be `several`."""
-    first: Reader | None = None
-    for reader in readers:
-        if reader.grid is None:
-            continue
-        if first is None or first.grid is None:
-            first = reader
-        elif not several and not reader.grid.same_as(first.grid):
-            raise UserError(
-                f"{reader.path}: grid {reader.grid.describe()} differs from that of {first.path}, "
-                f"{first.grid.describe()}; an archive has one grid: prepare with regrid=DEGREES brings all to one"
-            )
-    if first is None or first.grid is None:
+    grids = [(reader.path, reader.grid) for reader in readers if reader.grid is not None]
+    if not grids:
         skipped = sorted({name for reader in readers for name in reader.skipped}, key=lambda name: " (" not in name)
         seen = f"; it has {', '.join(skipped[:20])}" if skipped else ""
         raise UserError(f"{readers[0].path}: holds no field that the registry knows{seen}")
-    return first.grid
+    first_path, first = grids[0]
+    for path, grid in grids:
+        if not several and not grid.same_as(first):
+            raise UserError(
+                f"{path}: grid {grid.describe()} differs from that of {first_path}, {first.describe()}; "
+                "an archive has one grid: prepare with regrid=DEGREES brings all to one"
+            )
+    return first
 
 
 def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
     """Return the variables that are left out because they have no units: name in the file -> our short name.
 
-    Warn about them, and about units that are assumed by convention.
-
-    Raises:
-        UserError: nothing else is left.
+    Warn about them, and about units that are assumed by convention. Refuse files with nothing else.
     """
     files = [reader for reader in readers if isinstance(reader, XarrayFile)]
     assumed = {name: units for file in files for name, units in file.assumed.items()}
@@ -523,22 +490,9 @@ def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
 
 
 def units_setting(names: Iterable[str]) -> str:
-    """Return the remedy of a message: the setting by which a user states the units of variables.
-
-    Args:
-        names: short names of the variables.
-    """
+    """Return the remedy of a message: the setting by which a user states the units of variables (short names)."""
     said = ", ".join(f"{name}: {field(name).units}" for name in sorted(set(names)))
     return f"give them, as in 'units={{{said}}}'"
-
-
-def _skipped(readers: list[Reader]) -> dict[str, int]:
-    """Count the fields that all readers leave out, by their labels."""
-    counts: dict[str, int] = {}
-    for reader in readers:
-        for name, count in reader.skipped.items():
-            counts[name] = counts.get(name, 0) + count
-    return counts
 
 
 def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> None:

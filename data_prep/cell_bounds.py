@@ -26,8 +26,6 @@ _OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a mode
 _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
 _SINCE = re.compile(r"\bsince (?:the )?(?:previous|last) (?:forecast step|step|post-processing|output)\b", re.I)
 _MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that a variable implies
-
-
 _STEP_TYPES = {  # other spellings -> ecCodes'
     "instantaneous": "instant", "accumulated": "accum", "accumulation": "accum", "sum": "accum",
     "mean": "avg", "average": "avg", "maximum": "max", "minimum": "min",
@@ -36,9 +34,6 @@ _STEP_TYPES = {  # other spellings -> ecCodes'
 
 def hours_of_sum(array: xr.DataArray) -> int:
     """Return the hours that a sum covers, by its name or its attributes; 0 if neither states them.
-
-    Args:
-        array: a data variable.
 
     Raises:
         UserError: name and attributes state different hours, or the units of the lead are not known.
@@ -58,11 +53,7 @@ def hours_of_sum(array: xr.DataArray) -> int:
 
 
 def hours_of_gust(array: xr.DataArray) -> int:
-    """Return the hours over which a gust is the largest, by ECMWF's names and parameters; 0 if they do not say.
-
-    Args:
-        array: a data variable.
-    """
+    """Return the hours over which a gust is the largest, by ECMWF's names and parameters; 0 if they do not say."""
     named = re.fullmatch(r"10fg([1-9]\d?)|fg10_([1-9]\d?)", str(array.name))
     if named is not None:
         return int(named[1] or named[2])
@@ -92,10 +83,6 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 
     Hours that the variable states decide; without them, CF cell_methods; without these, the registry. Bounds of an axis
     do not decide, because they apply to all variables of a file, and some of these may be moments.
-
-    Args:
-        array: a data variable.
-        field: the entry of the registry.
     """
     if "lead_bounds_hours" in array.attrs or (field.accumulated and hours_of_sum(array)) or _periods(array):
         return True
@@ -107,10 +94,6 @@ def is_mean_rate(array: xr.DataArray, field: Field) -> bool:
     """Return whether values are the mean rate over an interval of a variable that is a sum, by units and method.
 
     The mean rate times the length of its interval is the sum. An instantaneous rate gives no sum.
-
-    Args:
-        array: a data variable.
-        field: the entry of the registry.
     """
     units = str(array.attrs.get("units", ""))
     return field.accumulated and rate_conversion(units, field.units) is not None and method(array) == "mean"
@@ -120,9 +103,6 @@ def method(array: xr.DataArray) -> str:
     """Return the method over time that values state, such as mean or maximum; an empty text if they state none.
 
     A single CF cell method decides; without one, or with several, ecCodes' stepType.
-
-    Args:
-        array: a data variable.
     """
     said = _methods(array) - {"point", "sum"}
     return next(iter(said)) if len(said) == 1 else OF_STEP_TYPE.get(_step_type(array), "")
@@ -134,11 +114,6 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     A range or a standard deviation over time is another quantity, and so is any statistic of all members. Means and
     extremes over time are read if bounds state their interval, which cfgrib never does. Maxima of gusts and mean rates
     of sums pass without bounds.
-
-    Args:
-        data: the file.
-        array: a data variable of it.
-        field: the entry of the registry.
     """
     if reason := _other_cells(array, field):
         return f" ({reason})"
@@ -235,16 +210,9 @@ def _bounds(axis: xr.DataArray) -> str:
 def widths(
     data: xr.Dataset, array: xr.DataArray, field: Field, places: Mapping[Hashable, np.ndarray]
 ) -> np.ndarray | None:
-    """Return the hours that each field's values cover.
+    """Return the hours that each of N fields' values cover, (N,) int32; None if nothing states them.
 
-    Args:
-        data: the file.
-        array: a data variable of it.
-        field: the entry of the registry.
-        places: for each dimension, the positions along it of the N fields.
-
-    Returns:
-        (N,) int32, or None if nothing states the hours.
+    `places` holds for each dimension the positions of the fields along it.
 
     Raises:
         OfSomethingElse: the variable is a sum, the file lacks the bounds that its time names, and nothing else states
@@ -289,7 +257,7 @@ def widths(
                 f" {axis.name}; mend one of them"
             )
         # Widths are known along the axes of this coordinate. Each field takes the one at its own position.
-        return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
+        return _at_places(hours, axis, places)
     if absent and field.accumulated and not named:
         text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
         raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
@@ -321,19 +289,13 @@ def _periods(array: xr.DataArray) -> dict[int, int]:
 
 
 def _by_hour_of_day(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
-    """Return the hours that each field's values cover, (N,) int32, by the time of day; None if none are stated.
-
-    Raises:
-        OfSomethingElse: the comment leaves out an hour of the day at which values end.
-    """
+    """Return the hours that each field's values cover, (N,) int32, by the time of day; None if none are stated."""
     periods, init, lead = _periods(array), find_axis(array, "init"), find_axis(array, "lead")
     if not periods or init is None or lead is None:
         return None
-    leads = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
-    starts = np.atleast_1d(init.values).astype("datetime64[h]").astype(int)
-    along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
-    start = starts[places.get(init.dims[0] if init.dims else None, along)]
-    hour = leads[places.get(lead.dims[0] if lead.dims else None, along)]
+    leads = np.rint(to_hours(lead.values, lead)).astype(int)
+    hour = _at_places(leads, lead, places)
+    start = _at_places(init.values.astype("datetime64[h]").astype(int), init, places)
     ends = ((start + hour) % 24).tolist()
     if not set(ends) <= set(periods):
         text = f"{array.name}: its comment says over which hours values are at some hours of the day only"
@@ -347,13 +309,10 @@ def _since_previous_step(
 ) -> np.ndarray | None:
     """Return the hours, (N,) int32, since the model's step before; None if values are not said to be since then.
 
-    For extremes, the result is also None if nothing states the steps.
+    For extremes, the result is also None if nothing states the steps; means and sums are then refused.
 
     The distance of two leads of the file is not what counts, because leads may have been left out. dynamical.org states
     the model's steps in the attribute `forecast_resolution` of its archives.
-
-    Raises:
-        OfSomethingElse: values are the mean or sum since the previous step, and nothing states the steps.
     """
     lead = find_axis(array, "lead")
     said = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "comment"))
@@ -368,16 +327,13 @@ def _since_previous_step(
             return None
         said = "previous step, of which nothing states the hours"
         raise OfSomethingElse(f"{array.name}: a {kind} since the model's {said}; leave it out", f"since the {said}")
-    along = np.array(lengths, np.int32)
-    count = next(iter(places.values())).shape if places else (1,)
-    return along[places[lead.dims[0]]] if lead.dims else np.full(count, along[0], np.int32)
+    return _at_places(np.array(lengths, np.int32), lead, places)
 
 
 def _model_steps(text: str) -> list[tuple[int, int, int]]:
     """Parse a text like "Forecast step 0-144 hours: 3 hourly, 144-360 hours: 6 hourly".
 
-    Returns:
-        First hour, last hour and hours of a step of each stretch.
+    Each stretch gives its first hour, its last hour and the hours of a step.
     """
     found = re.findall(r"(?:(\d+)-(\d+) hours: )?(?:(\d+) )?hourly", text)
     return [(int(first or 0), int(last or 10**6), int(hours or 1)) for first, last, hours in found]
@@ -405,9 +361,13 @@ def _own_intervals(array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -
     # An interval is found by the lead at which it ends.
     length = {last: last - first for first, last in pairs}
     hours = np.rint(np.atleast_1d(to_hours(lead.values, lead))).astype(int)
-    along = np.array([length.get(hour, 0) for hour in hours.tolist()], np.int32)
-    count = next(iter(places.values())).shape if places else (1,)
-    return along[places[lead.dims[0]]] if lead.dims else np.full(count, along[0], np.int32)
+    return _at_places(np.array([length.get(hour, 0) for hour in hours.tolist()], np.int32), lead, places)
+
+
+def _at_places(values: np.ndarray, axis: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray:
+    """Return the value that each of the N fields has among the integers along a coordinate, (N,)."""
+    along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
+    return np.reshape(values, axis.shape)[tuple(places.get(dim, along) for dim in axis.dims)] + along
 
 
 def _times(array: xr.DataArray) -> list[xr.DataArray]:

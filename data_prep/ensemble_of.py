@@ -31,11 +31,7 @@ def decide_single_runs(path: str, table: np.ndarray, origins: Sequence[Origin], 
     2026). Any other deterministic run stays as its file states it, as a rule without a member number; then `of_members`
     leaves it out if other records state one.
 
-    Args:
-        path: the archive, for messages.
-        table: (N,) RECORD, of which `kind` and `numbered` are changed.
-        origins: the origins that the table points to.
-        role: role of the archive. Only in the role `FORECAST` does the run become a control.
+    `kind` and `numbered` of `table`, (N,) RECORD, are changed. Only in the role `FORECAST` is the run made the control.
     """
     single = table["kind"] == SINGLE
     if not single.any():

@@ -78,9 +78,7 @@ class FileIndex:
     def place(self, path: str, kind: str = "index") -> Path | None:
         """Return the file of the index that belongs to a file of an archive, or None if nothing is kept.
 
-        Args:
-            path: the file of the archive.
-            kind: `index` for its table, `looks` for which of its fields are all NaN.
+        Its `kind` is `index` for the table of the file, or `looks` for which of its fields are all NaN.
         """
         if self.folder is None:
             return None
@@ -90,12 +88,7 @@ class FileIndex:
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
 
     def load(self, path: str, stamp: Stamp) -> Table | None:
-        """Return the table of `path`. Return None if it is absent, damaged, or of another state of the file.
-
-        Args:
-            path: the file of the archive.
-            stamp: its stamp now.
-        """
+        """Return the table of `path`. Return None if it is absent, damaged, or of another state of the file."""
 
         def table(head: dict[str, Any], rows: bytes) -> Table:
             if len(rows) != head["count"] * RECORD.itemsize:
@@ -127,9 +120,6 @@ class FileIndex:
         The block begins when this process has the lock, or when another process has saved the table. The caller
         therefore has to load the table again before it scans. Without locks, and without a folder that can be written,
         the block begins at once, and each process scans the file.
-
-        Args:
-            path: the file of the archive.
         """
         place = self.place(path)
         with contextlib.ExitStack() as stack:
@@ -145,13 +135,7 @@ class FileIndex:
             yield
 
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
-        """Keep a table. It is written under another name and renamed, so that no reader sees half of it.
-
-        Args:
-            path: the file of the archive.
-            stamp: its stamp before it was scanned.
-            table: the table.
-        """
+        """Keep a table, with the stamp that the file had before it was scanned."""
         head = {
             "count": len(table.records),
             "scans": [astuple(scan) for scan in table.scans],
@@ -164,11 +148,7 @@ class FileIndex:
     def load_looks(self, path: str, stamp: Stamp, fields: str, count: int) -> np.ndarray:
         """Return the state of each field, (count,) uint8: UNKNOWN, FILLED or EMPTY. Without an entry all are UNKNOWN.
 
-        Args:
-            path: the file of the archive.
-            stamp: its stamp now.
-            fields: digest of the list of fields; results for another list do not count.
-            count: number of fields.
+        `fields` is a digest of the list of fields; results for another list do not count.
         """
 
         def looks(head: dict[str, Any], rows: bytes) -> np.ndarray | None:
@@ -179,14 +159,7 @@ class FileIndex:
         return np.full(count, UNKNOWN, np.uint8) if found is None else found
 
     def save_looks(self, path: str, stamp: Stamp, fields: str, found: np.ndarray) -> None:
-        """Keep the states of fields for `load_looks`.
-
-        Args:
-            path: the file of the archive.
-            stamp: its stamp before it was read.
-            fields: digest of the list of fields.
-            found: (count,) uint8 states.
-        """
+        """Keep the states of fields (count,) for `load_looks`, with the stamp that the file had before it was read."""
         self._save(self.place(path, "looks"), path, stamp, {"fields": fields}, found.tobytes())
 
     def _load(

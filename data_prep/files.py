@@ -22,7 +22,7 @@ import numpy as np
 
 from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
-from data_prep.identity import NO_OVERRIDES, Overrides
+from data_prep.identity import Overrides
 from data_prep.notices import notice_log
 from data_prep.records import IS_STATIC, KEYS, Reader
 from data_prep.selecting import ALL, Wanted
@@ -40,12 +40,10 @@ log = notice_log(__name__)
 
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
+# The sub-folder or file of a simulated archive (one with archive.json) that is read in each role.
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
 _SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}  # octets of a value for each type
 _STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # these counts of records stand for an unknown number
-
-
-"""The sub-folder or file of a simulated archive (one with archive.json) that is read in each role."""
 _AT_A_TIME = 8  # files indexed at the same time
 _HEAD = 512  # bytes from which a format is recognised; bulletins have some lines before their first message
 _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first bytes of NetCDF files
@@ -86,7 +84,7 @@ def archive_files(paths: Any, *, role: str = FORECAST, wanted: Wanted = ALL) -> 
 
 def _datasets(data: Any) -> list[Any]:
     """Return an open Dataset, or those of a DataTree that hold variables."""
-    if is_dataset(data) and not hasattr(data, "subtree"):
+    if not hasattr(data, "subtree"):
         return [data]
     return [node.to_dataset() for node in data.subtree if node.data_vars]
 
@@ -187,11 +185,7 @@ def _format(head: bytes) -> str:
 
 
 def _head(path: str) -> bytes:
-    """Return the first bytes of a file of a folder.
-
-    Raises:
-        UserError: the file cannot be read, so its format is not known.
-    """
+    """Return the first bytes of a file of a folder; without them its format is not known."""
     try:
         with open(path, "rb") as file:
             return file.read(_HEAD)
@@ -206,9 +200,7 @@ def _unpacked_by(head: bytes) -> str:
     return next((program for magic, program in _COMPRESSED.items() if head.startswith(magic)), "")
 
 
-def open_readers(
-    files: Sequence[Any], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES, wanted: Wanted = ALL
-) -> list[Reader]:
+def open_readers(files: Sequence[Any], index: FileIndex | None, overrides: Overrides, wanted: Wanted) -> list[Reader]:
     """Index all files, several at a time, and return their readers. Most of the time is waiting for the disk.
 
     Args:
@@ -301,10 +293,9 @@ def _open_reader(path: Any, index: FileIndex | None, overrides: Overrides, wante
 
 
 def check_whole(path: str) -> None:
-    """Refuse a classic NetCDF file that is shorter than its header states. Unknown versions of the format pass.
+    """Refuse a classic NetCDF file (it begins with CDF) that is shorter than its header states.
 
-    Args:
-        path: a file that begins with the letters CDF.
+    Unknown versions of the format pass.
 
     Raises:
         UserError: the file is cut short, or its header is damaged.

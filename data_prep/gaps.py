@@ -42,12 +42,7 @@ class Gap:
 
 
 def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
-    """Return the gaps of the forecast or the control, ordered by init time and then by member.
-
-    Args:
-        source: the archive.
-        part: forecast or control.
-    """
+    """Return the gaps of the forecast or the control, ordered by init time and then by member."""
     lay, found = source.layout, []
     if not source.has(part):
         return []
@@ -73,11 +68,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
 
 
 def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
-    """Return the gaps of a truth, ordered by the init times of the forecast.
-
-    Args:
-        truth: the truth, aligned to the forecast.
-    """
+    """Return the gaps of a truth, ordered by the init times of the forecast."""
     lay, found = truth.layout, []
     for date, both in enumerate(truth.presence):
         lacking = [np.argwhere((truth.anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
@@ -107,11 +98,7 @@ def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:
 
 
 def listed(gaps: Sequence[Gap]) -> str:
-    """Return the text of a message on gaps: the totals, and the first few gaps by name.
-
-    Args:
-        gaps: one gap or more.
-    """
+    """Return the text of a message on gaps (one or more): the totals, and the first few gaps by name."""
     dates, fields = len({gap.date for gap in gaps}), sum(gap.count for gap in gaps)
     more = f"; and {len(gaps) - _SHOWN} more like these" if len(gaps) > _SHOWN else ""
     total = f"{fields} field{'s' * (fields > 1)} of {dates} init time{'s' * (dates > 1)}"
@@ -121,9 +108,7 @@ def listed(gaps: Sequence[Gap]) -> str:
 def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
     """Find the gaps of an archive and its truth, and apply a policy to them.
 
-    Args:
-        both: forecast and truth.
-        policy: refuse gaps (`error`), drop their init times (`skip`), or keep all init times (`mask`).
+    The policy is to refuse gaps (`error`), to drop their init times (`skip`), or to keep all init times (`mask`).
 
     Returns:
         Forecast and truth without the init times that were dropped, and all gaps. `Gap.date` counts the init times as
@@ -163,10 +148,7 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
 def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[str, Any]:
     """Return what the provenance of a store records of its gaps: their init times, and the first few in words.
 
-    Args:
-        gaps: the gaps that `settle` returned.
-        policy: the policy that was passed to `settle`.
-        starts: init times that an otherwise regular series lacks.
+    `starts` holds the init times that an otherwise regular series lacks (see `holes`).
     """
     return {
         "policy": policy.value,
@@ -178,14 +160,11 @@ def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[
 
 
 def holes(init_time: np.ndarray) -> list[np.datetime64]:
-    """Return the init times that an otherwise regular series lacks.
+    """Return the init times that an otherwise regular series of (D,) ascending ones lacks.
 
     A series is regular if most init times are one usual step apart, or if two usual steps take turns, as for Mondays
     and Thursdays. A series of fewer than four init times is too short to tell. A pause longer than `_MOST_STEPS` of the
     shorter usual step is taken as intended, so none of its init times are returned.
-
-    Args:
-        init_time: (D,) datetime64 init times, ascending.
     """
     steps = np.diff(init_time)
     if len(steps) < 3:
@@ -218,12 +197,7 @@ def _between(
 ) -> list[np.datetime64]:
     """Return the init times within a hole of the series, or none if the usual steps do not add up to its length.
 
-    Args:
-        first: the init time before the hole.
-        gap: length of the hole.
-        usual: the one or two usual steps; two take turns.
-        around: the steps before and after the hole, None at the ends of the series. If there are two usual steps, those
-            within the hole have to alternate with these.
+    Two usual steps take turns, also with those before and after the hole (`around`), None at the ends of the series.
     """
     # Either of two usual steps may be the first within the hole. The right one is that which alternates with the steps
     # around the hole.

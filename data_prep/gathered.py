@@ -64,12 +64,9 @@ class Gathered:
         return pressure, surface
 
     def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
-        """Return both blocks with the float32 fields packed into 16 bits, so that they hold integers only.
+        """Pack the float32 fields into the blocks, in place, and return both blocks, which then hold integers only.
 
-        The blocks are filled in place.
-
-        Args:
-            errors: receives the largest packing error of each variable, in its units.
+        `errors` receives the largest packing error of each variable, in its units.
         """
         masks: Masks = {}
         loose = list(self.loose.items())

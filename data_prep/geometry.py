@@ -230,13 +230,7 @@ def _region(grid: Grid, part: Grid) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarray | None:
-    """Return the position in `old` of each value of `new`; None if one is not there.
-
-    Args:
-        old: (N,) coordinates.
-        new: (N',) coordinates.
-        period: values that differ by a multiple of it are equal; None for none.
-    """
+    """Return the position in `old` of each value of `new`, modulo `period` if it is given; None if one is not there."""
     apart = old[None] - new[:, None]
     if period is not None:
         apart = np.mod(apart + period / 2, period) - period / 2
@@ -245,12 +239,9 @@ def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarr
 
 
 def _overlaps(old: np.ndarray, new: np.ndarray, shifts: Sequence[float] = (0.0,)) -> np.ndarray:
-    """Return the share of each new interval that each old one covers, (N', N).
+    """Return the share of each new interval that each old one covers, (N', N), by their ascending bounds.
 
-    Args:
-        old: (N + 1,) ascending bounds.
-        new: (N' + 1,) ascending bounds.
-        shifts: distances by which the old intervals are repeated.
+    The old intervals are repeated at distances of `shifts`.
     """
     total = np.zeros((len(new) - 1, len(old) - 1))
     low, high = new[:-1, None], new[1:, None]
@@ -300,32 +291,18 @@ class ReducedGrid(Grid):
 
 @lru_cache(16)
 def gaussian_latitudes(rows: int) -> np.ndarray:
-    """Return the latitudes of a Gaussian grid, (rows,) degrees north, descending.
-
-    Args:
-        rows: the number of rows, which is the degree of the Legendre polynomial.
-    """
+    """Return the latitudes of a Gaussian grid, (rows,) degrees north, descending."""
     return np.rad2deg(np.arcsin(roots_legendre(rows)[0]))[::-1]
 
 
 def reduced_grid(counts: tuple[int, ...]) -> ReducedGrid:
-    """Return the Gaussian grid whose rows have the given numbers of points, from north to south.
-
-    Args:
-        counts: (Y,) number of points of each row.
-    """
+    """Return the Gaussian grid whose rows have the given numbers of points, from north to south."""
     longest = max(counts)
     return ReducedGrid(gaussian_latitudes(len(counts)), np.arange(longest) * 360 / longest, np.array(counts))
 
 
 def spread_rows(values: np.ndarray, counts: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write values that are stored one row after the other into an array of rows, and return it.
-
-    Args:
-        values: (N,) the values at all points.
-        counts: (Y,) number of points of each row, in the same order.
-        out: (Y, X) array to fill.
-    """
+    """Fill `out` (Y, X) with values (N,) that are stored row by row, with `counts` (Y,) points each, and return it."""
     ends = np.cumsum(counts)
     columns = np.minimum(np.arange(out.shape[1]), counts[:, None] - 1)
     out[...] = values[(ends - counts)[:, None] + columns]
@@ -333,12 +310,7 @@ def spread_rows(values: np.ndarray, counts: np.ndarray, out: np.ndarray) -> np.n
 
 
 def bilinear(grid: ReducedGrid, target: Grid) -> csr_matrix:
-    """Return the sparse matrix that interpolates fields to a regular grid, (Y' X', Y X).
-
-    Args:
-        grid: the Gaussian grid.
-        target: the regular grid.
-    """
+    """Return the sparse matrix that interpolates fields to a regular grid, (Y' X', Y X)."""
     south = np.clip(np.searchsorted(-grid.latitude, -target.latitude), 1, len(grid.latitude) - 1)
     pair = np.stack([south - 1, south])  # the rows around each row of the target
     gap = grid.latitude[pair[0]] - grid.latitude[pair[1]]

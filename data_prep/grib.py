@@ -37,10 +37,6 @@ _SCALES = ("bitsPerValue", "binaryScaleFactor", "decimalScaleFactor")
 class GribFile:
     """A GRIB file as a reader (see `data_prep.records.Reader`). Its table is taken from `index` if that has one.
 
-    Args:
-        path: the file, or its URL.
-        index: keeps the tables of files; None keeps none.
-
     Raises:
         UserError: the file is missing, empty, truncated, damaged, or changes while it is read; its fields are on
             several grids, or on one that is neither regular nor Gaussian.
@@ -60,7 +56,8 @@ class GribFile:
         self.records, self.skipped, self.methods = table.records, table.skipped, table.methods
         self.origins = table.origins
         self._scans = table.scans
-        self.grid: Grid | None = self._places()[0].grid if table.scans else None
+        grids = [place_of(scan).grid for scan in table.scans]
+        self.grid: Grid | None = grids[0] if grids else None
 
     def _scanned(self, index: FileIndex | None) -> Table:
         """Scan the file, unless another reader scans it at the same time; then return the table that it saved."""
@@ -73,10 +70,6 @@ class GribFile:
                 index.save(self.path, self.stamp, table)
         return table
 
-    def _places(self) -> list[Place]:
-        """Return the grids and point orders of the file's messages; the records' column `place` numbers them."""
-        return [place_of(scan) for scan in self._scans]
-
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
@@ -86,7 +79,7 @@ class GribFile:
             UserError: a message is damaged or has NaN or infinite values, the file cannot be read or changed since it
                 was indexed, or ecCodes cannot decode a message.
         """
-        places = self._places()
+        places = [place_of(scan) for scan in self._scans]
         with _opened(self.path, self.stamp) as file:
             self.stamp.check(self.path, file.stamp)
             if isinstance(file, RemoteGrib):
@@ -120,11 +113,7 @@ class _Message:
         self.bits = int(record["bits"])
 
     def packed(self, out: np.ndarray | None) -> RawField:
-        """Return the integers of simple packing, or float32 values if they have more than 16 bits.
-
-        Args:
-            out: array (rows, X) uint16 for the integers; None to allocate.
-        """
+        """Return the integers of simple packing, in `out` if it is given; float32 values if they have over 16 bits."""
         reference, scale, decimal = (float(self.record[name]) for name in ("reference", "scale", "decimal"))
         shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
         if self.bits > 16:
@@ -261,12 +250,7 @@ class _Indexer:
         self.origins: dict[Origin, int] = {}
 
     def table(self) -> Table:
-        """Scan the file and return the table of its messages.
-
-        Raises:
-            UserError: the file is damaged, holds a field that cannot be read or fields on several grids, or changed
-                during the scan.
-        """
+        """Scan the file and return the table of its messages."""
         rows, end = [], 0
         with _opened(self.path, self.stamp) as file:
             self.stamp.check(self.path, file.stamp)

@@ -79,23 +79,12 @@ def levels_of(field: Field) -> tuple[str, ...]:
 
 
 def on_its_level(field: Field, kind: str, level: int) -> bool:
-    """Return whether the registry's variable `field` lies on a level.
-
-    Args:
-        field: the variable whose parameter the message bears.
-        kind: ecCodes' typeOfLevel.
-        level: ecCodes' level, e.g. the height in m.
-    """
+    """Return whether a variable lies on a level, by ecCodes' typeOfLevel and level, e.g. the height in m."""
     return kind in levels_of(field) or f"{kind} {level}" in levels_of(field)
 
 
 def why_left_out(get: Get, field: Field) -> str:
-    """Return why a message that bears the parameter of `field` is not a field of one run; empty if it is one.
-
-    Args:
-        get: reads a key of the message.
-        field: the variable whose parameter the message bears.
-    """
+    """Return why a message that bears the parameter of `field` is not a field of one run; empty if it is one."""
     kind, stream = get("dataType"), get("stream")
     if kind not in (None, *MEMBER_TYPES) and not _processed(get):
         return f"of type {kind}"

@@ -12,7 +12,6 @@ index, or with a wrong one, headers are read one after the other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,15 +73,7 @@ class Stamp:
         return cls(*found)
 
     def check(self, path: str, now: Stamp) -> None:
-        """Refuse a file that has changed since this stamp was taken.
-
-        Args:
-            path: the file.
-            now: its stamp now.
-
-        Raises:
-            UserError: the stamps differ.
-        """
+        """Raise a UserError for a file whose stamp `now` differs: it has changed since this stamp was taken."""
         if now != self:
             size = f"{self.size} bytes, now {now.size}" if now.size != self.size else f"still {self.size} bytes"
             raise UserError(f"{path}: changed while it was read ({size}); wait until it is complete, and run again")
@@ -98,16 +89,9 @@ class Descriptors:
         self._open: dict[str, int] = {}  # the most recently used last
         self._users: dict[int, int] = {}
 
-    @contextlib.contextmanager
+    @contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        """Open a file for the duration of a `with` block, or use its open descriptor.
-
-        Yields:
-            The file.
-
-        Raises:
-            UserError: the file cannot be opened.
-        """
+        """Open a file for the duration of a `with` block, or use its open descriptor."""
         with self._lock:
             descriptor = self._open.pop(path, -1)
             if descriptor < 0:
@@ -145,11 +129,7 @@ os.register_at_fork(after_in_child=lambda: descriptors.__init__())  # type: igno
 
 
 def open_to_read(path: str) -> int:
-    """Open a file and return its descriptor.
-
-    Raises:
-        UserError: it is missing, or may not be read.
-    """
+    """Open a file and return its descriptor; refuse one that is missing, or may not be read."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -157,12 +137,7 @@ def open_to_read(path: str) -> int:
 
 
 class OpenFile:
-    """A file of this machine that is open.
-
-    Args:
-        descriptor: its descriptor.
-        path: its path, for error messages.
-    """
+    """A file of this machine that is open."""
 
     def __init__(self, descriptor: int, path: str):
         self._descriptor, self.path = descriptor, path
@@ -173,11 +148,7 @@ class OpenFile:
         return Stamp.of(self._descriptor)
 
     def read_into(self, buffer: np.ndarray, start: int) -> None:
-        """Fill a buffer with bytes of the file.
-
-        Args:
-            buffer: (N,) uint8.
-            start: offset of the first byte.
+        """Fill a buffer (N,) uint8 with bytes of the file from `start` on.
 
         Raises:
             UserError: the file ends before N bytes, or cannot be read.
@@ -212,11 +183,7 @@ class Scratch(threading.local):
 
 
 class FileBytes(ABC):
-    """A file as a sequence of bytes. Only the stretches that are accessed are read.
-
-    Args:
-        size: size of the file in bytes.
-    """
+    """A file as a sequence of bytes. Only the stretches that are accessed are read."""
 
     def __init__(self, size: int):
         self._size = size
@@ -269,11 +236,7 @@ class Windows(FileBytes):
 
 
 class RemoteGrib:
-    """A GRIB file behind a URL, with the methods of `data_prep.grib_io.OpenFile`.
-
-    Args:
-        file: the file.
-    """
+    """A GRIB file behind a URL, with the methods of `data_prep.grib_io.OpenFile`."""
 
     def __init__(self, file: RemoteFile):
         self._file = file
@@ -286,12 +249,7 @@ class RemoteGrib:
         return Stamp(self._file.size, self._file.tag)
 
     def ahead(self, offsets: np.ndarray, lengths: np.ndarray) -> None:
-        """Announce the messages that will be read, in their order, so that they are requested in advance.
-
-        Args:
-            offsets: (N,) where they begin.
-            lengths: (N,) their lengths.
-        """
+        """Announce the offsets and lengths (N,) of messages in the order in which they will be read, to ask early."""
         spans = zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)
         self._ahead.announce(dict.fromkeys(spans))  # a message may hold several fields
 
@@ -316,19 +274,9 @@ class RemoteGrib:
             ahead.close()
 
 
-@contextmanager
-def remote_grib(path: str, stamp: Stamp) -> Iterator[RemoteGrib]:
-    """Open the file behind a URL for the duration of a `with` block.
-
-    Args:
-        path: the URL.
-        stamp: its size and tag when it was indexed.
-    """
-    grib = RemoteGrib(RemoteFile(url_of(path), stamp.size, stamp.mtime_ns))
-    try:
-        yield grib
-    finally:
-        grib.close()
+def remote_grib(path: str, stamp: Stamp) -> AbstractContextManager[RemoteGrib]:
+    """Open the file behind a URL, which had a stamp when it was indexed, for the duration of a `with` block."""
+    return closing(RemoteGrib(RemoteFile(url_of(path), stamp.size, stamp.mtime_ns)))
 
 
 class _Ahead:
@@ -348,13 +296,7 @@ class _Ahead:
     def find(self, start: int, end: int, least: int = 0) -> tuple[int, bytes]:
         """Return the position and the bytes of a stretch of the file that holds the bytes from `start` to `end`.
 
-        Args:
-            start: position of the first byte.
-            end: position after the last.
-            least: bytes to read from `start` on at least, if the range was not announced.
-
-        Raises:
-            UserError: they cannot be read, or the file has changed.
+        If the range was not announced, at least `least` bytes are read from `start` on.
         """
         for first, content in (self._now, self._last):
             if first <= start and end <= first + len(content):
@@ -392,9 +334,6 @@ class RemoteHeaders(FileBytes):
     """A file behind a URL as a sequence of bytes, whose headers of messages are requested in advance.
 
     Like `data_prep.grib_io.Windows`, it keeps the two stretches that were read last.
-
-    Args:
-        file: the file.
     """
 
     def __init__(self, file: RemoteFile):

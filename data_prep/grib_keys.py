@@ -14,7 +14,6 @@ import contextlib
 import math
 import os
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -115,22 +114,15 @@ class Place:
         return self.southwards and not (self.shift or self.scan.westwards) and self.by_rows
 
     def stretch(self, rows: slice) -> tuple[int, int]:
-        """Return the first and last row (exclusive) of a band, counted in the message's order.
-
-        Args:
-            rows: the band in the program's order.
-        """
+        """Return the first and last row (exclusive) of a band, counted in the message's order."""
         height = self.grid.shape[0]
         return (rows.start, rows.stop) if self.southwards else (height - rows.stop, height - rows.start)
 
     def put(self, values: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write rows of a message into `out`, with a single copy, or two on Gaussian grids. Return `out`.
 
-        If `by_rows` is false, the rows have to be those of the whole grid.
-
-        Args:
-            values: the points of these rows in the message's order.
-            out: (rows, X) in the program's order.
+        `values` are points in the message's order, `out` (rows, X) is in the program's. If `by_rows` is false, the rows
+        have to be those of the whole grid.
         """
         if self.scan.counts:
             rows = spread_rows(values, np.array(self.scan.counts), np.empty(self.grid.shape, values.dtype))
@@ -174,8 +166,7 @@ def place_of(scan: Scan) -> Place:
     return Place(scan, grid, south, shift)
 
 
-_quietened = threading.Event()
-_sinks: list[Any] = []
+_sinks: list[Any] = []  # the library writes to the last one
 
 
 def eccodes_module() -> Any:
@@ -188,7 +179,7 @@ def eccodes_module() -> Any:
         import eccodes
     except (ImportError, RuntimeError) as error:  # the wheel raises RuntimeError if its C library is missing
         raise UserError(f"GRIB: ecCodes cannot be loaded ({error}); pip install 'ensemble-ml[grib]'") from error
-    if not _quietened.is_set():
+    if not _sinks:
         _keep_quiet()
     return eccodes
 
@@ -200,19 +191,11 @@ def _keep_quiet() -> None:
     sink = open(os.devnull, "w")  # noqa: SIM115 - the library keeps it
     gribapi.lib.grib_context_set_logging_file(gribapi.lib.grib_context_get_default(), sink)
     _sinks.append(sink)
-    _quietened.set()
 
 
 @contextlib.contextmanager
 def opened(message: bytes, where: str = "") -> Iterator[int]:
-    """Open a message with ecCodes for the duration of a `with` block.
-
-    Args:
-        message: the bytes of the message.
-        where: text with which error messages begin.
-
-    Yields:
-        The handle.
+    """Open a message with ecCodes for the duration of a `with` block; error messages begin with `where`.
 
     Raises:
         UserError: ecCodes cannot read or decode the message.
@@ -236,10 +219,6 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
 
     The caller compares the two headers. If they differ, the program's own parser does not understand messages of this
     kind.
-
-    Args:
-        message: the bytes of the message.
-        head: the header as `data_prep.grib_sections` reads it.
 
     Raises:
         UserError: the message is damaged, or of a kind that is refused.
@@ -283,11 +262,7 @@ def _understood() -> Iterator[None]:
 
 
 def _init(date: int, time: int) -> np.datetime64:
-    """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM).
-
-    Raises:
-        UserError: there is no such date, or the year is 0.
-    """
+    """Return the init time from ecCodes' dataDate (YYYYMMDD) and dataTime (HHMM)."""
     try:
         day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
     except ValueError as error:
@@ -298,11 +273,7 @@ def _init(date: int, time: int) -> np.datetime64:
 
 
 def _kind(get: Get) -> Kind:
-    """Return the kind of a message: its columns of RECORD, or the reason why it is not read.
-
-    Raises:
-        UserError: the message is of a known variable but cannot be read.
-    """
+    """Return the kind of a message: its columns of RECORD, or the reason why it is not read."""
     name, known = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", by_param_id(get("paramId"))
     if known is None:
         return Kind(None, None, name)
@@ -415,11 +386,7 @@ def _field_and_level(field: Field, level_type: str, level: int) -> tuple[int, in
 
 
 def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
-    """Return factor and shift from the units of a message to those of the registry.
-
-    Raises:
-        UserError: no conversion is known.
-    """
+    """Return factor and shift from the units of a message to those of the registry."""
     field = FIELDS[index]
     if field.name == "orog" and number == 129:
         return 1 / GRAVITY, 0.0
@@ -430,14 +397,7 @@ def _conversion(index: int, units: str, number: int) -> tuple[float, float]:
 
 
 def _steps(text: str) -> tuple[int, int, bool]:
-    """Parse a step range such as `48`, `69-72` or `0m-60m`.
-
-    Returns:
-        The first and last hour, and whether the text is a range.
-
-    Raises:
-        UserError: the text is of another form, or not of whole hours.
-    """
+    """Return the first and last hour of a step range such as `48`, `69-72` or `0m-60m`, and whether it is a range."""
     hours = []
     for part in text.split("-"):
         match = re.fullmatch(r"(\d+)([a-zA-Z]?)", part)
@@ -450,11 +410,7 @@ def _steps(text: str) -> tuple[int, int, bool]:
 
 
 def _scan(get: Get) -> Scan:
-    """Return how a message scans its grid.
-
-    Raises:
-        UserError: the order of points or the size of the grid cannot be read.
-    """
+    """Return how a message scans its grid."""
     latitude = [get(f"latitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
     longitude = [get(f"longitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
     if get("alternativeRowScanning", 0):  # ecCodes states no coordinates of points for these
@@ -478,12 +434,7 @@ def packed_size(points: int, bits: int) -> int:
 
 
 def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
-    """Unpack unsigned integers of 1 to 24 bits.
-
-    Args:
-        octets: uint8, `packed_size(points, bits)` of them.
-        bits: bits of each integer.
-        points: number of integers.
+    """Unpack unsigned integers of 1 to 24 bits from the `packed_size(points, bits)` octets that hold them.
 
     Returns:
         (points,). 16 bits are a big-endian view of `octets`, 8 bits are `octets` themselves; other widths below 16 are
@@ -517,10 +468,5 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
 
 
 def bitmap(octets: np.ndarray, points: int) -> np.ndarray:
-    """Return which points have a value, (points,) bool.
-
-    Args:
-        octets: the bitmap, one bit for each point, most significant bit first.
-        points: number of points.
-    """
+    """Return which points have a value, (points,) bool, by the bits of a bitmap, most significant bit first."""
     return np.unpackbits(octets, count=points).view(bool)

@@ -50,10 +50,6 @@ class Header:
 def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
     """Yield (offset, length) of each GRIB message in `content`.
 
-    Args:
-        path: the file, for error messages.
-        content: the bytes of the file.
-
     Raises:
         UserError: there is no message, or one is truncated or damaged.
     """
@@ -119,10 +115,7 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
     A message of edition 1 holds one field. One of edition 2 may repeat its sections from 2, 3 or 4 up to 7. Sections
     that it does not repeat are those of the field before.
 
-    Args:
-        content: the bytes of the file, or of the message alone.
-        start: offset of the message.
-        length: length of the message; None for all bytes that follow.
+    Without a `length`, the message is all that follows `start`.
 
     Raises:
         UserError: the message is damaged, has no valid date, or uses a bitmap whose bits are not in it.
@@ -137,17 +130,7 @@ def headers(content: Content, start: int = 0, length: int | None = None) -> list
 
 
 def _header1(content: Content, start: int, end: int) -> Header:
-    """Read the header of an edition 1 message.
-
-    Args:
-        content: the bytes of the file.
-        start: offset of the message.
-        end: offset of its end.
-
-    Raises:
-        UserError: the sections are damaged, or state no year.
-        ValueError: section 1 has no valid date.
-    """
+    """Read the header of the edition 1 message from `start` to `end` of the file."""
     product = start + 8
     grid = product + _integer(content, product, 3)
     first = content[product:grid]
@@ -186,16 +169,16 @@ def _header1(content: Content, start: int, end: int) -> Header:
     )
     size, scale = int.from_bytes(values[:3], "big"), _signed(values, 4)
     large = _integer(content, start + 4, 3) >= 0x800000 and size < 120  # section 4's length then has another meaning
-    room = end - 4 - data - 11 if large else size - 11
+    most = end - 4 - data - 11
+    room = most if large else size - 11
+    if not 0 <= room <= most:
+        raise UserError(f"damaged sections ({room} bytes of values; the message has space for {most})")
     count = max(room * 8 - (values[3] & 15), 0) // values[10] if values[10] else None
-    _check_room(room, end - 4 - data - 11)
     at, bits = 0, 0
     if data > bitmap:
         at, bits = bitmap + 6 - start, (data - bitmap - 6) * 8 - _octet(content, bitmap + 3)
     reference, data = _ibm(values[6:10]), data + 11 - start
-    return Header(
-        key, init, reference, scale, data, at, (bits, bits), count, room, _SPARE, level, member, steps
-    )  # fmt: skip
+    return Header(key, init, reference, scale, data, at, (bits, bits), count, room, _SPARE, level, member, steps)
 
 
 def _check_lists(grid: bytes) -> None:
@@ -225,12 +208,7 @@ Sections = dict[int, tuple[int, int]]  # number of a section -> where it begins 
 
 
 def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
-    """Yield the sections 1 to 7 of each field of an edition 2 message.
-
-    Raises:
-        UserError: the sections are out of order or do not fill the message, or a field reuses a bitmap that no field
-            before it has.
-    """
+    """Yield the sections 1 to 7 of each field of an edition 2 message."""
     position, sections, bitmap = start + 16, Sections(), None
     found, last = False, 0
     while content[position : position + 4] != b"7777":
@@ -258,17 +236,7 @@ def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
 
 
 def _header2(content: Content, start: int, sections: Sections) -> Header:
-    """Read the header of one field of an edition 2 message.
-
-    Args:
-        content: the bytes of the file.
-        start: offset of the message.
-        sections: position and length of the field's sections.
-
-    Raises:
-        UserError: the grid and its number of points do not agree, or the bitmap is one that the centre predefines.
-        ValueError: section 1 has no valid date.
-    """
+    """Read the header of one field of the edition 2 message at `start`, whose sections lie where `sections` states."""
     parts = [content[start + 6 : start + 8]]
     reference, scale, bitmap = 0.0, 0, 0
     init: np.datetime64 = np.datetime64("NaT", "s")
@@ -307,15 +275,10 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
 
 
 def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
-    """Parse section 4, the product definition.
+    """Parse section 4, the product definition, of a message with an init time.
 
-    Args:
-        section: the bytes of the section.
-        init: the init time, from section 1.
-
-    Returns:
-        The section for the key, in which constants replace the bytes that were understood; then the level in hPa, the
-        member, and the first and last hour, each None if it is left to ecCodes.
+    Return the section for the key, in which constants replace the bytes that were understood; then the level in hPa,
+    the member, and the first and last hour, each None if it is left to ecCodes.
     """
     template = _integer(section, 7, 2)
     if template not in _TAILS or len(section) < 34:
@@ -359,12 +322,6 @@ def without_values(content: Content, start: int, length: int, head: Header) -> t
     A message of edition 1 stays whole if its values are few, or if they are packed as spherical harmonics or by second
     order packing.
 
-    Args:
-        content: where the message lies.
-        start: offset of the message in it.
-        length: length of the message.
-        head: header of the field.
-
     Returns:
         The message, and the number of bytes by which its values begin earlier than in the original message.
 
@@ -392,12 +349,8 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
     ecCodes reads further fields of a message only in its multi-field mode, which keeps state between calls and is
     therefore not safe with threads.
 
-    Args:
-        content: where the message lies.
-        start: offset of the message in it.
-        length: length of the message.
-        data: offset of the field's packed values in the message.
-        most: bytes of packed values to keep; None keeps all.
+    The field is the one whose packed values begin at byte `data` of the message. `most` is the number of bytes of them
+    to keep; None keeps all.
 
     Raises:
         UserError: no field has its values there.
@@ -415,12 +368,6 @@ def single_field(content: Content, start: int, length: int, data: int, most: int
     parts.append(kept.to_bytes(4, "big") + content[first + 4 : first + kept])
     whole = 16 + sum(map(len, parts)) + 4
     return b"".join((content[start : start + 8], whole.to_bytes(8, "big"), *parts, b"7777"))
-
-
-def _check_room(room: int, most: int) -> None:
-    """Refuse a section of values that is larger than the message, or smaller than its own header."""
-    if not 0 <= room <= most:
-        raise UserError(f"damaged sections ({room} bytes of values; the message has space for {most})")
 
 
 def _octet(content: Content, place: int) -> int:

@@ -230,13 +230,7 @@ def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
 
 
 def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OVERRIDES) -> Identity:
-    """Identify a data variable by the user's statements, its name, GRIB parameter or standard name.
-
-    Args:
-        data: the file.
-        array: the data variable.
-        overrides: the user's statements.
-    """
+    """Identify a data variable by the user's statements, its name, GRIB parameter or standard name."""
     stated, spelling = overrides.field_of(array.name), spell(array.name)
     field = stated or _named(array, spelling)
     if field is None:
@@ -326,11 +320,7 @@ def _at_surface(array: xr.DataArray, field: Field) -> Identity:
 def _near_ground(array: xr.DataArray, field: Field, heights: set[float]) -> Identity:
     """Return the surface variable of a quantity, such as air temperature at 2 m, if there is exactly one.
 
-    Args:
-        array: the data variable.
-        field: the quantity.
-        heights: heights above ground at which the variable lies, in m. Without any, or with 0 m alone, it is a variable
-            near the ground, up to 10 m.
+    The variable lies at `heights` above ground (m). Without any, or with 0 m alone, it is one near it, up to 10 m.
     """
     surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
     stated = heights - {0.0}
@@ -358,11 +348,6 @@ class NoUnits(OfSomethingElse):
 
 def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRIDES) -> str:
     """Return the units that a data variable or the user states; empty if neither does.
-
-    Args:
-        array: the data variable.
-        field: the variable that it is.
-        overrides: the user's statements.
 
     Raises:
         UserError: both are stated for a forecast, and they differ or the user's cannot be converted.
@@ -392,12 +377,7 @@ def _conversion(units: str, field: Field) -> tuple[float, float]:
 def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, float]:
     """Return factor and shift from the units of a data variable to those of the registry: value * factor + shift.
 
-    From a mean rate they give the sum over one second.
-
-    Args:
-        array: the data variable.
-        field: the variable that it is.
-        units: its units; an empty text stands for the registry's.
+    From a mean rate they give the sum over one second. An empty text of units stands for the registry's.
 
     Raises:
         OfSomethingElse: the units cannot be converted.

@@ -32,9 +32,6 @@ _REASONS = (
 def describe_archive(paths: Any) -> dict[str, Any]:
     """Return what `prepare` would take of an archive with its default settings, as plain values that JSON can hold.
 
-    Args:
-        paths: a file, a folder, a glob, a URL or an open Dataset, or a list of them: GRIB, NetCDF or Zarr.
-
     Raises:
         UserError: nothing is there, a file is damaged, or the archive holds no forecast.
     """

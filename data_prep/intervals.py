@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, KEYS, MEMBER, RawField, field_of
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, KEYS, MEMBER, RawField
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GUST, field
 
@@ -74,10 +74,8 @@ def from_start(records: np.ndarray) -> np.ndarray:
 def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarray:
     """Return which records are sums that end at none of the hours of `cuts`, (N,) bool.
 
-    Args:
-        records: (N,) table of fields.
-        cuts: for a variable, the hours after the init time at which the intervals of its sums have to end. Variables
-            without an entry are not looked at.
+    `cuts` holds, for a variable, the hours after the init time at which the intervals of its sums have to end. Others
+    are not looked at.
     """
     out = np.zeros(len(records), bool)
     for name, hours in cuts.items():
@@ -97,16 +95,12 @@ def starts(records: np.ndarray) -> np.ndarray:
 
 
 def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
-    """Return the interval of every field that has one.
+    """Return the interval of every field that has one: position in FIELDS -> lead in hours -> Interval.
 
     Members decide on the intervals; the control decides only for fields that no member has. A control with finer steps
     would otherwise define intervals that no member can fill.
 
-    Args:
-        records: (N,) table of fields, whose sums have a `lead_start` (see `from_start`).
-
-    Returns:
-        Position in FIELDS -> lead in hours -> Interval.
+    The sums among the `records` need a `lead_start` (see `from_start`).
 
     Raises:
         UserError: a variable has ranges of several lengths at one lead, or intervals at some leads and instantaneous
@@ -137,12 +131,7 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
 
 
 def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.ndarray:
-    """Return which records of a control are at leads where their variable has no interval, (N,) bool.
-
-    Args:
-        records: (N,) table of fields.
-        found: the result of `intervals`.
-    """
+    """Return which records of a control are at leads where their variable has no interval, (N,) bool."""
     out = np.zeros(len(records), bool)
     for index, by_lead in found.items():
         mine = records["field"] == index
@@ -151,15 +140,7 @@ def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.nda
 
 
 def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
-    """Return the interval at each lead of one field.
-
-    Args:
-        index: position in FIELDS.
-        pairs: (lead, start) of its ranges, ascending.
-
-    Raises:
-        UserError: two ranges end at the same lead.
-    """
+    """Return the interval at each lead of one field, by the ascending pairs (lead, start) of its ranges."""
     name = FIELDS[index].name
     leads = [lead for lead, _ in pairs]
     for lead in leads:
@@ -182,13 +163,7 @@ def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
 def lead_bounds(
     names: tuple[str, ...], leads: tuple[int, ...], found: dict[int, dict[int, Interval]]
 ) -> dict[str, list[list[int] | None]]:
-    """Return [first, last] hour for each lead of every variable over intervals, with None at leads that have none.
-
-    Args:
-        names: the variables to include.
-        leads: lead times in hours.
-        found: the result of `intervals`.
-    """
+    """Return [first, last] hour for each lead of every variable over intervals, with None at leads that have none."""
     bounds: dict[str, list[list[int] | None]] = {}
     for index, by_lead in sorted(found.items()):
         if FIELDS[index].name in names:
@@ -201,10 +176,6 @@ def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[s
     """Describe variables over intervals for which `leads` skips intervals of the archive, before or between its leads.
 
     Sums are not put together over the skipped intervals, so the values at `leads` do not add up to the whole.
-
-    Args:
-        leads: lead times in hours.
-        found: the result of `intervals`.
 
     Returns:
         The intervals at these leads by variable, e.g. "sums over 18-24, 42-48 h".
@@ -228,15 +199,12 @@ class Tiles:
         rows: (N,) their positions in the table of the catalogue.
 
     Attributes:
-        name: short name of the variable.
         stated: whether any record covers an interval.
     """
 
     def __init__(self, records: np.ndarray, rows: np.ndarray):
-        """Group the records by the valid time at which their intervals end."""
         hour = np.timedelta64(1, "h")
-        self.name = field_of(records[0]).name
-        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}
+        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}  # by their ends
         for record, row in zip(records, rows.tolist(), strict=True):
             start, end = (record["init"] + int(record[key]) * hour for key in ("lead_start", "lead"))
             self._ending.setdefault(end, []).append((start, int(record["lead"]), row))
@@ -247,10 +215,6 @@ class Tiles:
 
         From the end backwards, the longest interval is taken that leaves a rest which can be filled; of equal
         intervals, the one of the shortest lead. The result is empty if no choice of intervals fills the whole.
-
-        Args:
-            start: beginning of the interval to cover.
-            end: its end.
         """
         # A search in depth, backwards from the end. An hour from which the start was not reached is not tried again.
         onward: dict[np.datetime64, tuple[int, np.datetime64]] = {}  # hour -> row of the interval from there, its end
@@ -285,10 +249,6 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
 
     Packing rounds both sums. A decrease, and an increase of at most half a packing step of each, count as zero;
     otherwise a dry interval would have values slightly below and above zero. Points without a value stay NaN.
-
-    Args:
-        later: the sum up to the later lead.
-        earlier: the sum up to the earlier lead.
 
     Raises:
         UserError: the sum falls noticeably at more than 1 % of the points, so it does not run from the init time.
