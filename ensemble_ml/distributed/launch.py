@@ -215,7 +215,7 @@ class Session:
             meeting = meet(self.world, patience)
             host, port = meeting.host, meeting.port
             store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
-            _come(store, self.world)
+            _come(store, self.world, f"{host}:{port}")
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
             _all_come(store, self.world, patience)
             _check_agreement(store, self.topology)
@@ -389,15 +389,15 @@ def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
     return True
 
 
-def _come(store: Any, world: World) -> None:
-    """Register this rank in the store.
+def _come(store: Any, world: World, place: str) -> None:
+    """Register this rank in the store at `place`, HOST:PORT.
 
     Raise a UserError if all ranks have registered already. They belong to another job, which must not receive this
     one's failure.
     """
     if store.add("come", 1) > world.size:
         raise UserError(
-            f"rank {world.rank}: {world.size} ranks have met at {world.host}:{world.port} already, of another job; set"
+            f"rank {world.rank}: {world.size} ranks have met at {place} already, of another job; set"
             " MASTER_PORT to a free port on all ranks"
         )
     store.set(f"host/{world.rank}", socket.gethostname())

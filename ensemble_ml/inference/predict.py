@@ -72,7 +72,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 
     Raises:
         UserError: before the first forecast, if the checkpoint is damaged; the source does not fit it; the ranks cannot
-            be used as `config.training` says; something that the settings name is not there; a forecast exists already,
+            be used as `config.parallel` says; something that the settings name is not there; a forecast exists already,
             or `resume` is on without `overwrite` and a forecast was made in another way. At the end, if the input of
             some init times could not be read, or was NaN or infinite; all other forecasts are made then. If ranks share
             a date, the first such date ends the run.
