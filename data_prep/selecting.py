@@ -67,7 +67,7 @@ def chosen(
         there = np.unique(records["field"]).tolist()
         for index in wanted:
             if index not in there:
-                has = ", ".join(FIELDS[one].name for one in there)
+                has = ", ".join(FIELDS[one].name for one in there) or "none at all"
                 raise UserError(f"variables={FIELDS[index].name}: {path} has none of it; it has {has}")
         keep &= np.isin(records["field"], wanted)
     if levels is not None:

@@ -9,6 +9,8 @@ from gribfiles import GLOBE, archive_of, dataset, decoded, finished, message, no
 from data_prep import open_archive, open_pair, prepare
 from data_prep.gaps import find_gaps
 from data_prep.grib import GribFile
+from data_prep.records import RECORD
+from data_prep.selecting import chosen
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field, resolve
@@ -296,3 +298,8 @@ class TestPrecipitation:
             if 0 < after <= 24:
                 total += values.astype(np.float64)
         np.testing.assert_array_equal(pair.read(Part.TRUTH, 0).surface[0, 0, 0], total.astype(np.float32))
+
+
+def test_an_archive_without_fields_has_no_variable_at_all():
+    with pytest.raises(UserError, match=r"variables=t2m: a\.grib has none of it; it has none at all$"):
+        chosen(np.zeros(0, RECORD), "a.grib", ["t2m"], None, None)
