@@ -210,6 +210,14 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
     }
 
 
+def _digest(fields: Mapping[str, np.ndarray]) -> str:
+    """Return a hash of the names, shapes and values of static fields."""
+    found = hashlib.sha256()
+    for name in sorted(fields):
+        found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
+    return found.hexdigest()
+
+
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
     """Return `same`, the result of `identity`, with the attributes of the input of one init time.
 
@@ -222,12 +230,9 @@ def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str,
     }
 
 
-def _digest(fields: Mapping[str, np.ndarray]) -> str:
-    """Return a hash of the names, shapes and values of static fields."""
-    found = hashlib.sha256()
-    for name in sorted(fields):
-        found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
-    return found.hexdigest()
+def member_numbers(start: Start, source: Source) -> str:
+    """Return the numbers of the members of a forecast, as its attribute holds them."""
+    return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
 def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
@@ -279,11 +284,6 @@ def made_already(
     if made:
         log.info("%s: %d of %d forecasts exist already", paths[0].parent, len(made), len(paths))
     return made
-
-
-def member_numbers(start: Start, source: Source) -> str:
-    """Return the numbers of the members of a forecast, as its attribute holds them."""
-    return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
 def _others(path: Path, wanted: Mapping[str, str]) -> list[str]:

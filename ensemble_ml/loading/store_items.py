@@ -188,6 +188,18 @@ class StoreItems:
         return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
 
 
+def _positions(dates: Any, count: int) -> np.ndarray:
+    """Return the positions of init times, which may be given as a mask. Refuse others than 0 to `count` - 1."""
+    if dates is None:
+        return np.arange(count)
+    found = np.asarray(dates)
+    if found.dtype == bool and found.shape == (count,):
+        found = np.flatnonzero(found)
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
+        raise UserError(f"dates={dates}: positions of init times from 0 to {count - 1}, or a mask of them, are needed")
+    return found
+
+
 def indexed(path: str, spec: ArraySpec) -> MemoryShard:
     """Read the index of a shard, and return it as a shard of which nothing else can be read.
 
@@ -328,15 +340,3 @@ class Places:
             found[number] = flat[start:stop].reshape(levels, rows, columns)
             start = stop
         return found
-
-
-def _positions(dates: Any, count: int) -> np.ndarray:
-    """Return the positions of init times, which may be given as a mask. Refuse others than 0 to `count` - 1."""
-    if dates is None:
-        return np.arange(count)
-    found = np.asarray(dates)
-    if found.dtype == bool and found.shape == (count,):
-        found = np.flatnonzero(found)
-    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
-        raise UserError(f"dates={dates}: positions of init times from 0 to {count - 1}, or a mask of them, are needed")
-    return found

@@ -17,6 +17,74 @@ PATIENCE = 5.0  # seconds that a loader's end may wait for storage; a job that m
 T = TypeVar("T")
 
 
+class Workers:
+    """A group of threads that carry out the tasks of a loader; the base of both engines.
+
+    A subclass defines `_list_tasks` and `_work`, and starts the threads by `_start`. What several threads change, they
+    change under the lock of `_change`, and notify it.
+
+    Args:
+        source: Source of the samples.
+    """
+
+    def __init__(self, source: Reading):
+        self._source = source
+        self._change = threading.Condition()
+        self._ended, self._stopped = False, False
+        self._error: BaseException | None = None
+        self._tasks, self._take = self._list_tasks(), threading.Lock()
+        self._workers: list[threading.Thread] = []
+        self._left: bool | None = None  # whether threads still run after `close`; None before it
+
+    def _list_tasks(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the tasks, and wait while enough batches are ahead."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """Carry out tasks until they end."""
+        raise NotImplementedError
+
+    def _start(self, count: int) -> None:
+        """Start the threads. An error of one of them is kept for the user's thread."""
+
+        def run() -> None:
+            """Work, and keep the first error."""
+            try:
+                self._work()
+            except BaseException as error:
+                with self._change:
+                    self._error = self._error or error
+                    self._change.notify_all()
+
+        self._workers = start(count, run)
+
+    def _next_task(self) -> Any:
+        """Return the next task, or None after the last one."""
+        # Only one thread at a time advances the generator of tasks. It may wait there for a free buffer.
+        with self._take:
+            return next(self._tasks, None)
+
+    def _end_tasks(self) -> None:
+        """Note that no task is left."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a change. If none comes within `seconds`, log what has been read for longest, and return."""
+        if not self._change.wait(seconds) and (slow := self._source.slowest()):
+            log.warning("loading: %s has been read for %.0f s without an answer", *slow)
+
+    def close(self) -> bool:
+        """End the threads, and return False if some still wait for storage. Further calls return the same."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        if self._left is None:
+            self._left = not ended(self._workers, self._source.slowest)
+        return not self._left
+
+
 def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
     """Run `work` on `count` daemon threads, which end with the process.
 
@@ -94,74 +162,6 @@ class Scratch(threading.local):
         if len(self.held) < size:
             self.held = bytearray(size)
         return memoryview(self.held)[:size]
-
-
-class Workers:
-    """A group of threads that carry out the tasks of a loader; the base of both engines.
-
-    A subclass defines `_list_tasks` and `_work`, and starts the threads by `_start`. What several threads change, they
-    change under the lock of `_change`, and notify it.
-
-    Args:
-        source: Source of the samples.
-    """
-
-    def __init__(self, source: Reading):
-        self._source = source
-        self._change = threading.Condition()
-        self._ended, self._stopped = False, False
-        self._error: BaseException | None = None
-        self._tasks, self._take = self._list_tasks(), threading.Lock()
-        self._workers: list[threading.Thread] = []
-        self._left: bool | None = None  # whether threads still run after `close`; None before it
-
-    def _list_tasks(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the tasks, and wait while enough batches are ahead."""
-        raise NotImplementedError
-
-    def _work(self) -> None:
-        """Carry out tasks until they end."""
-        raise NotImplementedError
-
-    def _start(self, count: int) -> None:
-        """Start the threads. An error of one of them is kept for the user's thread."""
-
-        def run() -> None:
-            """Work, and keep the first error."""
-            try:
-                self._work()
-            except BaseException as error:
-                with self._change:
-                    self._error = self._error or error
-                    self._change.notify_all()
-
-        self._workers = start(count, run)
-
-    def _next_task(self) -> Any:
-        """Return the next task, or None after the last one."""
-        # Only one thread at a time advances the generator of tasks. It may wait there for a free buffer.
-        with self._take:
-            return next(self._tasks, None)
-
-    def _end_tasks(self) -> None:
-        """Note that no task is left."""
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for a change. If none comes within `seconds`, log what has been read for longest, and return."""
-        if not self._change.wait(seconds) and (slow := self._source.slowest()):
-            log.warning("loading: %s has been read for %.0f s without an answer", *slow)
-
-    def close(self) -> bool:
-        """End the threads, and return False if some still wait for storage. Further calls return the same."""
-        with self._change:
-            self._stopped = True
-            self._change.notify_all()
-        if self._left is None:
-            self._left = not ended(self._workers, self._source.slowest)
-        return not self._left
 
 
 def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:

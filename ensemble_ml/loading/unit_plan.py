@@ -46,6 +46,113 @@ _MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer
 NEVER = np.iinfo(np.int64).max
 
 
+class Units:
+    """The units that `reader` needs of the init times `dates`, indices (D,) in ascending order.
+
+    Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
+    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) holds the number
+    of packed bytes of each unit.
+
+    The constructor reads the index of every shard and the packing factors of every field of these dates, and keeps both
+    in memory.
+
+    Raises:
+        UserError: The store lacks something that the model reads, was replaced, or has a damaged or unreadable file.
+    """
+
+    def __init__(self, reader: Reader, dates: np.ndarray):
+        assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
+        self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
+        self.each = reader.full_size + 1
+        self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
+        with ThreadPoolExecutor(INDEX_THREADS) as pool:
+            self.store.keep_factors(self._parts, self.dates.tolist(), pool)
+            self._found = list(pool.map(self._date, self.dates.tolist()))
+        self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
+
+    def of(self, draw: Draw) -> np.ndarray:
+        """Return the numbers of the units of a sample: those of its members, then that of its targets."""
+        slot = int(np.searchsorted(self.dates, draw.date))
+        return slot * self.each + np.append(draw.read, self.each - 1)
+
+    def read(self, unit: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.
+
+        Raises:
+            UserError: A file is missing, cut short or unreadable, or the store was replaced.
+        """
+        date, start = self._found[unit // self.each], 0
+        # Runs are in the order of their shards, so each file is opened once.
+        for number, of_shard in groupby(date.runs[unit % self.each], key=lambda run: run.shard):
+            with closing(ShardFile(date.shards[number][0])) as shard:
+                for run in of_shard:
+                    shard.read_into(run.offset, out[start : start + run.size])
+                    start += run.size
+        self.store.check_same()
+
+    def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
+        """Return a reader of one sample, whose units are in memory: `packed`, in the order of `of`."""
+        units = self.of(draw)
+        date = self._found[int(units[0]) // self.each]
+        pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
+        for unit, data in zip(units.tolist(), packed, strict=True):
+            start = 0
+            for run in date.runs[unit % self.each]:
+                pieces[run.shard].append((run.offset, data[start : start + run.size]))
+                start += run.size
+        shards = {known[0]: MemoryShard(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
+        return self.reader.over(self.store.through(shards.__getitem__))
+
+    def name(self, unit: int) -> str:
+        """Return the path of the shard that holds the longest run of a unit, for messages.
+
+        An empty unit has the path of the first shard of its date.
+        """
+        date = self._found[unit // self.each]
+        largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
+        return date.shards[largest.shard][0]
+
+    def _date(self, date: int) -> _Date:
+        """Find the byte ranges of all units of an init time."""
+        shards: list[tuple[str, int, np.ndarray]] = []
+        members: list[list[Run]] = [[] for _ in range(self.each)]
+        for part in self._parts:
+            for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
+                shard = indexed(path, spec)
+                for member, wanted in _by_member(spec, numbers, part, self.each - 1):
+                    _, spans = chunk_spans(shard, spec, wanted)
+                    for a, b in runs(spans, shard.size):
+                        start = int(spans[a, 0])
+                        members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
+                shards.append((path, shard.size, shard.index))
+        return _Date(tuple(shards), tuple(map(tuple, members)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous range of bytes in a shard."""
+
+    shard: int  # index into the shards of the date
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Date:
+    """The shards of one init time (path, size and index of each), and the runs of each of its units."""
+
+    shards: tuple[tuple[str, int, np.ndarray], ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
+    """Group the chunks `numbers` of a shard by the unit to which they belong."""
+    if part is not Part.FORECAST:
+        return [(last, numbers)]
+    member = np.unravel_index(numbers, spec.chunks)[0]
+    return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """The uses of a run in the order of the global batches: three arrays (A,).
@@ -214,67 +321,6 @@ class UnitPlan:
         return most
 
 
-def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
-    """Choose the units that are used most, earlier ones first among equals, and hold them for the whole run."""
-    distinct, first, count = np.unique(chunks, return_index=True, return_counts=True)
-    # A unit that is used k times saves k - 1 reads, so the units used most come first.
-    order = np.lexsort((first, -count))
-    chosen = distinct[order]
-    held = np.zeros(len(sizes), bool)
-    for _ in range(2):  # the second pass takes smaller units behind the first one that did not fit
-        fits = int(np.searchsorted(np.cumsum(sizes[chosen]), room, side="right"))
-        held[chosen[:fits]] = True
-        room -= int(sizes[chosen[:fits]].sum())
-        chosen = chosen[fits:][sizes[chosen[fits:]] <= room]
-    new = np.zeros(len(chunks), bool)
-    new[first] = True
-    # A unit need not stay after its last use.
-    stays = held[chunks] & (next_uses(chunks) < NEVER)
-    return Decisions(held[chunks] & ~new, stays, ())
-
-
-def _replay(
-    uses: np.ndarray,
-    chunks: np.ndarray,
-    pages: np.ndarray,
-    room: Room,
-    found: Decisions,
-    source: np.ndarray,
-    tier: np.ndarray,
-    keep: np.ndarray,
-    dropped: dict[int, list[int]],
-) -> None:
-    """Assign each unit that one rank keeps to a tier, memory first, and write the result into the arrays (A,).
-
-    The decisions were made for the capacity of both tiers together. A unit that then fits into neither tier alone is
-    not kept. A drop is recorded at the next use that keeps a unit, because the space is not needed before.
-    """
-    free = {RAM: room.ram, DISK: room.disk}
-    brought: dict[int, int] = {}  # unit -> the use that brought it in
-    drops, gone, waiting = list(found.dropped), 0, []
-    for here, (use, unit) in enumerate(zip(uses.tolist(), chunks.tolist(), strict=True)):
-        # First free the space of all units that leave the cache before this use.
-        while gone < len(drops) and drops[gone][0] <= here:
-            dropped_unit = drops[gone][1]
-            was = brought.pop(dropped_unit, None)
-            gone += 1
-            if was is not None:
-                free[int(tier[was])] += int(pages[dropped_unit])
-                waiting.append(was)
-        if found.hit[here] and unit in brought:
-            source[use], tier[use] = brought[unit], tier[brought[unit]]
-            continue
-        if not found.keep[here]:
-            continue
-        where = next((one for one in (RAM, DISK) if free[one] >= pages[unit]), None)
-        if where is None:
-            continue
-        free[where] -= int(pages[unit])
-        brought[unit], tier[use], keep[use] = use, where, True
-        if waiting:
-            dropped[use], waiting = waiting, []
-
-
 @dataclass(frozen=True, eq=False)
 class Decisions:
     """The decisions of a cache over a trace of A uses.
@@ -288,20 +334,6 @@ class Decisions:
     hit: np.ndarray
     keep: np.ndarray
     dropped: tuple[tuple[int, int], ...]
-
-
-def next_uses(chunks: np.ndarray) -> np.ndarray:
-    """Return, for each of A uses of chunks in order of time, the position of the next use of the same chunk.
-
-    The positions are (A,) int64; NEVER where a chunk is not used again.
-    """
-    # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
-    # successor.
-    order = np.argsort(chunks, kind="stable")
-    same = chunks[order][1:] == chunks[order][:-1]
-    following = np.full(len(chunks), NEVER)
-    following[order[:-1][same]] = order[1:][same]
-    return following
 
 
 def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
@@ -365,108 +397,76 @@ def _victims(
     return victims, gained
 
 
-@dataclass(frozen=True)
-class Run:
-    """A contiguous range of bytes in a shard."""
+def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
+    """Choose the units that are used most, earlier ones first among equals, and hold them for the whole run."""
+    distinct, first, count = np.unique(chunks, return_index=True, return_counts=True)
+    # A unit that is used k times saves k - 1 reads, so the units used most come first.
+    order = np.lexsort((first, -count))
+    chosen = distinct[order]
+    held = np.zeros(len(sizes), bool)
+    for _ in range(2):  # the second pass takes smaller units behind the first one that did not fit
+        fits = int(np.searchsorted(np.cumsum(sizes[chosen]), room, side="right"))
+        held[chosen[:fits]] = True
+        room -= int(sizes[chosen[:fits]].sum())
+        chosen = chosen[fits:][sizes[chosen[fits:]] <= room]
+    new = np.zeros(len(chunks), bool)
+    new[first] = True
+    # A unit need not stay after its last use.
+    stays = held[chunks] & (next_uses(chunks) < NEVER)
+    return Decisions(held[chunks] & ~new, stays, ())
 
-    shard: int  # index into the shards of the date
-    offset: int
-    size: int
 
+def next_uses(chunks: np.ndarray) -> np.ndarray:
+    """Return, for each of A uses of chunks in order of time, the position of the next use of the same chunk.
 
-@dataclass(frozen=True, eq=False)
-class _Date:
-    """The shards of one init time (path, size and index of each), and the runs of each of its units."""
-
-    shards: tuple[tuple[str, int, np.ndarray], ...]
-    runs: tuple[tuple[Run, ...], ...]
-
-
-class Units:
-    """The units that `reader` needs of the init times `dates`, indices (D,) in ascending order.
-
-    Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
-    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) holds the number
-    of packed bytes of each unit.
-
-    The constructor reads the index of every shard and the packing factors of every field of these dates, and keeps both
-    in memory.
-
-    Raises:
-        UserError: The store lacks something that the model reads, was replaced, or has a damaged or unreadable file.
+    The positions are (A,) int64; NEVER where a chunk is not used again.
     """
-
-    def __init__(self, reader: Reader, dates: np.ndarray):
-        assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
-        self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
-        self.each = reader.full_size + 1
-        self._parts = (Part.FORECAST, *(part for part, _ in target_parts(reader)))
-        with ThreadPoolExecutor(INDEX_THREADS) as pool:
-            self.store.keep_factors(self._parts, self.dates.tolist(), pool)
-            self._found = list(pool.map(self._date, self.dates.tolist()))
-        self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
-
-    def of(self, draw: Draw) -> np.ndarray:
-        """Return the numbers of the units of a sample: those of its members, then that of its targets."""
-        slot = int(np.searchsorted(self.dates, draw.date))
-        return slot * self.each + np.append(draw.read, self.each - 1)
-
-    def read(self, unit: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.
-
-        Raises:
-            UserError: A file is missing, cut short or unreadable, or the store was replaced.
-        """
-        date, start = self._found[unit // self.each], 0
-        # Runs are in the order of their shards, so each file is opened once.
-        for number, of_shard in groupby(date.runs[unit % self.each], key=lambda run: run.shard):
-            with closing(ShardFile(date.shards[number][0])) as shard:
-                for run in of_shard:
-                    shard.read_into(run.offset, out[start : start + run.size])
-                    start += run.size
-        self.store.check_same()
-
-    def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
-        """Return a reader of one sample, whose units are in memory: `packed`, in the order of `of`."""
-        units = self.of(draw)
-        date = self._found[int(units[0]) // self.each]
-        pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
-        for unit, data in zip(units.tolist(), packed, strict=True):
-            start = 0
-            for run in date.runs[unit % self.each]:
-                pieces[run.shard].append((run.offset, data[start : start + run.size]))
-                start += run.size
-        shards = {known[0]: MemoryShard(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
-        return self.reader.over(self.store.through(shards.__getitem__))
-
-    def name(self, unit: int) -> str:
-        """Return the path of the shard that holds the longest run of a unit, for messages.
-
-        An empty unit has the path of the first shard of its date.
-        """
-        date = self._found[unit // self.each]
-        largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
-        return date.shards[largest.shard][0]
-
-    def _date(self, date: int) -> _Date:
-        """Find the byte ranges of all units of an init time."""
-        shards: list[tuple[str, int, np.ndarray]] = []
-        members: list[list[Run]] = [[] for _ in range(self.each)]
-        for part in self._parts:
-            for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
-                shard = indexed(path, spec)
-                for member, wanted in _by_member(spec, numbers, part, self.each - 1):
-                    _, spans = chunk_spans(shard, spec, wanted)
-                    for a, b in runs(spans, shard.size):
-                        start = int(spans[a, 0])
-                        members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
-                shards.append((path, shard.size, shard.index))
-        return _Date(tuple(shards), tuple(map(tuple, members)))
+    # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
+    # successor.
+    order = np.argsort(chunks, kind="stable")
+    same = chunks[order][1:] == chunks[order][:-1]
+    following = np.full(len(chunks), NEVER)
+    following[order[:-1][same]] = order[1:][same]
+    return following
 
 
-def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
-    """Group the chunks `numbers` of a shard by the unit to which they belong."""
-    if part is not Part.FORECAST:
-        return [(last, numbers)]
-    member = np.unravel_index(numbers, spec.chunks)[0]
-    return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
+def _replay(
+    uses: np.ndarray,
+    chunks: np.ndarray,
+    pages: np.ndarray,
+    room: Room,
+    found: Decisions,
+    source: np.ndarray,
+    tier: np.ndarray,
+    keep: np.ndarray,
+    dropped: dict[int, list[int]],
+) -> None:
+    """Assign each unit that one rank keeps to a tier, memory first, and write the result into the arrays (A,).
+
+    The decisions were made for the capacity of both tiers together. A unit that then fits into neither tier alone is
+    not kept. A drop is recorded at the next use that keeps a unit, because the space is not needed before.
+    """
+    free = {RAM: room.ram, DISK: room.disk}
+    brought: dict[int, int] = {}  # unit -> the use that brought it in
+    drops, gone, waiting = list(found.dropped), 0, []
+    for here, (use, unit) in enumerate(zip(uses.tolist(), chunks.tolist(), strict=True)):
+        # First free the space of all units that leave the cache before this use.
+        while gone < len(drops) and drops[gone][0] <= here:
+            dropped_unit = drops[gone][1]
+            was = brought.pop(dropped_unit, None)
+            gone += 1
+            if was is not None:
+                free[int(tier[was])] += int(pages[dropped_unit])
+                waiting.append(was)
+        if found.hit[here] and unit in brought:
+            source[use], tier[use] = brought[unit], tier[brought[unit]]
+            continue
+        if not found.keep[here]:
+            continue
+        where = next((one for one in (RAM, DISK) if free[one] >= pages[unit]), None)
+        if where is None:
+            continue
+        free[where] -= int(pages[unit])
+        brought[unit], tier[use], keep[use] = use, where, True
+        if waiting:
+            dropped[use], waiting = waiting, []
