@@ -1,7 +1,8 @@
 """Decide which init times are predicted from which members, read them, and reduce them to the inputs of the model.
 
-Everything that can be refused is refused before anything is computed. Inputs are compared with the range of the
-training dates.
+`check_source` and `plan_starts` refuse everything that can be refused before anything is computed; `sum_cuts` returns
+the hours at which sums began or ended in training. `Samples` reads init times and compares them with the range of the
+training dates, `collate` joins them to a batch, and `replace_static` gives a model other static fields.
 
 Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, F field (variables
 and levels, then surface variables), Y latitude, X longitude.

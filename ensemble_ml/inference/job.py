@@ -1,6 +1,7 @@
 """Plan the forecasts of all init times and the files that hold them, and make the header of each.
 
-Files that an interrupted run has made already are found by what they were made from (`identity`).
+Files that an interrupted run has made already are recognised by what they were made with (`identity`) and from
+(`of_start`).
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str,
 
 
 def member_numbers(start: Start, source: Source) -> str:
-    """Return the numbers of the members of a forecast, as its attribute holds them."""
+    """Return the numbers of the members of a forecast, separated by blanks, for its attribute `members_in`."""
     return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
@@ -265,6 +266,8 @@ def made_already(
     starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source, replace: bool
 ) -> set[Path]:
     """Return the paths whose files exist and equal what would be made now.
+
+    With `replace`, files that were made in another way may exist, because they will be replaced.
 
     Raises:
         UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or
