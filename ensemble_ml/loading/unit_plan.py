@@ -1,6 +1,6 @@
 """Divide what a training run reads into packed units, and plan which rank reads, holds and drops each of them.
 
-A unit is one member, or the targets, of an init time . It is read, kept, sent and counted as a whole. The unit of a
+A unit is one member, or the targets, of an init time. It is read, kept, sent and counted as a whole. The unit of a
 member holds the chunks of all leads, variables and rows that this rank needs, as they lie on disk. The unit of the
 targets holds the chunks of the truth and of the full ensemble's spread, as far as targets come from them.
 
@@ -43,7 +43,7 @@ from ensemble_ml.store.shard import ShardFile, chunk_spans, runs
 from ensemble_ml.store.source import Part
 
 _MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer than half a minute
-NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int64).max  # in place of the next use of a unit that is not used again
 
 
 class Units:
@@ -146,7 +146,7 @@ class _Date:
 
 
 def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
-    """Group the chunks `numbers` of a shard by the unit to which they belong."""
+    """Group the chunks `numbers` of a shard by the unit of the date; `last` is the unit of the targets."""
     if part is not Part.FORECAST:
         return [(last, numbers)]
     member = np.unravel_index(numbers, spec.chunks)[0]
@@ -232,7 +232,7 @@ class UnitPlan:
 
     @cached_property
     def _fate(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]:
-        """Compute the arrays (A,) `source`, `tier` and `keep`, and the drops by use."""
+        """Compute the arrays (A,) `source`, `tier` and `keep`, and what is `dropped` at each use."""
         count = len(self.trace.unit)
         source, tier = np.arange(count), np.full(count, STORAGE, np.uint8)
         keep = np.zeros(count, bool)
@@ -251,7 +251,7 @@ class UnitPlan:
 
     @property
     def source(self) -> np.ndarray:
-        """Return the use that brings in what each use needs, (A,): itself where the unit comes from slow storage."""
+        """Return the use that brings in the unit of each use, (A,): the use itself where slow storage is read."""
         return self._fate[0]
 
     @property
@@ -270,7 +270,7 @@ class UnitPlan:
         return self.source != np.arange(len(self.source))
 
     def dropped(self, use: int) -> Sequence[int]:
-        """Return the units, as the uses that brought them in, that the home drops before it keeps that of `use`."""
+        """Return the units that the home drops before it keeps that of `use`, each by the use that brought it in."""
         return self._fate[3].get(use, ())
 
     @cached_property
@@ -323,12 +323,12 @@ class UnitPlan:
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """The decisions of a cache over a trace of A uses.
+    """The decisions of a cache over A uses, which are numbered from 0.
 
     Attributes:
-        hit: (A,) bool, whether the cache holds the chunk of the use when it begins.
-        keep: (A,) bool, whether the cache holds the chunk of the use after it.
-        dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins; A stands for the end of the trace.
+        hit: (A,) bool, whether the cache holds the unit of the use when it begins.
+        keep: (A,) bool, whether the cache holds the unit of the use after it.
+        dropped: Pairs (use, unit): the unit leaves the cache when that use begins; A stands for the end of the trace.
     """
 
     hit: np.ndarray
@@ -337,21 +337,24 @@ class Decisions:
 
 
 def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
-    """Run Belady's rule with bypass over A uses of chunks in order of time, with sizes and capacity in bytes."""
+    """Run Belady's rule with bypass over A uses in order of time.
+
+    `chunks` (A,) are the units that are used. `sizes` (U,) and `capacity` are in bytes.
+    """
     following = next_uses(chunks).tolist()
     hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
-    resident: dict[int, int] = {}  # chunk -> its next use
-    farthest: list[tuple[int, int]] = []  # heap of (-next use, chunk); some entries are out of date
+    resident: dict[int, int] = {}  # unit -> its next use
+    farthest: list[tuple[int, int]] = []  # heap of (-next use, unit); some entries are out of date
     room, dropped = int(capacity), []
     size_of = np.asarray(sizes).tolist()
     for use, (chunk, soon) in enumerate(zip(chunks.tolist(), following, strict=True)):
-        # A chunk that is not in the cache enters it only if it is used again and is not larger than the whole cache.
+        # A unit that is not in the cache enters it only if it is used again and is not larger than the whole cache.
         if chunk in resident:
             hit[use] = True
         elif soon == NEVER or size_of[chunk] > capacity:
             continue
         else:
-            # Bypass: only chunks whose next use is later than that of the new one are evicted. If they do not free
+            # Bypass: only units whose next use is later than that of the new one are evicted. If they do not free
             # enough space, nothing is evicted and their heap entries are restored.
             victims, gained = _victims(resident, farthest, size_of, size_of[chunk] - room, soon)
             if gained < size_of[chunk] - room:
@@ -362,7 +365,7 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
                 del resident[victim]
                 dropped.append((use, victim))
             room += gained - size_of[chunk]
-        # After its last use a chunk leaves the cache at once, so the next use can have its space.
+        # After its last use a unit leaves the cache at once, so the next use can have its space.
         if soon == NEVER:
             del resident[chunk]
             room += size_of[chunk]
@@ -377,10 +380,10 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
 def _victims(
     resident: dict[int, int], farthest: list[tuple[int, int]], sizes: list[int], needed: int, soon: int
 ) -> tuple[list[int], int]:
-    """Pop the chunks to evict, those with the farthest next use first.
+    """Pop the units to evict, those with the farthest next use first.
 
-    Only chunks whose next use is later than `soon` are popped, and only until `needed` bytes are gained. Heap entries
-    whose chunk has been evicted or used since they were pushed are discarded on the way.
+    Only units whose next use is later than `soon` are popped, and only until `needed` bytes are gained. Heap entries
+    whose unit has been evicted or used since they were pushed are discarded on the way.
     """
     victims: list[int] = []
     gained = 0
@@ -417,11 +420,11 @@ def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
 
 
 def next_uses(chunks: np.ndarray) -> np.ndarray:
-    """Return, for each of A uses of chunks in order of time, the position of the next use of the same chunk.
+    """Return, for each of A uses in order of time, the position of the next use of the same unit.
 
-    The positions are (A,) int64; NEVER where a chunk is not used again.
+    `chunks` (A,) are the units that are used. The positions are (A,) int64; NEVER where a unit is not used again.
     """
-    # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
+    # A stable sort puts all uses of one unit side by side and keeps them in order of time, so each is followed by its
     # successor.
     order = np.argsort(chunks, kind="stable")
     same = chunks[order][1:] == chunks[order][:-1]
