@@ -1,4 +1,8 @@
-"""Share what the loaders' background threads need: their start and end, their errors, and which reads are under way."""
+"""Run the background threads of the loaders: start and end them, hand out tasks, keep errors, and note what they read.
+
+`Workers` is the base of the loaders' engines, and `Reading` that of their sources. `Scratch` is memory of each thread.
+`read_ahead` makes items of any kind in a thread before they are used.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ T = TypeVar("T")
 
 
 class Workers:
-    """A group of threads that carry out the tasks of a loader; the base of both engines.
+    """A group of threads that carry out the tasks of a loader; the base of `clairvoyant.Engine` and `planned.Engine`.
 
-    A subclass defines `_list_tasks` and `_work`, and starts the threads by `_start`. What several threads change, they
-    change under the lock of `_change`, and notify it.
+    A subclass defines `_list_tasks` and `_work`, and starts the threads by `_start`. What threads share, they
+    change under the lock of `_change`, and then they notify the threads that wait for it.
 
     Args:
-        source: Source of the samples.
+        source: Source from which the threads read.
     """
 
     def __init__(self, source: Reading):
@@ -37,7 +41,10 @@ class Workers:
         self._left: bool | None = None  # whether threads still run after `close`; None before it
 
     def _list_tasks(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the tasks, and wait while enough batches are ahead."""
+        """Yield the tasks, and wait while enough batches are ahead.
+
+        This must be a generator: the constructor calls it before the subclass has set its own attributes.
+        """
         raise NotImplementedError
 
     def _work(self) -> None:
@@ -112,7 +119,8 @@ def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, 
     """Wait for threads that were asked to stop, for at most `PATIENCE` seconds.
 
     A thread may be unable to stop because storage does not answer. It then ends with the process, and the memory to
-    which it writes must stay until then. `slowest` returns what has been read for longest, and for how many seconds.
+    which it writes must stay until then. `slowest` returns what has been read for longest, and for how many seconds;
+    None if nothing is being read.
 
     Returns:
         Whether all threads have ended.
@@ -130,7 +138,10 @@ def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, 
 
 
 class Reading:
-    """A source whose reads of storage are noted while they are under way. `name` names a sample or unit in messages."""
+    """A source whose reads of storage are noted while they are under way; the base of `Tiers` and `UnitCache`.
+
+    `name` returns the name of a sample or unit, given by its number, for messages.
+    """
 
     def __init__(self, name: Callable[[int], str]):
         self._name = name
@@ -153,12 +164,12 @@ class Reading:
 
 
 class Scratch(threading.local):
-    """Memory of each thread, which is enlarged where it is too small."""
+    """A buffer for each thread, which is enlarged where it is too small."""
 
     held = bytearray()
 
     def take(self, size: int) -> memoryview:
-        """Return `size` bytes. The next call of this thread returns the same ones."""
+        """Return `size` bytes, which belong to this thread until it calls again."""
         if len(self.held) < size:
             self.held = bytearray(size)
         return memoryview(self.held)[:size]
