@@ -290,7 +290,7 @@ class ClairvoyantLoader:
 
 
 def _whole_numbers(**settings: Any) -> list[int]:
-    """Return the values as `int`. The check comes early, so that the error does not come from a thread."""
+    """Return the values as `int`, or raise a UserError here, so that the error does not come from a thread later."""
     for key, value in settings.items():
         if not isinstance(value, Integral):
             raise UserError(f"{key}={value!r}: must be a whole number")
@@ -298,7 +298,7 @@ def _whole_numbers(**settings: Any) -> list[int]:
 
 
 def _rule(assign: Assign | str) -> Assign:
-    """Return the rule that a text names, or raise a UserError."""
+    """Return the rule of assignment that a text names, or raise a UserError."""
     try:
         return Assign(assign)
     except ValueError:
