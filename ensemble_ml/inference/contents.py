@@ -1,9 +1,9 @@
-"""The data variables, dimensions, coordinates and attributes of a forecast under CF-1.11, for files and for Datasets.
+"""The data variables, coordinates and attributes of a forecast under CF-1.11, for files and for xarray Datasets.
 
 Axes: T lead (after the axis of init times, which has length one in a file), Z level, Y latitude, X longitude, P point,
 M member, K quantile or threshold.
 
-Values of coordinates are encoded as in a file: times are seconds since 1970, leads are hours.
+Coordinates are encoded for both as in a file: times are seconds since 1970, leads are hours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEIGHTS = {one.name: int(one.long_name.split()[0]) for one in FIELDS if one.long
 
 TIME_AXES = ("forecast_reference_time", "forecast_period")  # the init time (length one in a file) and the leads
 
-_MAXIMUM = "fg10"
+_MAXIMUM = "fg10"  # the only variable that is a maximum over an interval
 _CLOCK = {"units": "seconds since 1970-01-01 00:00:00", "calendar": "proleptic_gregorian"}
 
 
@@ -242,7 +242,7 @@ def global_attributes(header: Header) -> dict[str, str]:
 
 
 def coordinates(header: Header) -> Iterator[Coordinate]:
-    """Yield the coordinates of a forecast in the order of a file."""
+    """Yield the coordinates of a forecast in the order of a file, but for the heights of variables (`height_of`)."""
     for name, dates in header.dates.items():
         if len(dates.values) and not dates.text:
             # Training dates without a short text become a coordinate of their own. A data variable would be repeated

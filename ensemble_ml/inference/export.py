@@ -1,6 +1,7 @@
-"""Export a checkpoint as a folder to hand on, with its weights and a model card, and describe it for `inspect`.
+"""Export a checkpoint as a folder to hand on, and describe checkpoints for `ensemble-ml inspect`.
 
-The folder leaves out everything that only training needs, such as the state of the optimizer.
+The folder holds the weights, checkpoint.json and a model card. It leaves out everything that only training needs, such
+as the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ensemble_ml.training.checkpoint import META, MODEL, find_checkpoint, load_c
 CARD = "MODEL_CARD.md"
 
 log = logging.getLogger(__name__)
+# keys of checkpoint.json that a description repeats
 _COPIED = ("step", "steps", "full_members", "lead_bounds", "data_fingerprint", "sha256", "versions", "input_range")
 
 
@@ -80,7 +82,7 @@ def export(config: ExportConfig) -> Path:
 
 
 def _scores(path: str | None) -> dict | None:
-    """Read scores.json and check that it has all the keys that the model card reads."""
+    """Read scores.json and check that it has all keys that the model card reads. Without a path, return None."""
     if path is None:
         return None
     try:

@@ -1,6 +1,7 @@
 """Plan the forecasts of all init times and the files that hold them, and make the header of each.
 
-Files that an interrupted run has made already are found by what they were made from (`identity`).
+Files that an interrupted run has made already are recognised by what they were made with (`identity`) and from
+(`of_start`).
 """
 
 from __future__ import annotations
@@ -210,6 +211,14 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
     }
 
 
+def _digest(fields: Mapping[str, np.ndarray]) -> str:
+    """Return a hash of the names, shapes and values of static fields."""
+    found = hashlib.sha256()
+    for name in sorted(fields):
+        found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
+    return found.hexdigest()
+
+
 def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
     """Return `same`, the result of `identity`, with the attributes of the input of one init time.
 
@@ -222,12 +231,9 @@ def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str,
     }
 
 
-def _digest(fields: Mapping[str, np.ndarray]) -> str:
-    """Return a hash of the names, shapes and values of static fields."""
-    found = hashlib.sha256()
-    for name in sorted(fields):
-        found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
-    return found.hexdigest()
+def member_numbers(start: Start, source: Source) -> str:
+    """Return the numbers of the members of a forecast, separated by blanks, for its attribute `members_in`."""
+    return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
 def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
@@ -261,6 +267,8 @@ def made_already(
 ) -> set[Path]:
     """Return the paths whose files exist and equal what would be made now.
 
+    With `replace`, files that were made in another way may exist, because they will be replaced.
+
     Raises:
         UserError: `replace` is off, and a file is no forecast, or was made by another checkpoint, from another input or
             with other settings.
@@ -279,11 +287,6 @@ def made_already(
     if made:
         log.info("%s: %d of %d forecasts exist already", paths[0].parent, len(made), len(paths))
     return made
-
-
-def member_numbers(start: Start, source: Source) -> str:
-    """Return the numbers of the members of a forecast, as its attribute holds them."""
-    return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
 def _others(path: Path, wanted: Mapping[str, str]) -> list[str]:

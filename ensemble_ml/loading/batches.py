@@ -29,7 +29,7 @@ from ensemble_ml.store.source import Fields, Part
 
 log = logging.getLogger(__name__)
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]  # arrays of a sample by name, without the axis B
 NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for one array of a batch
 
 
@@ -235,7 +235,7 @@ def read_sample(reader: Reader, draw: Draw) -> Arrays:
 
 
 def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays]:
-    """Read a sample once, and return it with its first members for each of `sizes`. All share the memory of targets."""
+    """Read a sample once, and return it with its first M members for each M in `sizes`; the targets share memory."""
     members, targets = reader.forecast(draw.date, draw.read), dict[str, np.ndarray]()
     if draw.withheld is not None and reader.spec.config.postprocess:
         withheld = Fields(members.pressure[-1], members.surface[-1]).joined()
@@ -255,7 +255,7 @@ def target_parts(reader: Reader) -> list[tuple[Part, str]]:
 def join(
     reader: Reader, draws: Sequence[Draw], samples: Sequence[Arrays], *, idle: bool = False, new: NewArray | None = None
 ) -> Batch:
-    """Stack samples, each given by its arrays by name, to a batch on the CPU.
+    """Stack samples, each of which is given as arrays by name, to a batch on the CPU.
 
     The targets of an `idle` batch, which is a stand-in, become NaN. `new` returns memory for an array of the batch;
     None allocates it.
@@ -312,69 +312,7 @@ def filled(members: np.ndarray, most: int) -> np.ndarray:
     return found
 
 
-class Device:
-    """A device to which batches are brought, in the type of the weights.
-
-    A thread of the loader calls `bring` as soon as a batch is complete. The user's thread calls `take` when it needs
-    the batch. Call `wait` before the memory that the batch is copied from is used again. On a CPU, `bring` does
-    everything.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
-        self.device, self.dtype = device, dtype
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def bring(self, batch: Batch) -> tuple[Batch, Any]:
-        """Start to copy a batch to the device; return it with the event that ends the copy (None on a CPU)."""
-        if self._stream is None:
-            return batch.to(self.device, self.dtype), None
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            # The memory is pinned, so the thread does not wait for the copy. The type is converted on the GPU.
-            moved = batch.to(self.device, self.dtype, non_blocking=True)
-            return moved, self._stream.record_event()
-
-    def take(self, batch: Batch, ready: Any) -> Batch:
-        """Return the batch that `bring` returned for use on the current stream.
-
-        Later kernels of that stream wait for the copy; the calling thread does not.
-        """
-        if ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(ready)
-            for tensor in (*vars(batch).values(), *vars(batch.inputs).values()):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(stream)  # else torch could reuse its memory while the stream still needs it
-        return batch
-
-    def wait(self, ready: Any) -> None:
-        """Return once the copy that ends with the event `ready` of `bring` is complete."""
-        if ready is not None:
-            ready.synchronize()
-
-
-def wait_for_copies() -> None:
-    """Return once all GPUs on which this process has memory have completed its work.
-
-    `to("cuda", non_blocking=True)` from pinned memory returns before a byte is read, and users may copy on any stream
-    and to any GPU. GPUs without memory of this process are skipped, because the call would open a CUDA context there.
-    """
-    if torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            if torch.cuda.memory_reserved(device):
-                torch.cuda.synchronize(device)
-
-
-def pages(size: int) -> np.ndarray:
-    """Allocate `size` bytes (at least one) that begin at a page, as uint8.
-
-    Where there is a GPU the memory is pinned, so that copies to the GPU are asynchronous.
-    """
-    if torch.cuda.is_available():
-        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
-    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)
-
-
-Shares = tuple[tuple[Draw, ...], ...]
+Shares = tuple[tuple[Draw, ...], ...]  # samples of each data coordinate
 
 
 @dataclass(frozen=True, eq=False)
@@ -417,7 +355,7 @@ class Schedule:
         validate_every: Number of steps between validations. A validation always follows the last step.
         validate_first: Whether the run begins with a validation.
         parts: Number of data coordinates.
-        holders: (F,) data coordinate to which each training date should go if possible; None cuts each batch into
+        holders: (dates,) data coordinate to which each training date should go if possible; None cuts each batch into
             consecutive shares, in the order in which its dates were drawn.
     """
 
@@ -469,3 +407,65 @@ class Schedule:
             for draw in group:
                 found.setdefault(draw.date, number % self.parts)
         return np.array([found[int(date)] for date in self.dates])
+
+
+class Device:
+    """A device to which batches are brought, in the type of the weights.
+
+    A thread of the loader calls `bring` as soon as a batch is complete. The user's thread calls `take` when it needs
+    the batch. Call `wait` before the memory that the batch is copied from is used again. On a CPU, `bring` does
+    everything.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
+        self.device, self.dtype = device, dtype
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def bring(self, batch: Batch) -> tuple[Batch, Any]:
+        """Start to copy a batch to the device. Return it, and a CUDA event at the end of the copy (None on a CPU)."""
+        if self._stream is None:
+            return batch.to(self.device, self.dtype), None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            # The memory is pinned, so the thread does not wait for the copy. The type is converted on the GPU.
+            moved = batch.to(self.device, self.dtype, non_blocking=True)
+            return moved, self._stream.record_event()
+
+    def take(self, batch: Batch, ready: Any) -> Batch:
+        """Make the batch that `bring` returned, with its event, usable on the current stream, and return it.
+
+        Later kernels of that stream wait for the copy; the calling thread does not.
+        """
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
+            for tensor in (*vars(batch).values(), *vars(batch.inputs).values()):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)  # else torch could reuse its memory while the stream still needs it
+        return batch
+
+    def wait(self, ready: Any) -> None:
+        """Wait for the end of the copy, which the event `ready` of `bring` marks."""
+        if ready is not None:
+            ready.synchronize()
+
+
+def wait_for_copies() -> None:
+    """Return once all GPUs on which this process has memory have completed its work.
+
+    `to("cuda", non_blocking=True)` from pinned memory returns before a byte is read, and users may copy on any stream
+    and to any GPU. GPUs without memory of this process are skipped, because the call would open a CUDA context there.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):
+                torch.cuda.synchronize(device)
+
+
+def pages(size: int) -> np.ndarray:
+    """Allocate `size` bytes (at least one) that begin at a page, as uint8.
+
+    Where there is a GPU the memory is pinned, so that copies to the GPU are asynchronous.
+    """
+    if torch.cuda.is_available():
+        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)

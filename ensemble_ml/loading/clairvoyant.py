@@ -46,6 +46,7 @@ from ensemble_ml.machine import free_memory
 
 _STALL = 30.0  # seconds of waiting after which the log names the file that is read
 _ALGORITHM = "philox-argsort-1"  # how the order is drawn; part of the state
+Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -61,35 +62,6 @@ class Batch(dict[str, torch.Tensor]):
     def __init__(self, tensors: Mapping[str, torch.Tensor], step: int, positions: np.ndarray, samples: np.ndarray):
         super().__init__(tensors)
         self.step, self.positions, self.samples = step, positions, samples
-
-
-def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
-    """Return the number of nodes of the ranks, and the bytes of memory that each rank may take.
-
-    A rank may take half of the free memory of its node, divided by the number of ranks on that node. All ranks get the
-    smallest of these numbers, in whole pages, because the plan must be the same on all of them.
-    """
-    own = f"{free_memory()} {node}".encode()
-    every = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
-    ranks = Counter(name for _, name in every)
-    least = min(int(free) // 2 // ranks[name] for free, name in every)
-    return len(ranks), least // mmap.PAGESIZE * mmap.PAGESIZE
-
-
-def _whole_numbers(**settings: Any) -> list[int]:
-    """Return the values as `int`. The check comes early, so that the error does not come from a thread."""
-    for key, value in settings.items():
-        if not isinstance(value, Integral):
-            raise UserError(f"{key}={value!r}: must be a whole number")
-    return [int(value) for value in settings.values()]
-
-
-def _rule(assign: Assign | str) -> Assign:
-    """Return the rule that a text names, or raise a UserError."""
-    try:
-        return Assign(assign)
-    except ValueError:
-        raise UserError(f"assign={assign!r}: {', '.join(one.value for one in Assign)} are allowed") from None
 
 
 class ClairvoyantLoader:
@@ -317,16 +289,20 @@ class ClairvoyantLoader:
         self.close()
 
 
-def _close(tiers: Tiers, peers: Peers | None) -> None:
-    """Close the connections first, and the caches only if no thread still answers other ranks from them."""
-    if peers is None or peers.close():
-        tiers.close()
+def _whole_numbers(**settings: Any) -> list[int]:
+    """Return the values as `int`, or raise a UserError here, so that the error does not come from a thread later."""
+    for key, value in settings.items():
+        if not isinstance(value, Integral):
+            raise UserError(f"{key}={value!r}: must be a whole number")
+    return [int(value) for value in settings.values()]
 
 
-def _coarse(size: int) -> int:
-    """Round `size` down to its three leading bits, by less than a fifth."""
-    unit = 1 << max(size.bit_length() - 3, 0)
-    return size // unit * unit
+def _rule(assign: Assign | str) -> Assign:
+    """Return the rule of assignment that a text names, or raise a UserError."""
+    try:
+        return Assign(assign)
+    except ValueError:
+        raise UserError(f"assign={assign!r}: {', '.join(one.value for one in Assign)} are allowed") from None
 
 
 def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gather: Gather | None) -> DatasetItems:
@@ -348,7 +324,29 @@ def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gath
     return items
 
 
-Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
+def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
+    """Return the number of nodes of the ranks, and the bytes of memory that each rank may take.
+
+    A rank may take half of the free memory of its node, divided by the number of ranks on that node. All ranks get the
+    smallest of these numbers, in whole pages, because the plan must be the same on all of them.
+    """
+    own = f"{free_memory()} {node}".encode()
+    every = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
+    ranks = Counter(name for _, name in every)
+    least = min(int(free) // 2 // ranks[name] for free, name in every)
+    return len(ranks), least // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _coarse(size: int) -> int:
+    """Round `size` down to its three leading bits, by less than a fifth."""
+    unit = 1 << max(size.bit_length() - 3, 0)
+    return size // unit * unit
+
+
+def _close(tiers: Tiers, peers: Peers | None) -> None:
+    """Close the connections first, and the caches only if no thread still answers other ranks from them."""
+    if peers is None or peers.close():
+        tiers.close()
 
 
 class Engine(Workers):

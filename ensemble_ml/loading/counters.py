@@ -16,6 +16,7 @@ from pathlib import Path
 from ensemble_ml.errors import UserError
 
 _MOST = 200_000  # spans that are kept, a few tens of megabytes; later ones are only counted
+# kinds of spans, and their colours in the picture
 KINDS = {"read": "tab:orange", "decode": "tab:blue", "keep": "tab:purple", "wait": "tab:red", "compute": "tab:green"}
 
 

@@ -25,13 +25,6 @@ _REPLY = struct.Struct("!qI")  # bytes that follow (-1: the sample cannot be ser
 _SECONDS = 30.0  # seconds without a byte after which a peer counts as late, and storage is read instead
 
 
-def _planned(tiers: Tiers) -> str:
-    """Return a hash of what all ranks must agree on: the plan, the data, and the arrays of a sample."""
-    like = repr(sorted((name, str(one)) for name, one in tiers.items.arrays.items()))
-    facts = f"{tiers.plan.hash} {tiers.items.fingerprint()} {like}"
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
-
-
 class Peers(Others):
     """The connections to all other ranks. `host` and `node` are those of `Wire`.
 
@@ -130,3 +123,10 @@ class Peers(Others):
             if slab is not None:
                 slab.close()
         return self._wire.close()
+
+
+def _planned(tiers: Tiers) -> str:
+    """Return a hash of what all ranks must agree on: the plan, the data, and the arrays of a sample."""
+    like = repr(sorted((name, str(one)) for name, one in tiers.items.arrays.items()))
+    facts = f"{tiers.plan.hash} {tiers.items.fingerprint()} {like}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ samples in the order of their first use, and asks its peers for each copy only o
 NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank separately, so several ranks may
 hold the same one.
 
-Axes: A uses, F samples, N copies, P ranks.
+Axes: A uses, B samples of a global batch, F samples, N copies, P ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order
 
 STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that no rank holds
-NOBODY = -1
+NOBODY = -1  # in place of the owner of a sample that no rank holds
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """The uses of one rank in one epoch, in order: three arrays (N,).
+    """The uses of one rank in one epoch, in order: three arrays (A,).
 
     Attributes:
         step: Global step, counted over the whole run.
@@ -162,7 +162,7 @@ class Plan:
 
     @cached_property
     def copies(self) -> Copies:
-        """Return the samples of other ranks that each rank keeps copies of, in memory that its own samples leave."""
+        """Return the samples of other ranks that each rank copies into the memory that its own samples leave free."""
         where, sizes = self.placement, np.asarray(self.sizes, np.int64)
         own = np.where(where.tier == RAM, where.offset + where.kept, 0)
         used = np.zeros(self.ranks, np.int64)
@@ -174,7 +174,7 @@ class Plan:
         return choose(self.users, epochs, whole, sizes, used, self.tiers.ram)
 
     def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
-        """Return the uses of a rank in an epoch, counted from 0, without those in steps before `start_step`."""
+        """Return the uses of a rank in an epoch (numbered from 0), from the global step `start_step` on."""
         samples, user = self.users(epoch)
         index = np.arange(len(samples))
         step = index // self.order.batch_size + epoch * self.order.steps_per_epoch
@@ -305,8 +305,8 @@ class Traffic:
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return the rank that uses each position of a global batch.
 
-    A global batch is cut into slices in rank order, whose lengths differ by at most one. Step and position in the batch
-    may have any shape.
+    A global batch is cut into slices in rank order, whose lengths differ by at most one. `step`, counted over the whole
+    run, and `position`, in the global batch, have the same shape, as has the result.
     """
     last = (step + 1) % order.steps_per_epoch == 0
     length = np.where(last, order.n - (order.steps_per_epoch - 1) * order.batch_size, order.batch_size)
@@ -343,9 +343,10 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
 def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bool = False) -> Placement:
     """Fill the caches without duplicates.
 
-    Each rank holds the samples that it uses first in the first epoch. Capacity that is left then goes to samples that
-    no rank holds yet. Memory is filled before disk. A sample, of `sizes` (F,) bytes, that is larger than the space left
-    is skipped. With `heads`, the space left at the end of each memory holds the head of a sample that no rank holds.
+    Each rank holds the samples of its slices of the global batches of the first epoch (`shares`). Capacity that is left
+    then goes to samples that no rank holds yet. Memory is filled before disk. `sizes` (F,) are in bytes, and a sample
+    that is larger than the space left is skipped. With `heads`, the space left at the end of each memory holds the head
+    of a sample that no rank holds.
     """
     samples, index = order.epoch(0), np.arange(order.n)
     first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
@@ -409,7 +410,7 @@ class _Caches:
         """Fill the ends of the memories with heads of samples that no rank holds, one for each rank.
 
         A rank prefers a sample that it uses first itself. It then reads the head from storage for its own use.
-        `samples` (F,) are in the order of the first epoch, and `first_user` (F,) uses each of them first.
+        `samples` (F,) are in the order of the first epoch, and `first_user` (F,) are the ranks that use them first.
         """
         left = np.flatnonzero(self.placement.owner[samples] == NOBODY)
         # The candidates are the first such sample of every rank, and enough others for ranks that have none.
@@ -432,7 +433,7 @@ class _Caches:
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The copies that all ranks keep.
+    """The copies of other ranks' samples that all ranks keep.
 
     Attributes:
         keys: (N,) rank * F + sample of each copy, ascending.
@@ -450,7 +451,7 @@ class Copies:
         return self.keys[here] - rank * self.count, self.offset[here]
 
     def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the uses (A,) whose own rank keeps a copy of the sample.
+        """Find the uses, given by rank (A,) and sample (A,), whose rank keeps a copy of the sample.
 
         Returns:
             (A,) bool, whether the user keeps a copy, and (A,) the place of the copy in `keys` (0 where there is none).
@@ -475,7 +476,7 @@ def choose(
     Args:
         users: Function from an epoch to its samples (F,) in the order of use, and the rank that uses each (F,).
         epochs: Number of epochs.
-        owner: (F,) rank that holds each sample, or `NOBODY`, for samples that are not copied.
+        owner: (F,) rank that holds each sample; `NOBODY` also for samples that must not be copied.
         sizes: (F,) bytes of each sample.
         used: (P,) bytes of each rank's memory that its own samples take.
         room: Bytes of memory of each rank.

@@ -1,6 +1,7 @@
 """Offer the init times of a tensor store as samples of a loader.
 
-Only the chunks that are used are read and moved, packed as they lie on disk.
+Only the chunks that are used are read and moved, packed as they lie on disk. `OpenedItems` decompresses them before a
+cache holds them.
 
 Axes: F sample, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -161,14 +162,14 @@ class StoreItems:
         self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
 
     def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
-        """Read the arrays of a sample into `out`, by name, from this store with other chunks than those on disk."""
+        """Read the arrays of a sample into `out`, by name. `store` is this store with chunks in memory, not on disk."""
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
             store.read(part, int(self.dates[sample]), self.selection, place)
 
     def chunks(self, sample: int) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield array, path of the shard, and numbers of its chunks, as `TensorStore.chunks` does."""
+        """Yield array, path and numbers of chunks for each shard of a sample, as `TensorStore.chunks` does."""
         for part in self.parts:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
@@ -186,6 +187,18 @@ class StoreItems:
         """Return a hash of the contents of the store and of what is selected from it."""
         said = repr((self.store.fingerprint(), [part.value for part in self.parts], self.selection))
         return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
+
+
+def _positions(dates: Any, count: int) -> np.ndarray:
+    """Return positions of init times: all (None), those of a mask, or as given, each one of 0 to `count` - 1."""
+    if dates is None:
+        return np.arange(count)
+    found = np.asarray(dates)
+    if found.dtype == bool and found.shape == (count,):
+        found = np.flatnonzero(found)
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
+        raise UserError(f"dates={dates}: positions of init times from 0 to {count - 1}, or a mask of them, are needed")
+    return found
 
 
 def indexed(path: str, spec: ArraySpec) -> MemoryShard:
@@ -328,15 +341,3 @@ class Places:
             found[number] = flat[start:stop].reshape(levels, rows, columns)
             start = stop
         return found
-
-
-def _positions(dates: Any, count: int) -> np.ndarray:
-    """Return the positions of init times, which may be given as a mask. Refuse others than 0 to `count` - 1."""
-    if dates is None:
-        return np.arange(count)
-    found = np.asarray(dates)
-    if found.dtype == bool and found.shape == (count,):
-        found = np.flatnonzero(found)
-    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
-        raise UserError(f"dates={dates}: positions of init times from 0 to {count - 1}, or a mask of them, are needed")
-    return found

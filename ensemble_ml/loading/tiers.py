@@ -116,7 +116,7 @@ class Tiers(Reading):
             return found
 
     def _from(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
-        """Return a sample that another rank holds. If that fails, read slow storage, and count a fallback."""
+        """Return what another rank holds of a sample. If that fails, read slow storage, and count a fallback."""
         found = self.others.get(owner, sample, scratch)
         if found is not None:
             self.counters.add(peers=len(found))
