@@ -1,28 +1,12 @@
 """The atmosphere model of the embedded archive: jcm's SPEEDY physics on the dinosaur spectral core.
 
 Two models are built in the same way. A run of the *nature* model is the truth. The *forecast* model differs from it by
-`MODEL_ERROR` (and, for some sizes, by its truncation), so that forecasts have systematic errors as real ones do.
+`archive.MODEL_ERROR` (and, for some sizes, by its truncation), so that forecasts have systematic errors.
 
 A state is one float32 array of spectral coefficients with axes KML. K are planes: vorticity, divergence, temperature
 and humidity on Z sigma levels, then the logarithm of surface pressure over p0. M are the zonal wavenumbers 0, 1, -1, 2,
 -2, ..., and L the total wavenumbers. The basis is orthonormal on the unit sphere. Land and sea temperatures are
 prescribed. SPEEDY computes all else that it needs anew at 0 UTC, so the array is the whole state of a run.
-
-The error of the forecast model was tuned on the limits of realism (`data_prep.simulate.archive`) alone, and was frozen
-before any training.
-
-The values were found on one window of 12 init times (January and February of a model year that no archive contains), at
-48 h and T31:
-
-    changed                                              norm    spread/skill   bias^2, %     correlation
-    trcnv 7, entmax 0.45, trlsc 5, cds 1.1e-3,           0.40 K  1.15, 1.16     3.0, 2.4      0.41, 0.48
-      cdl 2.7e-3, epslw 0.06, trshc 7
-    the values below                                     0.35 K  0.90, 0.85     5.1, 6.2      0.36, 0.45
-
-The norm is that of the analysis error (`data_prep.simulate.chain`). The other columns give z500, then t850: `bias^2`
-is the share of the mean squared error that is squared bias, without sampling noise, and the correlation is that of
-spread and absolute error. The model of the first row is too good: its ensemble is over-dispersive. At T21 the
-truncation dominates: bias^2 is 13 % with either set of values, and perturbations of 0.35 K are far too small.
 """
 
 from __future__ import annotations
@@ -50,6 +34,7 @@ from jcm.physics.speedy.speedy_terms import speedy_physics
 from jcm.physics_interface import compute_physics_step_gridpoint
 from jcm.terrain import TerrainData
 
+from data_prep.simulate.archive import MODEL_ERROR
 from data_prep.simulate.synthesis import SIGMA, ModelFacts
 
 BATCH = 4  # states stepped together by vmap; a larger batch exceeds a core's cache and takes longer for each state
@@ -57,24 +42,6 @@ _DAY = 86400
 
 _DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's defaults, for the smallest wave of T31
 _DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
-# Changed values of SPEEDY's parameters, by group; everything else is as in the nature run.
-MODEL_ERROR: dict[str, dict[str, float]] = {
-    "convection": {
-        "trcnv": 9.0,  # hours in which deep convection relaxes a column (nature: 6)
-        "entmax": 0.35,  # largest entrainment, as a share of cloud-base mass flux (0.5)
-        "smf": 0.65,  # secondary over primary mass flux (0.8)
-    },
-    "condensation": {"trlsc": 7.0},  # hours in which large-scale condensation removes supersaturation (4)
-    "surface_flux": {
-        "cds": 1.3e-3,  # drag coefficient over sea (1.0e-3)
-        "cdl": 3.2e-3,  # drag coefficient over land (2.4e-3)
-    },
-    "mod_radcon": {"epslw": 0.08},  # share of the longwave spectrum that only the boundary layer sees (0.05)
-    "vertical_diffusion": {
-        "trshc": 9.0,  # relaxation time of shallow convection, hours (6)
-        "trvdi": 36.0,  # relaxation time of moisture diffusion, hours (24)
-    },
-}
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from data_prep.simulate.archive import STATIC, STEPS, ModelYear, assemble, model_years, realism, report
-from data_prep.simulate.model import MODEL_ERROR
+from data_prep.simulate.archive import MODEL_ERROR, STATIC, STEPS, ModelYear, assemble, model_years, realism, report
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import strict, write_whole
