@@ -46,7 +46,7 @@ _LINE_EVERY = 30.0  # seconds between lines of progress without a terminal
 _SEEN_WITHIN = 60.0  # seconds until a worker's files must be visible here; NFS caches attributes for some time
 _LOOK_AGAIN = 0.5  # seconds between checks of the init times that another builder has under way
 _DATES_AT_ONCE = 2  # in one process: one init time is read and written while another is compressed
-_opening = Lock()
+_opening = Lock()  # held while a worker process opens the archives
 
 
 def run(config: PrepareConfig, job: Job, build: Build) -> bool:
@@ -322,7 +322,7 @@ def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files:
 
 @dataclass(frozen=True)
 class _Held:
-    """The settings of a run, which the cache knows by a text of them and of the files: they cannot be hashed."""
+    """A key of the cache: settings, which cannot be hashed, are compared by a text of them and of the files."""
 
     text: str
     config: PrepareConfig = field(compare=False)

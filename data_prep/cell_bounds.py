@@ -1,8 +1,9 @@
-"""Find the time intervals that values of NetCDF files and Zarr stores cover, from CF cell methods and bounds.
+"""Find the time intervals that values of NetCDF files and Zarr stores cover, and their statistic over time.
 
-The length of an interval follows from the bounds of any time coordinate: the lead, the valid time beside it (with one
-or two dimensions), or a coordinate with a single value if a file holds one lead. WeatherBench 2 states it in the name
-of the variable; cfgrib, dynamical.org and the Datasets of this package state it in attributes.
+The statistic follows from CF cell methods or ecCodes' stepType. The length of an interval follows from the bounds of
+any time coordinate: the lead, the valid time beside it (with one or two dimensions), or a coordinate with a single
+value if a file holds one lead. WeatherBench 2 states it in the name of the variable; cfgrib, dynamical.org and the
+Datasets of this package state it in attributes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, Field
 from ensemble_ml.units import rate_conversion
 
-_READ = "point", "sum", "mean", "maximum", "minimum"
+_READ = "point", "sum", "mean", "maximum", "minimum"  # cell methods
 _OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # the value of a model cell is a mean over these anyway
 _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
 _SINCE = re.compile(r"\bsince (?:the )?(?:previous|last) (?:forecast step|step|post-processing|output)\b", re.I)

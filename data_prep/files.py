@@ -1,6 +1,6 @@
-"""Find the files of an archive, and recognise the format of each by its content, not by its name.
+"""Find the files of an archive, recognise the format of each by its content and not by its name, and open its reader.
 
-The library reads zeros beyond the end of a truncated classic NetCDF file, so the length that it must have is read from
+NetCDF's library reads zeros beyond the end of a truncated classic file, so the length that it must have is read from
 its header. The grammar of the header is that of "The NetCDF Classic Format Specification" (Unidata): CDF-1, CDF-2
 (offsets of 64 bits) and CDF-5 (also counts of 64 bits). NetCDF-4 files are HDF5, which notices truncation itself.
 """
@@ -42,11 +42,12 @@ FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
 # The sub-folder or file of a simulated archive (one with archive.json) that is read in each role.
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
-_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}  # octets of a value for each type
-_STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # these counts of records stand for an unknown number
 _AT_A_TIME = 8  # files indexed at the same time
 _HEAD = 512  # bytes from which a format is recognised; bulletins have some lines before their first message
 _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first bytes of NetCDF files
+# In a classic NetCDF file: octets of a value for each type, and the counts of records that stand for an unknown number.
+_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}
+_STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}
 # Three bytes later the edition has to follow, because the word alone may occur in any text.
 _GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)
 _COMPRESSED = {  # first bytes of compressed files -> the program that unpacks them
@@ -185,7 +186,7 @@ def _format(head: bytes) -> str:
 
 
 def _head(path: str) -> bytes:
-    """Return the first bytes of a file of a folder; without them its format is not known."""
+    """Return the first bytes of a file in a folder. Refuse a file that cannot be read: its format is not known."""
     try:
         with open(path, "rb") as file:
             return file.read(_HEAD)
@@ -314,7 +315,7 @@ def check_whole(path: str) -> None:
 
 
 class _Header:
-    """The part of a header that determines the file's length: dimensions, and each variable's shape, type and place."""
+    """The part of a classic header that gives the file's length: dimensions, and shape, type and place of variables."""
 
     def __init__(self, file: BinaryIO, version: int, size: int):
         self._file, self._size = file, size

@@ -1,4 +1,4 @@
-"""Changes of grid when a store is made: regions cut out, coarser grids, and conservative regridding.
+"""Change the grid when a store is made: cut out regions, take means over cells, interpolate from Gaussian grids.
 
 A new value is the mean of the old values over the area of its cell (first-order conservative remapping, Jones 1999,
 doi:10.1175/1520-0493(1999)127<2204:FASOCR>2.0.CO;2):
@@ -54,6 +54,7 @@ from ensemble_ml.grid import TOLERANCE, Grid, coarse_grid, cut, even_grid
 
 _VALID_SHARE = 0.5  # least valid share of a new cell's area that gives a value
 _SLIVER = 1e-9  # smaller overlaps, as a share of a cell, are rounding errors of the bounds
+# The end of messages about a Gaussian grid.
 READ_WITH = "is read with regrid=DEGREES alone, which interpolates it to a regular grid"
 
 

@@ -31,15 +31,15 @@ from ensemble_ml.store.manifest import stamp
 from ensemble_ml.store.remote import RemoteFile, fetch_text, is_remote, open_remote, url_of
 
 _OPEN_FILES = 128  # descriptors kept at most; an archive may have more files than a process may hold open
-_WINDOW = 1024  # holds the end of one message and the header of the next
+_WINDOW = 1024  # bytes of a file on disk: the end of one message and the header of the next
 _SEARCHED = 1 << 16  # bytes that are searched at once
-_AT_ONCE = 1024  # bytes; most headers are shorter
+_AT_ONCE = 1024  # bytes that are requested for a header behind a URL; most headers are shorter
 _BEFORE = 4  # bytes before a header: the end of the message before it
 _WHOLE = 1 << 16  # a file of at most so many bytes is read by one request
 _HEADERS_AHEAD = 64  # most requests for headers under way
 _VALUES_AHEAD = 32  # most requests for values under way
 _BYTES_AHEAD = 64 << 20  # no further request is made while those under way have so many bytes together
-_SUFFIX = re.compile(r"\.(grib2?|grb2?)$")
+_SUFFIX = re.compile(r"\.(grib2?|grb2?)$")  # `.index` stands in its place
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Windows(FileBytes):
 
 
 class RemoteGrib:
-    """A GRIB file behind a URL, with the methods of `data_prep.grib_io.OpenFile`."""
+    """A GRIB file behind a URL, with the methods of `OpenFile`, and `ahead` besides."""
 
     def __init__(self, file: RemoteFile):
         self._file = file
@@ -275,7 +275,7 @@ class RemoteGrib:
 
 
 def remote_grib(path: str, stamp: Stamp) -> AbstractContextManager[RemoteGrib]:
-    """Open the file behind a URL, which had a stamp when it was indexed, for the duration of a `with` block."""
+    """Open the file behind a URL, which had this stamp when it was indexed, for the duration of a `with` block."""
     return closing(RemoteGrib(RemoteFile(url_of(path), stamp.size, stamp.mtime_ns)))
 
 
@@ -333,7 +333,7 @@ class _Ahead:
 class RemoteHeaders(FileBytes):
     """A file behind a URL as a sequence of bytes, whose headers of messages are requested in advance.
 
-    Like `data_prep.grib_io.Windows`, it keeps the two stretches that were read last.
+    Like `Windows`, it keeps the two stretches that were read last.
     """
 
     def __init__(self, file: RemoteFile):

@@ -1,10 +1,10 @@
-"""Questions to ecCodes about one GRIB message: its variable, level, member, lead, packing and grid.
+"""Ask ecCodes about one GRIB message (its variable, level, member, lead, packing and grid), and unpack its integers.
 
 ecCodes is asked once for each kind of message (see `data_prep.grib_sections`), which keeps indexing an archive fast.
 
-The integers and bitmaps of messages are unpacked with NumPy. Integers of n bits follow each other without gaps, most
-significant bit first (simple packing, data template 7.0). Integers of 8 and 16 bits are read as a view, those of 24 are
-copied. Of other widths, 8 / gcd(n, 8) neighbouring integers form a group of whole octets. The k-th integers of all
+The integers and bitmaps of messages in simple packing are unpacked with NumPy. Integers of n bits follow each other
+without gaps, most significant bit first (data template 7.0). Integers of 8 and 16 bits are read as a view, those of 24
+are copied. Of other widths, 8 / gcd(n, 8) neighbouring integers form a group of whole octets. The k-th integers of all
 groups need the same shift, so they are unpacked together, by a few NumPy operations on whole arrays.
 """
 
@@ -39,13 +39,16 @@ from ensemble_ml.fields import FIELDS, Field, by_param_id
 from ensemble_ml.grid import TOLERANCE, Grid, canonical
 from ensemble_ml.units import GRAVITY, unit_conversion
 
+MOST_BITS = 24  # most bits of an integer that `unpack` reads
 _MOST_POINTS = 1 << 17  # along one axis
-_HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
-
+_HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}  # of each unit of a step
 _UNSTATED = Origin()
-_GRIDS = ("regular_ll", "reduced_gg", "regular_gg")
+_GRIDS = ("regular_ll", "reduced_gg", "regular_gg")  # the grid types that are read
 _ROW_LENGTHS = "pl"  # key of the number of points of each row of a reduced grid
-MOST_BITS = 24
+_ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams of deterministic runs
+# MARS splits one ensemble into several streams: its waves, the overlapping part of its last days, older hindcasts.
+_SAME_ENSEMBLE = {"waef": "enfo", "efov": "enfo", "enwh": "enfh", "efhc": "enfh"}
+_sinks: list[Any] = []  # files for the messages of the C library, which writes to the last one
 
 
 @dataclass(frozen=True)
@@ -164,9 +167,6 @@ def place_of(scan: Scan) -> Place:
     shift = int(columns[0])
     assert np.array_equal(columns, np.roll(np.arange(len(columns)), -shift))
     return Place(scan, grid, south, shift)
-
-
-_sinks: list[Any] = []  # the library writes to the last one
 
 
 def eccodes_module() -> Any:
@@ -336,10 +336,6 @@ def _other_end(get: Get, end: int) -> str:
     return "" if stated == wanted else f"over an interval that ends at {stated} by its date, at {wanted} by its length"
 
 
-# MARS splits one ensemble into several streams: its waves, the overlapping part of its last days, older hindcasts.
-_SAME_ENSEMBLE = {"waef": "enfo", "efov": "enfo", "enwh": "enfh", "efhc": "enfh"}
-
-
 def _origin(get: Get) -> Origin:
     """Return the producer of a message as its keys state it.
 
@@ -357,9 +353,6 @@ def _origin(get: Get) -> Origin:
         named = (("", _SAME_ENSEMBLE.get(stream, stream)), ("system ", system), ("model ", model))
         ensemble = " ".join(f"{what}{code}" for what, code in named if code)
     return Origin(centre, subcentre, label, experiment, ensemble=ensemble)
-
-
-_ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams of deterministic runs
 
 
 def _numbered(get: Get, member: int | None) -> bool:

@@ -1,11 +1,12 @@
-"""Find the interval of each sum, mean or maximum over a range of steps, and combine the fields that make it up.
+"""Find the interval of each sum, mean or maximum over a range of steps, and combine fields into those that are wanted.
 
 Sums that run from the start of the forecast become sums from one of the archive's lead times to the next: those up to
 24 and 48 h become the sums over 0-24 and 24-48 h. The same is done for sums that begin anew every few hours: from 0-3,
-0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. Sums from the start are left out at lead 0.
+0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. Sums from the start are left out at lead 0. The intervals of
+a truth are laid end to end to cover those of a forecast (`Tiles`).
 
-Wind speed is computed from its components, member by member. Such a variable is added to the table of records only; its
-values are computed when they are read.
+Wind speed is computed from its components, member by member. Such a variable is added to the table of records only
+(`with_derived`); its values are computed when they are read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NO_INTERVAL = (
 _FALL = 0.05  # fraction of its maximum by which a sum may fall from one lead to the next
 _FALLING = 0.01  # fraction of the points that may fall by more
 _ROUNDING = 0.004  # one packing step of 8 bits, as a fraction of the maximum
-DERIVED = tuple(one.name for one in FIELDS if one.components)
+DERIVED = tuple(one.name for one in FIELDS if one.components)  # variables that are computed from two components
 NONE = -1  # in place of the row of a second component, where the record is not derived
 
 
@@ -74,8 +75,8 @@ def from_start(records: np.ndarray) -> np.ndarray:
 def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarray:
     """Return which records are sums that end at none of the hours of `cuts`, (N,) bool.
 
-    `cuts` holds, for a variable, the hours after the init time at which the intervals of its sums have to end. Others
-    are not looked at.
+    `cuts` holds, for a variable, the hours after the init time at which the intervals of its sums have to end. Other
+    variables are not looked at.
     """
     out = np.zeros(len(records), bool)
     for name, hours in cuts.items():
@@ -204,7 +205,7 @@ class Tiles:
 
     def __init__(self, records: np.ndarray, rows: np.ndarray):
         hour = np.timedelta64(1, "h")
-        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}  # by their ends
+        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}  # end -> (start, lead, row)
         for record, row in zip(records, rows.tolist(), strict=True):
             start, end = (record["init"] + int(record[key]) * hour for key in ("lead_start", "lead"))
             self._ending.setdefault(end, []).append((start, int(record["lead"]), row))
@@ -244,6 +245,13 @@ class Combine(Enum):
     SPEED = "speed"  # magnitude of a vector, from its two components
 
 
+COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # each takes an iterator of fields (Y, X)
+    Combine.SUM: partial(reduce, np.add),
+    Combine.MAXIMUM: partial(reduce, np.maximum),
+    Combine.SPEED: lambda parts: np.hypot(*parts),
+}
+
+
 def difference(later: RawField, earlier: RawField) -> np.ndarray:
     """Return the increase between two leads of a sum that runs from the init time, (Y, X) float64.
 
@@ -270,13 +278,6 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
 def _most(values: np.ndarray) -> float:
     """Return the largest finite value, at least 0."""
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
-
-
-COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # each takes an iterator of fields (Y, X)
-    Combine.SUM: partial(reduce, np.add),
-    Combine.MAXIMUM: partial(reduce, np.maximum),
-    Combine.SPEED: lambda parts: np.hypot(*parts),
-}
 
 
 def with_derived(records: np.ndarray, names: Iterable[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

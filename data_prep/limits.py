@@ -56,6 +56,7 @@ _HEIGHT_OFF = 2000.0, 0.1
 # (a difference of two sums is off by half a step for each) and clouds in steps of up to 1 %.
 _SUM_BELOW = {"m": 1.5e-4, "J m-2": 9.9e3}
 _FRACTION_BEYOND = 0.01
+# Names of conventions that fix the units.
 _NAMES = {
     *(field.name for field in FIELDS if not field.static),
     "2t", "10u", "10v", "10si", "si10", "10fg", "u10m", "v10m", "fg10m",
@@ -147,7 +148,7 @@ def _ends(raw: RawField, least: int, most: int) -> tuple[float, float]:
 
 
 def on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
-    """Return the values of a packed field, with those near a bound of the variable moved onto it.
+    """Return the float32 values of a packed field, with those near a bound of the variable moved onto it.
 
     The packing has an integer for a bound such as zero rain or a clear sky. But its scale and offset are rounded, so
     this integer decodes to a value that differs from the bound by about 1e-17. All dry points would then lie slightly

@@ -29,6 +29,8 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorStore, is_store, open_store
 from ensemble_ml.store.source import fingerprint_at
 
+_AXES = ("lead_hours", "variables", "levels", "surface")
+
 
 class StoreTruth:
     """The truth of a tensor store at the init times and leads of a forecast; `ArchiveTruth` is that of an archive.
@@ -115,9 +117,6 @@ class StoreTruth:
     def fingerprint(self) -> str:
         """Return the fingerprint of the store."""
         return self.store.fingerprint()
-
-
-_AXES = ("lead_hours", "variables", "levels", "surface")
 
 
 class Pair:

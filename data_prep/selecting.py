@@ -1,6 +1,6 @@
-"""Coordinates of an archive, their reduction to what a caller selects, and the part that a build needs.
+"""Select from the coordinates of an archive, and describe the part of it that a build needs (`Wanted`).
 
-Of a very large NetCDF file or Zarr store, only this part is listed.
+Of a variable with very many fields in a NetCDF file, Zarr store or Dataset, only this part is listed.
 
 WeatherBench 2's IFS ENS has 350 million fields. A table with a row for each would need 40 GB, and a build of two leads
 of six variables needs one field in 150. Variables of fewer than a million fields are listed whole, so that messages can

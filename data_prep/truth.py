@@ -29,7 +29,7 @@ from ensemble_ml.wording import shortened
 
 log = notice_log(__name__)
 
-_MISSING = -1
+_MISSING = -1  # in place of a row
 _FRESH = 24  # hours: a warning is logged if forecasts of longer leads serve as truth
 _HOUR = np.timedelta64(1, "h")
 
@@ -225,6 +225,16 @@ class ArchiveTruth:
         self._mixed.setdefault(name, f"{text}; give it over that whole interval")
         return (), Combine.ONE
 
+    def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
+        """Return the rows of a field that is not made from intervals, and how to combine them; none if missing."""
+        row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
+        name = (self.layout.surface if surface else self.layout.variables)[place[2]]
+        if row == _MISSING:
+            return (), Combine.ONE
+        if not field(name).components or self._records["field"][row] == FIELD_INDEX[name]:
+            return (row,), Combine.ONE
+        return ((), Combine.ONE) if partner == _MISSING else ((row, partner), Combine.SPEED)
+
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which fields of an init time are present, bool (1, T, V, Z) and (1, T, S)."""
         pressure, surface = (np.zeros((1, *rows.shape[1:]), bool) for rows in self._rows)
@@ -258,16 +268,6 @@ class ArchiveTruth:
         """Return the same truth without some init times of the forecast, given by their positions."""
         layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
-
-    def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
-        """Return the rows of a field that is not made from intervals, and how to combine them; none if missing."""
-        row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
-        name = (self.layout.surface if surface else self.layout.variables)[place[2]]
-        if row == _MISSING:
-            return (), Combine.ONE
-        if not field(name).components or self._records["field"][row] == FIELD_INDEX[name]:
-            return (row,), Combine.ONE
-        return ((), Combine.ONE) if partner == _MISSING else ((row, partner), Combine.SPEED)
 
     def span(self, name: str, lead: int) -> list[int] | None:
         """Return the first and last hour of the interval that verifies a lead; None if one valid time verifies it.

@@ -1,18 +1,18 @@
-"""Groups of Zarr stores, fields of them that were never written, and undeclared missing values of any file.
+"""Open NetCDF files, Zarr stores and the groups in them, and find missing values that no `_FillValue` declares.
 
-A missing chunk reads as the array's fill value. If that is NaN, or if an attribute declares it as missing, the values
-are NaN already. Otherwise they look like real values: 0 K, or `add_offset`. So a field counts as unwritten if one of
-its chunks is missing. If the field shares a chunk with an init time that was written, the chunk exists. So a field also
-counts as unwritten if all its values equal the fill value.
+Such values were never written, or are out of the valid range. The rules are those of the NetCDF Users Guide ("Attribute
+Conventions") and of the CF conventions, section 2.5.
+
+A missing chunk of Zarr reads as the array's fill value. If that is NaN, or if an attribute declares it as missing, the
+values are NaN already. Otherwise they look like real values: 0 K, or `add_offset`. So a field counts as unwritten if
+one of its chunks is missing. If the field shares a chunk with an init time that was written, the chunk exists. So a
+field also counts as unwritten if all its values equal the fill value.
 
 Chunks of Zarr version 3 may be stored together in a file, a shard, whose index lists the chunks that exist.
 
 Arrays of a store may lie in groups. dynamical.org keeps fields at the surface in the root of a store and those on
 pressure levels in a group of it. Each group is read like a store of its own. A dimension without a coordinate takes it
 from the groups above, as in xarray's DataTree.
-
-Values of NetCDF files and Zarr stores may be missing without a `_FillValue`: unwritten, or out of range. The rules are
-those of the NetCDF Users Guide ("Attribute Conventions") and of the CF conventions, section 2.5.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ensemble_ml.store.remote import (
     without_group,
 )
 
-_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 log = notice_log(__name__)
 
+_MARKS = ("zarr.json", ".zgroup", ".zmetadata")  # a folder of Zarr has one of these files
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # tolerance as a fraction of a limit: values may have fewer digits than the limit
 
@@ -163,6 +163,11 @@ def is_zarr(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _MARKS)
 
 
+def is_zarr_store(path: str) -> bool:
+    """Return whether a path is that of a Zarr store: a folder, or a URL that is not of a GRIB or NetCDF file."""
+    return os.path.isdir(path) or (is_remote(path) and not is_file(path))
+
+
 def groups_of(path: str) -> list[str]:
     """Return the paths of all groups below the root of a Zarr store, sorted.
 
@@ -217,11 +222,6 @@ def open_netcdf(path: str) -> xr.Dataset:
     for axis in raw.coords.values():
         _check_written(axis)
     return _decoded(raw)
-
-
-def is_zarr_store(path: str) -> bool:
-    """Return whether a path is that of a Zarr store: a folder, or a URL that is not of a GRIB or NetCDF file."""
-    return os.path.isdir(path) or (is_remote(path) and not is_file(path))
 
 
 def open_zarr(path: str) -> xr.Dataset:

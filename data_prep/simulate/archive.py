@@ -4,8 +4,8 @@ A split of the archive has model years, and a year has series of init times, 48 
 parts, each of which holds one init time. In ENS-10's layout, a file holds one calendar date of all years. GRIB is
 encoded as in ECMWF's reforecasts: edition 1, 16-bit simple packing, `pf` for members, `an` for the truth.
 
-The errors of the simulated ensemble should be like those of operational ones. Operational ensembles are mildly
-under-dispersive and biased. With an ensemble that is far from that, any post-processing looks good. The figures are for
+The errors of the simulated ensemble should be like those of operational ensembles, which are mildly under-dispersive
+and biased. With an ensemble that is far from that, any post-processing looks good. The figures of its realism are for
 one lead, over all init times of the archive, weighted with exact cell areas.
 
 The error of the forecast model (`MODEL_ERROR`) was tuned on the limits of realism alone, and was frozen before any
@@ -38,14 +38,16 @@ from ensemble_ml.config import SimulateConfig
 from ensemble_ml.folders import draft_of, write_whole
 from ensemble_ml.grid import Grid
 
-GATE = {"z500": ("z", 500), "t850": ("t", 850)}  # fields whose realism is checked: variable and level in hPa
-CYCLE_DAYS = 2
+CYCLE_DAYS = 2  # from one init time to the next
 STEPS = (0, 24, 48)  # hours
 _EPOCH = date(1970, 1, 1)
+GATE = {"z500": ("z", 500), "t850": ("t", 850)}  # fields whose realism is checked: variable and level in hPa
 SPREAD_SKILL = (0.7, 1.0)  # lowest and highest spread/skill
 LARGEST_BIAS = 0.15  # share of the mean squared error that is squared bias
 SMALLEST_CORRELATION = 0.2  # of spread and absolute error
-PARAM_ID = {
+# Files with orography and land mask: of the truth's model, then of the forecast's, which has another orography.
+STATIC = ("static.grib", "forecast_static.grib")
+PARAM_ID = {  # ECMWF's, by short names of the registry
     "t": 130, "z": 129, "u": 131, "v": 132, "q": 133, "w": 135, "d": 155,
     "sp": 134, "msl": 151, "t2m": 167, "u10": 165, "v10": 166, "tp": 228,
     "orog": 228002, "lsm": 172,
@@ -68,8 +70,6 @@ MODEL_ERROR: dict[str, dict[str, float]] = {
         "trvdi": 36.0,  # relaxation time of moisture diffusion, hours (24)
     },
 }
-# Files with orography and land mask: of the truth's model, then of the forecast's, which has another orography.
-STATIC = ("static.grib", "forecast_static.grib")
 
 
 def assemble(output: Path, years: list[ModelYear]) -> None:
@@ -239,10 +239,10 @@ def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarra
         M  number of members
         s  spread of the members, ddof = 1
 
-    Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1. The bias is each point's mean error. Its square contains
-    the sampling noise of a mean over n init times, var / n, if they are independent; `bias_share` leaves it out. The
-    correlation is that of spread and absolute error over all points and init times, after each point's means are
-    removed.
+    Source: Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1. The arrays are (init time, Y, X). The bias is each
+    point's mean error. Its square contains the sampling noise of a mean over n init times, var / n, if they are
+    independent; `bias_share` leaves it out. The correlation is that of spread and absolute error over all points and
+    init times, after each point's means are removed.
 
     Returns:
         The figures. `bias_share` is NaN for a single init time, and `spread_skill` and both shares of the bias if the

@@ -40,7 +40,7 @@ from data_prep.simulate.synthesis import (
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.folders import draft_of, write_whole
 
-STATIC_DATE = datetime(2000, 1, 1)
+STATIC_DATE = datetime(2000, 1, 1)  # stated in the files of static fields
 
 
 @dataclass

@@ -38,8 +38,7 @@ from data_prep.simulate.archive import MODEL_ERROR
 from data_prep.simulate.synthesis import SIGMA, ModelFacts
 
 BATCH = 4  # states stepped together by vmap; a larger batch exceeds a core's cache and takes longer for each state
-_DAY = 86400
-
+_DAY = 86400  # seconds
 _DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's defaults, for the smallest wave of T31
 _DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
 

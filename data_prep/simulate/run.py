@@ -33,7 +33,7 @@ from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import strict, write_whole
 
-FORMAT = 1
+FORMAT = 1  # of archive.json
 STATEMENT = (
     "Simulated data: jcm (SPEEDY physics on the dinosaur spectral core) forecasting a nature run of its own. Laid out "
     "like ENS-10, never ENS-10: figures compare only with baselines on this same archive."
@@ -168,8 +168,8 @@ def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> d
 def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[ModelYear]) -> None:
     """Run the missing model years, the longest first, in `config.workers` processes; 0 takes one for each core.
 
-    There are no more processes than missing years, but at least one. The static files of both models are written as
-    well. All `years` count for the progress.
+    There are no more processes than missing years, but at least one. The static files of both models are written even
+    if no year is missing. All `years` count for the progress.
 
     Raises:
         UserError: a worker failed or was killed; the message gives its error or exit status.
@@ -202,7 +202,7 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
 
 @dataclass(frozen=True)
 class _Compilation:
-    """How a worker shares the compilation of the two models with the others.
+    """The way in which a worker shares the compilation of the two models with the others.
 
     Attributes:
         folder: folder in which a worker finds what others have compiled.

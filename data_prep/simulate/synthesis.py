@@ -3,7 +3,8 @@
 The basis is that of dinosaur: normalised associated Legendre functions times 1/sqrt(2 pi), cos(m lon)/sqrt(pi), sin(m
 lon)/sqrt(pi). It is orthonormal on the unit sphere, with the Condon-Shortley phase (-1)^m. Winds are gradients of
 stream function and velocity potential. The gradients are computed without a division by cos(latitude), so a pole needs
-no special case: only m = 1 is left there, the same vector for all longitudes.
+no special case: only m = 1 is left there, the same vector for all longitudes. Rain and the land mask are no spectral
+fields, and are interpolated from the model's own grid (`bilinear`).
 
 Fields are interpolated from sigma layers to pressure levels and to the surface. Between the centres of layers, fields
 are linear in the logarithm of pressure, and geopotential is the hydrostatic integral of virtual temperature. Above the
@@ -11,6 +12,8 @@ highest centre, fields are extrapolated from the two highest layers. Below the l
 they are there. Temperature and geopotential are linear in the logarithm of pressure down to the ground. Below ground
 the rule is ECMWF's (Trenberth, Berry and Buja 1993, NCAR/TN-396+STR, equations 5 to 20): temperature continues with 6.5
 K/km, less under high ground, and geopotential follows from it.
+
+The axes KML of a state are those of `data_prep.simulate.model`.
 """
 
 from __future__ import annotations
@@ -20,11 +23,38 @@ from dataclasses import dataclass
 import numpy as np
 
 SIGMA = (0.025, 0.095, 0.2, 0.34, 0.51, 0.685, 0.835, 0.95)  # centres of SPEEDY's eight sigma layers, top first
+_Z = len(SIGMA)
+PLANES = {  # where each quantity lies on axis K of a state
+    "vorticity": slice(0, _Z),
+    "divergence": slice(_Z, 2 * _Z),
+    "temperature": slice(2 * _Z, 3 * _Z),
+    "humidity": slice(3 * _Z, 4 * _Z),
+    "log_pressure": slice(4 * _Z, 4 * _Z + 1),
+}
+# The plane of temperature at sigma 0.835. Its root mean square over the sphere is the norm of a perturbation.
+NORM_PLANE = 2 * _Z + SIGMA.index(0.835)
 LAPSE_RATE = 0.0065  # K/m
 _PBL_TOP = SIGMA.index(0.835)
 _WIND_RATIO = 0.95  # SPEEDY's `fwind0`: the ratio of near-surface wind to wind in the lowest layer
 _LOG_SURFACE_LAYER = np.log(0.99)  # SPEEDY's surface layer lies at sigma 0.99
 _LOG_SIGMA = np.log(np.array(SIGMA))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The constants of a model in SI units, with which its spectral states are turned into weather fields."""
+
+    truncation: int
+    reference_temperature: np.ndarray  # (Z,), kelvin: states hold the difference from it
+    orography_ml: np.ndarray  # metres, spectral
+    land_yx: np.ndarray  # land fraction on the Gaussian grid
+    latitude: np.ndarray  # degrees, of the Gaussian grid, south to north
+    longitude: np.ndarray  # degrees
+    gas_constant: float
+    vapour_constant: float
+    gravity: float
+    reference_pressure: float
+    radius: float
 
 
 def regular_grid(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,8 +88,8 @@ def legendre(sin_latitude: np.ndarray, degree: int) -> np.ndarray:
 def legendre_gradients(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return m P / cos(latitude) and dP / d(latitude) without dividing by the cosine, each (N, N, J).
 
-    The recurrences need one degree more than they give, so the results end at degree N - 1. With the unnormalised
-    P_l^m, without the Condon-Shortley phase:
+    `p` is the result of `legendre`. The recurrences need one degree more than they give, so the results end at degree
+    N - 1. With the unnormalised P_l^m, without the Condon-Shortley phase:
 
         2 m P_l^m / cos = P_{l+1}^{m+1} + (l-m+1) (l-m+2) P_{l+1}^{m-1}
         2 dP_l^m / dlat = P_l^{m+1} - (l+m) (l-m+1) P_l^{m-1}
@@ -203,37 +233,6 @@ def sigma_fields(x_nkml: np.ndarray, synthesis: Synthesis, facts: ModelFacts) ->
     }
 
 
-_Z = len(SIGMA)
-PLANES = {
-    "vorticity": slice(0, _Z),
-    "divergence": slice(_Z, 2 * _Z),
-    "temperature": slice(2 * _Z, 3 * _Z),
-    "humidity": slice(3 * _Z, 4 * _Z),
-    "log_pressure": slice(4 * _Z, 4 * _Z + 1),
-}
-"""Where each quantity lies on axis K of a state."""
-
-NORM_PLANE = 2 * _Z + SIGMA.index(0.835)
-"""The plane of temperature at sigma 0.835; its root mean square over the sphere is the norm of a perturbation."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The constants of a model in SI units, with which its spectral states are turned into weather fields."""
-
-    truncation: int
-    reference_temperature: np.ndarray  # (Z,), kelvin: states hold the difference from it
-    orography_ml: np.ndarray  # metres, spectral
-    land_yx: np.ndarray  # land fraction on the Gaussian grid
-    latitude: np.ndarray  # degrees, of the Gaussian grid, south to north
-    longitude: np.ndarray  # degrees
-    gas_constant: float
-    vapour_constant: float
-    gravity: float
-    reference_pressure: float
-    radius: float
-
-
 def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
     """Cut spectral states down to a lower truncation T. If T is not lower than their own, they stay as they are.
 
@@ -254,9 +253,7 @@ def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
 def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
     """Return geopotential and virtual temperature on sigma layers, as the dynamical core discretises them.
 
-    Source: Durran (2010), Numerical Methods for Fluid Dynamics, section 8.6.5.
-
-    The fields are those of `sigma_fields`.
+    The fields are those of `sigma_fields`. Source: Durran (2010), Numerical Methods for Fluid Dynamics, section 8.6.5.
 
     Returns:
         Geopotential in m2 s-2 and virtual temperature in K, each (N, Z, Y, X).
@@ -272,8 +269,8 @@ def geopotential(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.n
 def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tuple[np.ndarray, np.ndarray]:
     """Return the temperature at the ground, and the exponent R gamma / g of the temperature profile below it.
 
-    Below ground, temperature varies as pressure to the power of the exponent. gamma is the lapse rate, which is reduced
-    under ground higher than 2000 m.
+    The fields are those of `sigma_fields`. Below ground, temperature varies as pressure to the power of the exponent.
+    gamma is the lapse rate, which is reduced under ground higher than 2000 m.
 
     Returns:
         Temperature in K and the exponent, each (N, Y, X).
@@ -340,10 +337,11 @@ def _near_ground(values, fields, phi, ground, depth, facts) -> dict[str, np.ndar
 def surface_fields(fields: dict[str, np.ndarray], land_yx: np.ndarray, facts: ModelFacts) -> dict[str, np.ndarray]:
     """Return sp and msl (Pa), t2m (K), u10 and v10 (m/s), each (N, Y, X).
 
-    Near-surface air is computed as for SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Where temperature
-    falls with height from sigma 0.95 to 0.835, it is continued to the surface with the same lapse rate, and over sea
-    further to sea level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer.
-    Mean sea level pressure follows Trenberth et al. (1993), equation 11.
+    The fields are those of `sigma_fields`, and `land_yx` is the land fraction (Y, X) at their points. Near-surface air
+    is computed as for SPEEDY's surface fluxes (`_extrapolate_to_surface` in jcm). Where temperature falls with height
+    from sigma 0.95 to 0.835, it is continued to the surface with the same lapse rate, and over sea further to sea
+    level. Elsewhere it is that of the lowest layer. Wind is 0.95 times the wind in the lowest layer. Mean sea level
+    pressure follows Trenberth et al. (1993), equation 11.
     """
     ground, exponent = ground_temperature(fields, facts)
     low, high = fields["t"][:, -1], fields["t"][:, _PBL_TOP]
