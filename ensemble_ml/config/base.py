@@ -55,7 +55,7 @@ def is_number(value: Any) -> bool:
 
 
 def require(key: str, value: Any, good: bool, allowed: str) -> None:
-    """Raise a UserError of the form `key=value: what is allowed`, which all settings share, if a value is not allowed."""
+    """Raise a UserError of the form `key=value: what is allowed`, as for all settings, if a value is not allowed."""
     if not good:
         raise UserError(f"{key}={value}: {allowed}")
 

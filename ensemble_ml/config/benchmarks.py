@@ -184,7 +184,7 @@ class RaceConfig:
 
 @dataclass
 class SkillConfig:
-    """Our model and its baselines, trained and scored alike (`benchmark=skill`). Trainings and forecasts are used again."""
+    """Our model and its baselines, trained and scored alike (`benchmark=skill`). Existing results are used again."""
 
     store: str | None = opt(None, "tensor store with truth; null takes runs/full-data/store.zarr (made with simulate=full), or the quickstart's runs/quickstart-data/store.zarr")
     orography: str | None = opt(None, "file with the orography of the ensemble's model; raw surface pressure and 2 m temperature are corrected for its difference from the truth's; null takes the file that simulate left beside the store, if there is one")
