@@ -2,7 +2,7 @@
 
 The command line and `eml.train` both come through here, so the same words give the same settings. Hydra composes the
 files over the schema, `OmegaConf.to_object` turns the result into dataclasses, and a user's mistake becomes one line.
-Texts that Hydra would read as something else are quoted before.
+Texts that Hydra would read as something else are quoted first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import ensemble_ml.config as schema
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import conf_folder
 
-_ELEMENT = re.compile(
-    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
-)  # an element of a list or a sweep, quoted or bare
+# An element of a list or a sweep, quoted or bare.
+_ELEMENT = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+""")
 _OPENING = ("[", "{", "'", '"')  # first characters of lists, tables and quoted texts
 _PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins like a list or table, but goes on
 
@@ -41,7 +40,7 @@ def register_schemas() -> None:
 
 
 def compose_config(task: str, overrides: list[str], more: str | None = None) -> DictConfig:
-    """Compose the configuration of a task from `conf/` and a user's settings.
+    """Compose the configuration of a task from `conf/` and a user's settings, as the command line gives them.
 
     `more` is another folder of configuration files, which is searched after `conf/`.
 
@@ -78,28 +77,6 @@ def set_values(task: str, composed: DictConfig, values: Mapping[str, Any]) -> No
             OmegaConf.update(composed, name, list(value) if isinstance(value, tuple) else value)
         except OmegaConfBaseException as error:
             raise UserError(f"{name}={value}: {str(error).splitlines()[0]}") from error
-
-
-def readable(task: str, arguments: list[str]) -> list[str]:
-    """Return arguments of the command line, in quotes where Hydra would change or could not read them."""
-    return [as_text(task, argument) for argument in arguments]
-
-
-def _readable(argument: str) -> bool:
-    """Return whether an argument is in Hydra's grammar."""
-    try:
-        OverridesParser.create().parse_override(argument)
-    except HydraException:
-        return False
-    return True
-
-
-def one_line(task: str, error: Exception) -> str:
-    """Return one of Hydra's errors as a line for the user."""
-    if isinstance(error, OverrideParseException):
-        return _unreadable(error.override)
-    cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
-    return _shortened(task, f"{error}{cause}")
 
 
 def build_config(task: str, composed: DictConfig, example: str = "") -> Any:
@@ -142,6 +119,34 @@ def _added(task: str, composed: DictConfig) -> Iterator[str]:
     return leaves(OmegaConf.to_container(composed, resolve=False), "")
 
 
+def _keys(task: str) -> list[str]:
+    """Return the names of all settings of a task."""
+    return [key for key, _, _ in schema.setting_lines(schema.SCHEMAS[task])]
+
+
+def groups_of(task: str) -> dict[str, list[str]]:
+    """Return the groups of `conf/` that a task takes, each with the names of its files."""
+    taken = {key.partition(".")[0] for key in _keys(task)} | ({"experiment"} if task in ("train", "plan") else {task})
+    folders = sorted(path for path in conf_folder().iterdir() if path.is_dir() and path.name in taken)
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def no_such_setting(task: str, key: str) -> str:
+    """Return the message for a key that is no setting, with the nearest settings and groups."""
+    known = [*_keys(task), *(group for group in groups_of(task) if group != key)]
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
+    return f"{key}: no such setting of {task}; {hint}"
+
+
+def one_line(task: str, error: Exception) -> str:
+    """Return one of Hydra's errors as a line for the user."""
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
+    return _shortened(task, f"{error}{cause}")
+
+
 def _unreadable(argument: str) -> str:
     """Return the message for an argument that is not in Hydra's grammar."""
     key, equals, value = argument.partition("=")
@@ -154,19 +159,6 @@ def _unreadable(argument: str) -> str:
         return f"{text}, and each part of a list that holds brackets in quotes of its own: \"{key}=['first','second']\""
     example = "{name: ...}" if "{" in value else "[first, second]"
     return f"{text}, and quote what holds blanks, braces or brackets, or the shell takes it apart: '{key}={example}'"
-
-
-def no_such_setting(task: str, key: str) -> str:
-    """Return the message for a key that is no setting, with the nearest settings and groups."""
-    known = [*_keys(task), *(group for group in groups_of(task) if group != key)]
-    near = difflib.get_close_matches(key, known, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
-    return f"{key}: no such setting of {task}; {hint}"
-
-
-def _keys(task: str) -> list[str]:
-    """Return the names of all settings of a task."""
-    return [key for key, _, _ in schema.setting_lines(schema.SCHEMAS[task])]
 
 
 def _shortened(task: str, text: str) -> str:
@@ -194,11 +186,9 @@ def _shortened(task: str, text: str) -> str:
     return f"{where}: {body}" if where else body
 
 
-def groups_of(task: str) -> dict[str, list[str]]:
-    """Return the groups of `conf/` that a task takes, each with the names of its files."""
-    taken = {key.partition(".")[0] for key in _keys(task)} | ({"experiment"} if task in ("train", "plan") else {task})
-    folders = sorted(path for path in conf_folder().iterdir() if path.is_dir() and path.name in taken)
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+def readable(task: str, arguments: list[str]) -> list[str]:
+    """Return arguments of the command line, in quotes where Hydra would change or could not read them."""
+    return [as_text(task, argument) for argument in arguments]
 
 
 def as_text(task: str, argument: str) -> str:
@@ -234,6 +224,15 @@ def as_text(task: str, argument: str) -> str:
         return in_quotes(text)
 
     return f"{key}={_ELEMENT.sub(element, value)}"
+
+
+def _readable(argument: str) -> bool:
+    """Return whether an argument is in Hydra's grammar."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return False
+    return True
 
 
 def _refuse_braces(key: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""Output folders, files that appear in one step, strict JSON, and the user's cache.
+"""The folders of configuration, output and cache, files that appear in one step, hashes of code, and strict JSON.
 
 Folders are checked before a command begins its work, so that a wrong name does not cost a night of computing. Files are
 written as drafts and renamed when they are complete. Strict JSON has no NaN and no infinity (RFC 8259), so null stands
@@ -26,7 +26,7 @@ from ensemble_ml.errors import UserError
 log = logging.getLogger(__name__)
 
 _ABANDONED = 3600  # seconds without a change after which a draft counts as left by a killed run
-_warned: set[str] = set()
+_warned: set[str] = set()  # kinds of cache whose absence has been logged
 
 
 def conf_folder() -> Path:
@@ -98,7 +98,7 @@ def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = Fals
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:
-    """Give a draft its final name in one step; `replace` allows to replace an existing file.
+    """Give a draft its final name in one step. With `replace`, it takes the place of an existing file.
 
     Without `replace`, the draft keeps its own name as well, and the caller removes it. Where no hard link can be made,
     the draft is renamed instead.
@@ -122,7 +122,7 @@ def give_name(draft: Path, path: Path, *, replace: bool) -> None:
 
 
 def user_cache(kind: str) -> Path | None:
-    """Return a folder in the user's cache ($XDG_CACHE_HOME or ~/.cache).
+    """Return the folder `kind` in the user's cache ($XDG_CACHE_HOME or ~/.cache), which need not exist yet.
 
     For a user without a home it returns None and logs one warning for each kind.
     """

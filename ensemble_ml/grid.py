@@ -141,6 +141,30 @@ class Grid:
         return f"{rows} x {columns} points, {lat[0]:g} to {lat[-1]:g} N, {lon[0]:g} to {lon[-1]:g} E"
 
 
+def _check_axis(name: str, ascending: np.ndarray) -> None:
+    """Raise a UserError if an axis is not a vector, is empty, has NaN, or is not evenly spaced."""
+    if ascending.ndim != 1:
+        raise UserError(f"{name}: expected one axis, got shape {ascending.shape}")
+    if not len(ascending):
+        raise UserError(f"{name}: has no points; an axis needs at least one")
+    if not np.isfinite(ascending).all():
+        raise UserError(f"{name}: {int((~np.isfinite(ascending)).sum())} of {ascending.size} values are absent (NaN)")
+    steps = np.diff(ascending)
+    if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * TOLERANCE)):
+        raise UserError(f"{name}: not evenly spaced in one direction; only regular latitude-longitude grids are read")
+
+
+def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
+    """Return the northern edge of the first row and the southern edge of the last. A single row is 1 degree wide."""
+    half = spacing(latitude) / 2
+    return latitude[0] + half, latitude[-1] - half
+
+
+def spacing(axis: np.ndarray) -> float:
+    """Return the mean spacing of an axis in degrees; 1 if it has a single point."""
+    return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0
+
+
 def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.ndarray, np.ndarray]:
     """Bring an archive's axes into the program's order.
 
@@ -195,25 +219,6 @@ def _second_piece(longitude: np.ndarray) -> int:
 def _eastwards(steps: np.ndarray) -> np.ndarray:
     """Return steps of longitude as degrees eastwards below 360; a meridian that appears again is about zero away."""
     return np.mod(steps + TOLERANCE, 360) - TOLERANCE
-
-
-def _check_axis(name: str, ascending: np.ndarray) -> None:
-    """Raise a UserError if an axis is not a vector, is empty, has NaN, or is not evenly spaced."""
-    if ascending.ndim != 1:
-        raise UserError(f"{name}: expected one axis, got shape {ascending.shape}")
-    if not len(ascending):
-        raise UserError(f"{name}: has no points; an axis needs at least one")
-    if not np.isfinite(ascending).all():
-        raise UserError(f"{name}: {int((~np.isfinite(ascending)).sum())} of {ascending.size} values are absent (NaN)")
-    steps = np.diff(ascending)
-    if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * TOLERANCE)):
-        raise UserError(f"{name}: not evenly spaced in one direction; only regular latitude-longitude grids are read")
-
-
-def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
-    """Return the northern edge of the first row and the southern edge of the last. A single row is 1 degree wide."""
-    half = spacing(latitude) / 2
-    return latitude[0] + half, latitude[-1] - half
 
 
 def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -271,6 +276,15 @@ def cut(grid: Grid, region: Sequence[float]) -> Grid:
     return canonical(grid.latitude[rows], eastward(grid.longitude[columns]))[0]
 
 
+def eastward(longitude: np.ndarray) -> np.ndarray:
+    """Return longitudes that ascend. If they jump from 360 back to 0, 360 is subtracted from those before the jump."""
+    falls = np.flatnonzero(np.diff(longitude) < 0)
+    moved = longitude.copy()
+    if len(falls):
+        moved[: falls[0] + 1] -= 360
+    return moved
+
+
 def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     """Return the grid with `rows` and `columns` times the spacing.
 
@@ -291,6 +305,22 @@ def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
     _check_factor(columns, len(longitude), "columns")
     kept = latitude[::rows] if grid.north is Edge.POLE_ROW else latitude[::-1][::rows][::-1]
     return covered(grid, kept, longitude[::columns])
+
+
+def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
+    """Return the centres of blocks of `factor` points of an axis."""
+    _check_factor(factor, len(axis), name)
+    if len(axis) // factor < 2:
+        raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; choose a smaller factor")
+    return axis.reshape(-1, factor).mean(1)
+
+
+def _check_factor(factor: int, count: int, what: str) -> None:
+    """Raise a UserError if a factor does not divide the grid. The message lists factors that do."""
+    if factor < 1 or count % factor:
+        fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
+        some = ", ".join(fitting[:8]) or "none but 1"
+        raise UserError(f"coarsen={factor}: does not divide the {count} {what} of the grid; {some} do; or use regrid")
 
 
 def even_grid(grid: Grid, degrees: float) -> Grid:
@@ -368,33 +398,3 @@ def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
         except UserError:
             continue
     return found
-
-
-def eastward(longitude: np.ndarray) -> np.ndarray:
-    """Return longitudes that ascend. If they jump from 360 back to 0, 360 is subtracted from those before the jump."""
-    falls = np.flatnonzero(np.diff(longitude) < 0)
-    moved = longitude.copy()
-    if len(falls):
-        moved[: falls[0] + 1] -= 360
-    return moved
-
-
-def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
-    """Return the centres of blocks of `factor` points of an axis."""
-    _check_factor(factor, len(axis), name)
-    if len(axis) // factor < 2:
-        raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; choose a smaller factor")
-    return axis.reshape(-1, factor).mean(1)
-
-
-def _check_factor(factor: int, count: int, what: str) -> None:
-    """Raise a UserError if a factor does not divide the grid. The message lists factors that do."""
-    if factor < 1 or count % factor:
-        fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
-        some = ", ".join(fitting[:8]) or "none but 1"
-        raise UserError(f"coarsen={factor}: does not divide the {count} {what} of the grid; {some} do; or use regrid")
-
-
-def spacing(axis: np.ndarray) -> float:
-    """Return the mean spacing of an axis in degrees; 1 if it has a single point."""
-    return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0

@@ -1,4 +1,7 @@
-"""Settings of the tasks that make archives and tensor stores: `simulate`, `prepare` and `inspect`."""
+"""Settings of the tasks that make and show archives and tensor stores: `simulate`, `prepare` and `inspect`.
+
+What other tasks also state of the variables of archives (names, units, intervals) is documented and checked here.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,15 @@ from ensemble_ml.config.base import MISSING, at_least, check_periods, check_regi
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field, resolve
 from ensemble_ml.units import unit_conversion
+
+FROM_START = "start"  # sums from the start of the forecast
+_INTERVALS = "intervals", "truth_intervals"
+
+# Documentation of settings that several tasks take.
+NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null recognises usual names"
+INTERVALS = "hours that sums cover where NetCDF or Zarr states no interval, by our names, e.g. 'intervals={tp: 6}'; start: sums from the start of the forecast"
+TRUTH_INTERVALS = "the same for the truth, e.g. 'truth_intervals={tp: 1}'"
+UNITS = "units of variables where NetCDF or Zarr states none, by our names, e.g. 'units={tp: mm}'"
 
 
 class Executor(Enum):
@@ -129,71 +141,6 @@ class SimulateConfig:
         return _part(self.parts) or (0, 1)
 
 
-FROM_START = "start"  # sums from the start of the forecast
-_INTERVALS = "intervals", "truth_intervals"
-
-
-def check_overrides(config: Any) -> None:
-    """Check what a task states of variables, and replace its keys by the registry's names.
-
-    Args:
-        config: an instance with `names`, `units`, `intervals` and perhaps `truth_intervals`, which are replaced.
-
-    Raises:
-        UserError: a variable is not known, or its units cannot be converted; an interval is neither whole hours above 0
-            nor `start`, or belongs to a variable that is no sum; two variables have the same name in the archive; or
-            one is stated twice.
-    """
-    examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
-    for key, example in examples.items():
-        if not hasattr(config, key):
-            continue
-        stated = getattr(config, key) or {}
-        require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
-        # Users may give any known name of a variable. Here it becomes the name of the registry.
-        by_our_names = {}
-        for ours, theirs in stated.items():
-            try:
-                name = resolve(str(ours)).name
-            except UserError as error:
-                raise UserError(f"{key}={{{ours}: {theirs}}}: {error}") from error
-            require(key, stated, name not in by_our_names, f"states {name} twice, as {ours}, too; state it once")
-            by_our_names[name] = theirs if key in _INTERVALS else str(theirs)
-        setattr(config, key, by_our_names)
-    for ours, units in config.units.items():
-        try:
-            unit_conversion(units, field(ours).units)
-        except UserError as error:
-            raise UserError(f"units={{{ours}: {units}}}: {error}") from error
-    for key in _INTERVALS:
-        for ours, hours in getattr(config, key, {}).items():
-            whole = type(hours) is int and hours > 0
-            require(key, f"{{{ours}: {hours}}}", whole or hours == FROM_START, f"give whole hours, or {FROM_START}")
-            require(key, f"{{{ours}: {hours}}}", field(ours).accumulated, f"{ours} is no sum; leave it out")
-    theirs = list(config.names.values())
-    twice = [name for name in theirs if theirs.count(name) > 1]
-    require("names", config.names, not twice, "a variable of the archive stands for two of ours; name it once")
-
-
-def _our_names(variables: list[str] | None) -> list[str] | None:
-    """Return variables by their names in the registry. Unknown names stay; opening the archive refuses them."""
-    if variables is None:
-        return None
-    names = []
-    for name in variables:
-        try:
-            names.append(resolve(str(name)).name)
-        except UserError:
-            names.append(name)
-    return names
-
-
-NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null recognises usual names"
-INTERVALS = "hours that sums cover where NetCDF or Zarr states no interval, by our names, e.g. 'intervals={tp: 6}'; start: sums from the start of the forecast"
-TRUTH_INTERVALS = "the same for the truth, e.g. 'truth_intervals={tp: 1}'"
-UNITS = "units of variables where NetCDF or Zarr states none, by our names, e.g. 'units={tp: mm}'"
-
-
 @dataclass
 class PrepareConfig:
     """Turn an archive (GRIB, NetCDF, Zarr) into a tensor store."""
@@ -267,6 +214,61 @@ class InspectConfig:
     complete: bool = opt(False, "of a tensor store: end with status 2 unless every init time of its plan is built, and none was left out for gaps: a check for workflows before training")
     speed: bool = opt(True, "of a tensor store: read the forecast of an init time drawn at random, and time it")
     format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
+
+
+def check_overrides(config: Any) -> None:
+    """Check what a task states of variables, and replace its keys by the registry's names.
+
+    Args:
+        config: an instance with `names`, `units`, `intervals` and perhaps `truth_intervals`, which are replaced.
+
+    Raises:
+        UserError: a variable is not known, or its units cannot be converted; an interval is neither whole hours above 0
+            nor `start`, or belongs to a variable that is no sum; two variables have the same name in the archive; or
+            one is stated twice.
+    """
+    examples = {"names": "{t2m: temperature_2m}", "units": "{tp: mm}", **dict.fromkeys(_INTERVALS, "{tp: 6}")}
+    for key, example in examples.items():
+        if not hasattr(config, key):
+            continue
+        stated = getattr(config, key) or {}
+        require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
+        # Users may give any known name of a variable. Here it becomes the name of the registry.
+        by_our_names = {}
+        for ours, theirs in stated.items():
+            try:
+                name = resolve(str(ours)).name
+            except UserError as error:
+                raise UserError(f"{key}={{{ours}: {theirs}}}: {error}") from error
+            require(key, stated, name not in by_our_names, f"states {name} twice, as {ours}, too; state it once")
+            by_our_names[name] = theirs if key in _INTERVALS else str(theirs)
+        setattr(config, key, by_our_names)
+    for ours, units in config.units.items():
+        try:
+            unit_conversion(units, field(ours).units)
+        except UserError as error:
+            raise UserError(f"units={{{ours}: {units}}}: {error}") from error
+    for key in _INTERVALS:
+        for ours, hours in getattr(config, key, {}).items():
+            whole = type(hours) is int and hours > 0
+            require(key, f"{{{ours}: {hours}}}", whole or hours == FROM_START, f"give whole hours, or {FROM_START}")
+            require(key, f"{{{ours}: {hours}}}", field(ours).accumulated, f"{ours} is no sum; leave it out")
+    theirs = list(config.names.values())
+    twice = [name for name in theirs if theirs.count(name) > 1]
+    require("names", config.names, not twice, "a variable of the archive stands for two of ours; name it once")
+
+
+def _our_names(variables: list[str] | None) -> list[str] | None:
+    """Return variables by their names in the registry. Unknown names stay; opening the archive refuses them."""
+    if variables is None:
+        return None
+    names = []
+    for name in variables:
+        try:
+            names.append(resolve(str(name)).name)
+        except UserError:
+            names.append(name)
+    return names
 
 
 def _day(window: str) -> date | None:

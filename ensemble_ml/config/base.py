@@ -11,6 +11,7 @@ from typing import Any
 from ensemble_ml.errors import UserError
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
+_PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")  # an end of a period
 
 
 def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
@@ -54,7 +55,7 @@ def is_number(value: Any) -> bool:
 
 
 def require(key: str, value: Any, good: bool, allowed: str) -> None:
-    """Raise a UserError if a value is not allowed, in the form `key=value: what is allowed`, which all settings share."""
+    """Raise a UserError of the form `key=value: what is allowed`, as for all settings, if a value is not allowed."""
     if not good:
         raise UserError(f"{key}={value}: {allowed}")
 
@@ -71,15 +72,12 @@ def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
 
 
 def check_finite(node: Any, path: str = "") -> None:
-    """Raise a UserError if a setting of the dotted name `path`, or a value inside it, is infinite or NaN."""
+    """Raise a UserError if `node`, whose dotted name is `path`, or a value inside it is infinite or NaN."""
     if isinstance(node, dict | list):
         for name, value in node.items() if isinstance(node, dict) else enumerate(node):
             check_finite(value, f"{path}.{name}" if path else str(name))
     elif isinstance(node, float):
         require(path, node, math.isfinite(node), "must be a finite number")
-
-
-_PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
 
 
 def check_periods(key: str, specs: list[str] | None) -> None:
@@ -91,7 +89,7 @@ def check_periods(key: str, specs: list[str] | None) -> None:
 
 
 def check_region(region: list[float] | None) -> None:
-    """Raise a UserError if a region is not [north, west, south, east] in degrees, north above south. None is allowed."""
+    """Raise a UserError if a region is neither None nor [north, west, south, east] in degrees, north above south."""
     if region is not None:
         good = len(region) == 4 and 90 >= region[0] > region[2] >= -90
         require("region", region, good, "give [north, west, south, east], degrees")

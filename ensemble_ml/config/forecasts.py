@@ -1,4 +1,4 @@
-"""Settings of `predict`, `evaluate` and `export`: forecasts are made and scored, and checkpoints are exported."""
+"""Settings of the tasks that make and score forecasts, and export a checkpoint: `predict`, `evaluate` and `export`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from ensemble_ml.config.archives import INTERVALS, NAMES, TRUTH_INTERVALS, UNITS
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, is_number, opt, part, require
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.training import ParallelConfig
-
-
-def _numbers(values: Any) -> bool:
-    """Return whether `values` is a list or tuple of numbers."""
-    return isinstance(values, list | tuple) and all(is_number(v) for v in values)
 
 
 @dataclass
@@ -110,3 +105,8 @@ class EvaluateConfig:
         at_least(self, 1, "members_in", "block_days")
         require("confidence", self.confidence, 0 < self.confidence < 1, "must lie between 0 and 1")
         require("bootstrap", self.bootstrap, self.bootstrap >= 100, "at least 100 draws are needed")
+
+
+def _numbers(values: Any) -> bool:
+    """Return whether `values` is a list or tuple of numbers."""
+    return isinstance(values, list | tuple) and all(is_number(v) for v in values)

@@ -45,7 +45,7 @@ class Precision(Enum):
     float64 = "float64"
 
 
-NETWORKS = ("unet3d", "emos", "drn", "ens10_unet", "poet")
+NETWORKS = ("unet3d", "emos", "drn", "ens10_unet", "poet")  # the values of `model.name`
 
 
 @dataclass

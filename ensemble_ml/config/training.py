@@ -1,6 +1,7 @@
 """Settings of a training run: data, loading, ranks, optimizer and exchange, tournaments, checkpoints and logs.
 
-`compact`, which cuts a trained model down so that it predicts faster, has most of these settings and its own.
+`compact`, which cuts a trained model down so that it predicts faster, has a few of its own. All others are those of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -15,47 +16,40 @@ from ensemble_ml.config.base import MISSING, at_least, check_periods, is_number,
 from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.errors import UserError
 
+# Settings that may differ between the trainers of a job.
 VARIED = ("optim.lr", "optim.final_lr", "optim.warmup", "spread_weight")
 
+# The bytes of the units of sizes, and the form of a size, such as 4GB or 512MiB.
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
-class TournamentData(Enum):
-    """The init times from which a trainer takes its samples."""
-
-    shared = "shared"
-    parted = "parted"
-
-
-class TournamentKeep(Enum):
-    """The rule by which worse trainers take the weights of better ones."""
-
-    pairs = "pairs"
-    truncation = "truncation"
+# Settings that take effect only if ranks vote. Older runs accepted them in any case (see `training.agreement`).
+OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept"))
 
 
 @dataclass
-class TournamentConfig:
-    """Competition between the models that one job trains (`parallel.trainer`)."""
+class DataConfig:
+    """The part of a store that a run uses, and the split of its init times."""
 
-    every: int = opt(0, "steps between tournaments, a multiple of validate_every; needed where parallel.trainer is 2 or more")
-    data: TournamentData = opt(TournamentData.shared, "shared | parted: every trainer takes samples from all training init times, or from a part of its own; fits see all of them in any case")
-    keep: TournamentKeep = opt(TournamentKeep.pairs, "pairs | truncation: in random pairs the worse takes the weights of the better, or the worst quarter takes those of the best quarter")
-    vary: Any = opt(None, "settings that differ between trainers, each with a value a trainer, as {optim.lr: [1e-4, 1e-3]}; a winner's value goes with its weights")
-    soup: bool = opt(True, "at the end, the mean of the trainers' weights is validated too, and kept if it is the best")
+    store: str = opt(MISSING, "tensor store made by prepare")
+    train: list[str] = opt(list, "init times to train on: years, ISO dates or start/end ranges")
+    validation: list[str] = opt(list, "init times that choose the best checkpoint; may be empty")
+    hours: list[int] | None = opt(None, "hours of the day, UTC: only init times at these hours are used; null uses all")
+    variables: list[str] | None = opt(None, "pressure-level variables; null takes all of the store, except those without truth if others have one")
+    surface: list[str] | None = opt(None, "surface variables; null takes all of the store, except those without truth if others have one")
+    levels: list[int] | None = opt(None, "pressure levels, hPa; null takes all")
+    leads_in: list[int] | None = opt(None, "lead times stacked as input, hours; null takes all stored")
+    leads_out: list[int] | None = opt(None, "lead times predicted, hours; null takes all above zero, or zero where it is the only one")
+    members: list[int] = opt(lambda: [1, 2, 3, 5, 8, 10], "sizes of the random member subsets drawn in training")
+    validation_members: int = opt(5, "number of members used in validation, counted from the first")
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "every", group="tournament.")
-        require("tournament.vary", self.vary, self.vary is None or isinstance(self.vary, dict), "give a list of values by setting, {optim.lr: [1e-4, 1e-3]}")
-        self.vary = {str(key): values for key, values in (self.vary or {}).items()} or None
-        for key, values in (self.vary or {}).items():
-            name = f"tournament.vary.{key}"
-            allowed = f"changes the shape of the model, its fits or the steps of all; {', '.join(VARIED)} may differ between trainers"
-            require(name, values, key in VARIED, allowed)
-            numbers = isinstance(values, list) and all(is_number(value) and math.isfinite(value) for value in values)
-            require(name, values, numbers, "give a list of numbers, one a trainer")
-
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE)
+        require("data.members", self.members, bool(self.members) and min(self.members) >= 1, "sizes from 1 up are allowed")
+        at_least(self, 1, "validation_members", group="data.")
+        hours = self.hours is None or (bool(self.hours) and all(0 <= hour < 24 for hour in self.hours))
+        require("data.hours", self.hours, hours, "hours from 0 to 23 are allowed, or null")
+        check_periods("data.train", self.train)
+        check_periods("data.validation", self.validation)
 
 
 class Assign(Enum):
@@ -70,16 +64,6 @@ class LoaderName(Enum):
 
     clairvoyant = "clairvoyant"
     torch = "torch"
-
-
-def parse_bytes(key: str, value: Any) -> int | None:
-    """Return a size such as 4GB, 512MiB or a plain number in bytes; None stays None. Refuse what is no size."""
-    if value is None:
-        return None
-    found = _SIZE.fullmatch(str(value).strip())
-    if not found:
-        raise UserError(f"{key}={value}: give bytes, or a number with KB, MB, GB, TB (powers of ten) or KiB ... TiB")
-    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
 @dataclass
@@ -231,10 +215,6 @@ class MomentumKept(Enum):
     mean = "mean"
 
 
-# Settings that take effect only if ranks vote. Older runs accepted them in any case (see `training.agreement`).
-OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept"))
-
-
 @dataclass
 class OptimConfig:
     """Optimizer and schedule."""
@@ -308,36 +288,40 @@ class OptimConfig:
         require("optim.quorum", self.quorum, alone, "votes that do not wait take neither hierarchical nor momentum_sync, for which all ranks would wait; leave these out, or use quorum=all")
 
 
-class Objective(Enum):
-    """The quantity whose distribution a model predicts."""
+class TournamentData(Enum):
+    """The init times from which a trainer takes its samples."""
 
-    truth = "truth"
-    members = "members"
+    shared = "shared"
+    parted = "parted"
+
+
+class TournamentKeep(Enum):
+    """The rule by which worse trainers take the weights of better ones."""
+
+    pairs = "pairs"
+    truncation = "truncation"
 
 
 @dataclass
-class DataConfig:
-    """The part of a store that a run uses, and the split of its init times."""
+class TournamentConfig:
+    """Competition between the models that one job trains (`parallel.trainer`)."""
 
-    store: str = opt(MISSING, "tensor store made by prepare")
-    train: list[str] = opt(list, "init times to train on: years, ISO dates or start/end ranges")
-    validation: list[str] = opt(list, "init times that choose the best checkpoint; may be empty")
-    hours: list[int] | None = opt(None, "hours of the day, UTC: only init times at these hours are used; null uses all")
-    variables: list[str] | None = opt(None, "pressure-level variables; null takes all of the store, except those without truth if others have one")
-    surface: list[str] | None = opt(None, "surface variables; null takes all of the store, except those without truth if others have one")
-    levels: list[int] | None = opt(None, "pressure levels, hPa; null takes all")
-    leads_in: list[int] | None = opt(None, "lead times stacked as input, hours; null takes all stored")
-    leads_out: list[int] | None = opt(None, "lead times predicted, hours; null takes all above zero, or zero where it is the only one")
-    members: list[int] = opt(lambda: [1, 2, 3, 5, 8, 10], "sizes of the random member subsets drawn in training")
-    validation_members: int = opt(5, "number of members used in validation, counted from the first")
+    every: int = opt(0, "steps between tournaments, a multiple of validate_every; needed where parallel.trainer is 2 or more")
+    data: TournamentData = opt(TournamentData.shared, "shared | parted: every trainer takes samples from all training init times, or from a part of its own; fits see all of them in any case")
+    keep: TournamentKeep = opt(TournamentKeep.pairs, "pairs | truncation: in random pairs the worse takes the weights of the better, or the worst quarter takes those of the best quarter")
+    vary: Any = opt(None, "settings that differ between trainers, each with a value a trainer, as {optim.lr: [1e-4, 1e-3]}; a winner's value goes with its weights")
+    soup: bool = opt(True, "at the end, the mean of the trainers' weights is validated too, and kept if it is the best")
 
     def __post_init__(self) -> None:
-        require("data.members", self.members, bool(self.members) and min(self.members) >= 1, "sizes from 1 up are allowed")
-        at_least(self, 1, "validation_members", group="data.")
-        hours = self.hours is None or (bool(self.hours) and all(0 <= hour < 24 for hour in self.hours))
-        require("data.hours", self.hours, hours, "hours from 0 to 23 are allowed, or null")
-        check_periods("data.train", self.train)
-        check_periods("data.validation", self.validation)
+        at_least(self, 0, "every", group="tournament.")
+        require("tournament.vary", self.vary, self.vary is None or isinstance(self.vary, dict), "give a list of values by setting, {optim.lr: [1e-4, 1e-3]}")
+        self.vary = {str(key): values for key, values in (self.vary or {}).items()} or None
+        for key, values in (self.vary or {}).items():
+            name = f"tournament.vary.{key}"
+            allowed = f"changes the shape of the model, its fits or the steps of all; {', '.join(VARIED)} may differ between trainers"
+            require(name, values, key in VARIED, allowed)
+            numbers = isinstance(values, list) and all(is_number(value) and math.isfinite(value) for value in values)
+            require(name, values, numbers, "give a list of numbers, one a trainer")
 
 
 @dataclass
@@ -355,6 +339,13 @@ class TrackingConfig:
         at_least(self, 1, "log_every", group="tracking.")
         lacking = [name for name in ("org", "platform") if not getattr(self, name)]
         require("tracking.mllog", self.mllog, not self.mllog or not lacking, f"the log must state {' and '.join(lacking)}: give tracking.{'=... tracking.'.join(lacking)}=...")
+
+
+class Objective(Enum):
+    """The quantity whose distribution a model predicts."""
+
+    truth = "truth"
+    members = "members"
 
 
 @dataclass
@@ -458,3 +449,13 @@ class CompactConfig:
     def __post_init__(self) -> None:
         require("speedup", self.speedup, self.speedup > 1, "must be above 1")
         at_least(self, 0, "limit", "steps", "distill", "threads")
+
+
+def parse_bytes(key: str, value: Any) -> int | None:
+    """Return a size such as 4GB, 512MiB or a plain number in bytes; None stays None. Refuse any other text."""
+    if value is None:
+        return None
+    found = _SIZE.fullmatch(str(value).strip())
+    if not found:
+        raise UserError(f"{key}={value}: give bytes, or a number with KB, MB, GB, TB (powers of ten) or KiB ... TiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])

@@ -1,6 +1,6 @@
 """The models: features, corrections, modified 3D U-Net, heads. They know neither ranks nor Hydra.
 
-The setting `model.name` chooses among our network and published methods, which are its baselines. Each is made from a
+The setting `model.name` chooses our network (`unet3d`) or one of its baselines, published methods. Each is made from a
 `ModelSpec` and a `Climate`, and maps an `EnsembleInput` to a `Prediction`. Each has the attributes `spec`, `speed`,
 `features` and `heads`, and the method `param_groups()`.
 """

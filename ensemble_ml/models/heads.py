@@ -2,11 +2,11 @@
 
 All quantities are in units of the ensemble at hand, so the same outputs suit any variable and any number of members.
 
-    location = base + s_clim dL + a s0
-    scale    = s0 exp(B + w + dB + b)
-    spread   = s1 exp(dC + c)
+    location = base + s_clim dL + n1 s0
+    scale    = s0 exp(B + w + dB + n2)
+    spread   = s1 exp(dC + n3)
 
-    a, b, c       outputs of the U-Net, whose last layer starts at zero
+    n1, n2, n3    outputs of the U-Net, whose last layer starts at zero
     dL, dB, dC    local terms: learned numbers, one for each grid cell, that start at zero
     s_clim        climatological spread at the cell
     B             fitted inflation of the cell, the logarithm of sigma / s0
@@ -17,7 +17,7 @@ All quantities are in units of the ensemble at hand, so the same outputs suit an
     base          location of a distribution with the mean m + L + v s0 exp(B)
     m, L          ensemble mean, linearly corrected where that is on; fitted bias of the cell
 
-v, w, b + dB and c + dC are bounded to +-3. The untrained model is a statistical correction fitted to the training
+v, w, n2 + dB and n3 + dC are bounded to +-3. The untrained model is a statistical correction fitted to the training
 dates, and weight decay pulls the local terms back to it. All learned terms are multiples of a spread or logarithms, so
 that one step of a sign-based optimizer moves each of them by a similar, sensible amount.
 
@@ -29,17 +29,17 @@ For a normal variable the base is that mean. For a distribution with bounds, the
 distribution has that mean. For a distribution with a mass at zero, the mean and sigma are changed first, and s0 is then
 multiplied by the same factor as sigma.
 
-That change gives forecasts without rain a small chance of rain. A distribution with a mass at zero and a mean of zero
-gives rain a probability of zero, whatever its scale. But it sometimes rains where no member has rain. So mean and scale
-are changed near zero:
+A distribution with a mass at zero and a mean of zero gives rain a probability of zero, whatever its scale. But it
+sometimes rains where no member has rain. So mean and scale are changed near zero, which gives forecasts without rain a
+small chance of it:
 
     sigma'  = sigma [a + (1 - a) min(u, 1)]
-    mean'   = [m + hypot(m, 2 a b sigma)] / 2
+    mean'   = [p + hypot(p, 2 a b sigma)] / 2
 
     sigma   scale before the change
     mean    mean before the change
     u       mean / sigma, and zero where that is negative
-    m       max(mean, 0)
+    p       max(mean, 0)
     b       mean' / sigma' where u = 0, chosen so that the chance of rain there is that of the truth
     a       sigma' / sigma where u = 0, chosen so that the mean amount of rain there is that of the truth, too
 
@@ -90,7 +90,7 @@ class Heads(nn.Module):
 
     MAPS = ("bias", "inflation", "anchor")  # (T, F, Y, X)
     BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # (T, F)
-    DRY = ("dry_share", "dry_mean")  # (T, F), a and b of `models.heads`
+    DRY = ("dry_share", "dry_mean")  # (T, F), a and b
 
     climatology: Tensor
     anchor: Tensor
@@ -131,7 +131,7 @@ class Heads(nn.Module):
         return (self.climatology / self.typical[..., None, None]).flatten(0, 1)
 
     def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return the prior spread s0 of (B,) M members with this spread (`features.shrunk_spread`), (B, T, F, Y, X)."""
+        """Return the prior spread s0 at the predicted leads, for the spread (B, T, F, Y, X) of M members, (B,)."""
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
     def followed(self, spread1: Tensor) -> Tensor:
@@ -139,14 +139,14 @@ class Heads(nn.Module):
         return self.base_spread(spread1, spread1.new_full((len(spread1),), FOLLOWED))
 
     def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """Return s1, the spread of the full ensemble that is expected from that of (B,) M members, (B, T, F, Y, X)."""
+        """Return s1, the expected spread of the full ensemble, for the spread (B, T, F, Y, X) of M members, (B,)."""
         terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
         return unbiased_spread(spread, count, self.climatology, *terms)
 
     def departures(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
         """Return the anomalies d that the linear correction reads, in typical spreads, (B, KINDS, T, F, Y, X).
 
-        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads (`linear.departures`).
+        Mean and spread are (B, T, F, Y, X), at the predicted leads; `count` (B,) is M (`linear.departures`).
         """
         shrink, typical = self.spread_shrink[..., None, None], self.typical[..., None, None]
         return departures(mean, spread, count, self.anchor, self.climatology, shrink, typical)
@@ -206,7 +206,7 @@ class Heads(nn.Module):
         return Prediction(**found)
 
     def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the location for each mean in `base`, and s0 after the changes near zero (`models.heads`).
+        """Return the location for each mean in `base`, and s0 after the change near zero.
 
         The locations overwrite the means in `base`.
         """

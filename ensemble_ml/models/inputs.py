@@ -39,8 +39,8 @@ from ensemble_ml.fields import Family, Field, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.models.padding import deepest
 
-_DAYS = 365.2425
-_PLACE, _NUMBERS = 4, 4
+_DAYS = 365.2425  # of a mean year
+_PLACE, _NUMBERS = 4, 4  # planes of place, and planes of one number each
 _SEASON = 2  # sine and cosine of the season are the last planes
 
 
@@ -214,6 +214,29 @@ class ModelSpec:
         return cls(ModelConfig(**config), **{k: tuple(v) for k, v in plain.items() if k != "config"})
 
 
+def _check_spec(spec: ModelSpec) -> None:
+    """Check the names, leads and grid of a spec."""
+    if not spec.variables and not spec.surface:
+        raise UserError("data.variables, data.surface: both are empty; name at least one variable")
+    if spec.variables and not spec.levels:
+        raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
+    if not spec.leads_out:
+        raise UserError("data.leads_out: empty; name at least one lead time")
+    # The model corrects the ensemble at the predicted lead, so that lead must be an input.
+    missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
+    if missing:
+        raise UserError(
+            f"data.leads_out={missing}: predicted leads must be among data.leads_in={list(spec.leads_in)};"
+            " add them there"
+        )
+    # A surface variable in the list of pressure-level variables would be read at levels that it does not have.
+    for name, surface in [(v, False) for v in spec.variables] + [(v, True) for v in spec.surface]:
+        if field(name).surface != surface:
+            kind, key = ("pressure-level", "variables") if surface else ("surface", "surface")
+            raise UserError(f"variable {name}: is a {kind} variable; name it in data.{key}")
+    _ = spec.grid  # making a Grid raises a UserError if the points are not regular
+
+
 @dataclass(eq=False)
 class EnsembleInput:
     """A batch of reduced ensembles, as a model takes it. T runs over `ModelSpec.leads_in`.
@@ -324,29 +347,6 @@ def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> 
         share = np.isfinite(values[:, :, masked]).mean(0, dtype=np.float32)
         shares.append(share.reshape(len(share), -1, *share.shape[-2:]))
     return np.concatenate(shares, axis=1)
-
-
-def _check_spec(spec: ModelSpec) -> None:
-    """Check the names, leads and grid of a spec."""
-    if not spec.variables and not spec.surface:
-        raise UserError("data.variables, data.surface: both are empty; name at least one variable")
-    if spec.variables and not spec.levels:
-        raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
-    if not spec.leads_out:
-        raise UserError("data.leads_out: empty; name at least one lead time")
-    # The model corrects the ensemble at the predicted lead, so that lead must be an input.
-    missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
-    if missing:
-        raise UserError(
-            f"data.leads_out={missing}: predicted leads must be among data.leads_in={list(spec.leads_in)};"
-            " add them there"
-        )
-    # A surface variable in the list of pressure-level variables would be read at levels that it does not have.
-    for name, surface in [(v, False) for v in spec.variables] + [(v, True) for v in spec.surface]:
-        if field(name).surface != surface:
-            kind, key = ("pressure-level", "variables") if surface else ("surface", "surface")
-            raise UserError(f"variable {name}: is a {kind} variable; name it in data.{key}")
-    _ = spec.grid  # making a Grid raises a UserError if the points are not regular
 
 
 def plane_count(spec: ModelSpec) -> int:

@@ -38,7 +38,7 @@ from ensemble_ml.models.unet3d import Activation, Convolution, UNet3d, zeroed
 
 
 class Start(nn.Module):
-    """Features, heads, linear correction and point network.
+    """A model without its U-Net: features, heads, linear correction and point network.
 
     Args:
         climate: statistics of the training dates; during the fits, those computed so far.
@@ -60,7 +60,7 @@ class Start(nn.Module):
     def anomalies(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
         """Return the anomalies d that linear correction and point network read, padded by one, (B, C, Y + 2, X + 2).
 
-        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads.
+        Mean and spread of the members are (B, T, F, Y, X), at the predicted leads; `count` (B,) is M.
         """
         assert self.linear is not None
         return self.linear.padded(self.heads.departures(mean, spread, count).flatten(1, 3))
@@ -90,7 +90,7 @@ class Start(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return `linear_part` and `point_part`; None for a part that the model lacks.
 
-        Mean and spread of the M members, (B,), are (B, T, F, Y, X) at the predicted leads.
+        Mean and spread of the members are (B, T, F, Y, X), at the predicted leads; `count` (B,) is M.
         """
         if self.linear is None:
             return None, None
@@ -160,7 +160,7 @@ class EnsembleModel(Start):
         """Return the parameters in groups for an optimizer, with the weight decay of each.
 
             weights   matrices and kernels: the optimizer's own weight decay
-            bank      numbers that all kernels share (`blocks.bank`): the optimizer's own weight decay
+            bank      numbers that all kernels share (`models.bank`): the optimizer's own weight decay
             plain     scales, shifts and biases: no weight decay
             local     terms of single grid cells: the optimizer's own weight decay
 
@@ -195,6 +195,11 @@ class EnsembleModel(Start):
             self.spec = replace(self.spec, config=replace(self.spec.config, bank=0.0))
             self.speed.apply(self)
 
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Return (Y, X) of inputs and predictions: the whole grid, which `distributed.partition` narrows to a shard."""
+        return self.spec.grid.shape
+
     def _parts(self) -> list[_Planes]:
         """Return the modules of pressure levels and of the surface, in this order, as far as the model has them."""
         return [part for part in (self.pressure, self.surface) if part is not None]
@@ -227,11 +232,6 @@ class EnsembleModel(Start):
                 planes.append(part.stem(self.speed.arrange(channels)) + shared)
             hidden = _stack_planes(planes) + self.plane_bias[:, None, None].to(shared.dtype)
             return self.scale(self.unet(hidden)).to(self.plane_bias.dtype)
-
-    @property
-    def cells(self) -> tuple[int, int]:
-        """Return (Y, X) of inputs and predictions: the whole grid, which `distributed.partition` narrows to a shard."""
-        return self.spec.grid.shape
 
     def _check(self, x: EnsembleInput) -> None:
         """Raise a UserError if the input has other shapes than the spec, or a dtype below float32."""

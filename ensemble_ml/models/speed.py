@@ -27,7 +27,7 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 _SECONDS = 3.0  # for all trials together
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # call -> (call that does the same, its result)
@@ -58,7 +58,7 @@ class Speed:
         For the whole process, TF32 is turned off and cuDNN takes deterministic kernels.
         """
         for module in model.modules():
-            # A kernel made from a bank (`blocks.bank`) is no parameter, and has channels last anyway.
+            # A kernel made from a bank (`models.bank`) is no parameter, and has channels last anyway.
             if isinstance(module, nn.Conv3d | nn.Conv2d) and isinstance(module.weight, nn.Parameter):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
@@ -79,49 +79,6 @@ class Speed:
     def from_json(cls, plain: dict[str, Any]) -> Speed:
         """Build the speed that `to_json` wrote."""
         return cls(Precision(plain["precision"]), bool(plain["channels_last"]))
-
-
-def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
-    """Return the speeds that the device offers for the setting `model.precision`, probably fast ones first.
-
-    Channels last come before channels first, and bfloat16 before float32.
-
-    Raises:
-        UserError: bfloat16 is wanted, and `has_bfloat16` is False.
-    """
-    low = has_bfloat16(device)
-    if wanted is Precision.bfloat16 and not low:
-        lacks = "has no bfloat16 arithmetic"
-        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            version = torch.backends.cudnn.version()
-            lacks = f"has cuDNN {version}, and before 91500 (9.15) bfloat16 gives wrong results or is slow"
-        raise UserError(f"model.precision=bfloat16: {device_name(device)} {lacks}; use auto or float32")
-    kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
-    return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or the instruction set that torch uses on a CPU.
-
-    Between devices of different names, the last bits of results may differ.
-    """
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-
-
-def settle(device: torch.device) -> None:
-    """Wait until a GPU has finished all work it was given, so that the host's clock measures it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Return True if bfloat16 gives right results on `device`, and may be faster than float32."""
-    if device.type == "cuda":
-        # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
-        known = torch.cuda.is_bf16_supported(including_emulation=False)
-        return known and (torch.backends.cudnn.version() or 0) >= 91500
-    capability = torch.backends.cpu.get_cpu_capability()
-    return device.type == "cpu" and capability.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def choose(
@@ -176,6 +133,49 @@ def choose(
     running.put_back()
     log.info("speed: %s; taken: %s", ", ".join(f"{_name(s)} {ms:.0f} ms" for s, ms in tried.items()), _name(best))
     return best
+
+
+def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
+    """Return the speeds that the device offers for the setting `model.precision`, probably fast ones first.
+
+    Channels last come before channels first, and bfloat16 before float32.
+
+    Raises:
+        UserError: bfloat16 is wanted, and `has_bfloat16` is False.
+    """
+    low = has_bfloat16(device)
+    if wanted is Precision.bfloat16 and not low:
+        lacks = "has no bfloat16 arithmetic"
+        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+            version = torch.backends.cudnn.version()
+            lacks = f"has cuDNN {version}, and before 91500 (9.15) bfloat16 gives wrong results or is slow"
+        raise UserError(f"model.precision=bfloat16: {device_name(device)} {lacks}; use auto or float32")
+    kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
+    return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return True if bfloat16 gives right results on `device`, and may be faster than float32."""
+    if device.type == "cuda":
+        # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
+        known = torch.cuda.is_bf16_supported(including_emulation=False)
+        return known and (torch.backends.cudnn.version() or 0) >= 91500
+    capability = torch.backends.cpu.get_cpu_capability()
+    return device.type == "cpu" and capability.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or the instruction set that torch uses on a CPU.
+
+    Between devices of different names, the last bits of results may differ.
+    """
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has finished all work it was given, so that the host's clock measures it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) -> tuple[Callable[[], Any], float]:

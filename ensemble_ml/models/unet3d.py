@@ -45,145 +45,6 @@ from ensemble_ml.models.padding import Geometry, Padder, empty_in_order_of
 T = TypeVar("T", bound=nn.Module)
 
 
-def zeroed(layer: T) -> T:
-    """Set all weights of a layer to zero, so that its output is zero until training changes it. Return the layer."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer
-
-
-class Activation(nn.Module):
-    """SiLU of a learned scale and shift of each channel, or of each plane and channel: silu(w x + b).
-
-    Args:
-        channels: C.
-        planes: Z, if each plane has a scale and shift of its own; None if all planes share them.
-    """
-
-    def __init__(self, channels: int, planes: int | None = None):
-        super().__init__()
-        shape = (channels,) if planes is None else (planes, channels)
-        self.weight = nn.Parameter(torch.ones(shape))
-        self.bias = nn.Parameter(torch.zeros(shape))
-
-    def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Activate (B, C, Y, X, Z), in the dtype of the input."""
-        x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
-        # With channels last, weight and bias broadcast along the contiguous axis, so nothing is copied.
-        return _ScaledSilu.apply(x_BYXZC, self.weight.to(dtype), self.bias.to(dtype)).permute(0, 4, 1, 2, 3)
-
-
-class _ScaledSilu(torch.autograd.Function):
-    """The function silu(w x + b), which keeps only x, w and b for its backward pass and computes w x + b again there.
-
-    Autograd would keep w x + b as well: a third of what a convolution and its activation keep. The operations are those
-    of autograd in the same order, so results are equal bit for bit.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return silu(w x + b) of x (B, Y, X, Z, C)."""
-        ctx.save_for_backward(x, weight, bias)
-        return F.silu(torch.addcmul(bias, x, weight), inplace=True)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = ctx.saved_tensors
-        grad = torch.ops.aten.silu_backward(grad, torch.addcmul(bias, x, weight))
-        return grad * weight, (grad * x).sum_to_size(weight.shape), grad.sum_to_size(bias.shape)
-
-
-class PointLinear(nn.Linear):
-    """A 1 x 1 x 1 convolution. In channels-last memory it is one matrix product."""
-
-    def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Apply the layer to each point of (B, C, Y, X, Z)."""
-        return super().forward(x_BCYXZ.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
-
-
-class Convolution(nn.Module):
-    """A convolution over 3 x 3 points and three planes, with weights across planes as `vertical` says.
-
-    Padding over (Y, X) is a separate step before it, in which a partitioned model exchanges halos.
-
-    Args:
-        planes: Z; a single plane has a kernel that is one plane deep.
-        vertical: how weights act across planes.
-        pad: the padding over (Y, X).
-        bias: add a learned bias to each output channel.
-    """
-
-    def __init__(self, inputs: int, outputs: int, planes: int, vertical: Vertical, pad: Padder, *, bias: bool):
-        super().__init__()
-        self.pad = pad
-        deep = self.deep = 3 if planes > 1 else 1  # planes that a kernel covers
-        if vertical is Vertical.full:
-            convs = [nn.Conv3d(inputs, outputs, (3, 3, deep), bias=bias) for _ in range(planes)]
-            self.by_plane = nn.ModuleList(convs)
-        elif vertical is Vertical.separable:
-            self.across = nn.Conv3d(inputs, outputs, (3, 3, 1), bias=False)
-            self.along = nn.Conv3d(outputs, outputs, (1, 1, deep), padding=(0, 0, deep // 2), bias=bias)
-        else:
-            self.conv = nn.Conv3d(inputs, outputs, (3, 3, deep), padding=(0, 0, deep // 2), bias=bias)
-        self.vertical = vertical
-
-    def start_at_zero(self) -> None:
-        """Set the last kernel and its bias to zero, so that the output is zero until training changes it."""
-        # Only the last kernel must be zero. If the earlier ones were zero too, no gradient would reach any of them.
-        last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
-        zeroed(self.get_submodule(last))
-
-    def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Pad and convolve: (B, inputs, Y, X, Z) -> (B, outputs, Y, X, Z)."""
-        padded = self.pad(x_BCYXZ)
-        if self.vertical is Vertical.full:
-            half = self.deep // 2
-            # Each plane has its own kernel here, so a kernel cannot slide over the planes. Zeros stand for the planes
-            # beyond.
-            padded = F.pad(padded, (half, half)) if half else padded
-            parts = [conv(padded[..., z : z + self.deep]) for z, conv in enumerate(self.by_plane)]
-            return torch.cat(parts, -1)
-        if self.vertical is Vertical.separable:
-            return self.along(self.across(padded))
-        return self.conv(padded)
-
-
-class ResidualBlock(nn.Module):
-    """A residual block: x + conv2(scale2(conv1(scale1(x)))). The last convolution starts at zero.
-
-    Args:
-        inner: channels between the two convolutions; None for as many as outside.
-        recompute: keep only the input for the backward pass, and compute the rest again there.
-    """
-
-    def __init__(
-        self, channels: int, planes: int, vertical: Vertical, geometry: Geometry, inner: int | None = None,
-        *, recompute: bool = False,
-    ):  # fmt: skip
-        super().__init__()
-        inner = inner or channels
-        self.recompute = recompute
-        pad = Padder(geometry)
-        self.scale1 = Activation(channels)
-        # No bias: `scale2` follows and has a shift.
-        self.conv1 = Convolution(channels, inner, planes, vertical, pad, bias=False)
-        self.scale2 = Activation(inner, planes if vertical is Vertical.affine else None)
-        self.conv2 = Convolution(inner, channels, planes, vertical, pad, bias=True)
-        self.conv2.start_at_zero()
-
-    def forward(self, x_BCYXZ: Tensor) -> Tensor:
-        """Apply the block to (B, C, Y, X, Z)."""
-        if self.recompute and torch.is_grad_enabled():
-            # Nothing in a block is random, so the state of the generators need not be kept.
-            return checkpoint(self._sum, x_BCYXZ, use_reentrant=False, preserve_rng_state=False)
-        return self._sum(x_BCYXZ)
-
-    def _sum(self, x_BCYXZ: Tensor) -> Tensor:
-        # Intermediate fields get no names. Without a backward pass, each is then freed as soon as the next one is made.
-        return x_BCYXZ + self.conv2(self.scale2(self.conv1(self.scale1(x_BCYXZ))))
-
-
 class UNet3d(nn.Module):
     """An encoder and a decoder over grids of decreasing size: (B, hidden, Y, X, Z) -> the same shape.
 
@@ -246,13 +107,152 @@ class UNet3d(nn.Module):
         return x_BCYXZ
 
 
+class ResidualBlock(nn.Module):
+    """A residual block: x + conv2(scale2(conv1(scale1(x)))). The last convolution starts at zero.
+
+    Args:
+        inner: channels between the two convolutions; None for as many as outside.
+        recompute: keep only the input for the backward pass, and compute the rest again there.
+    """
+
+    def __init__(
+        self, channels: int, planes: int, vertical: Vertical, geometry: Geometry, inner: int | None = None,
+        *, recompute: bool = False,
+    ):  # fmt: skip
+        super().__init__()
+        inner = inner or channels
+        self.recompute = recompute
+        pad = Padder(geometry)
+        self.scale1 = Activation(channels)
+        # No bias: `scale2` follows and has a shift.
+        self.conv1 = Convolution(channels, inner, planes, vertical, pad, bias=False)
+        self.scale2 = Activation(inner, planes if vertical is Vertical.affine else None)
+        self.conv2 = Convolution(inner, channels, planes, vertical, pad, bias=True)
+        self.conv2.start_at_zero()
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Apply the block to (B, C, Y, X, Z)."""
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing in a block is random, so the state of the generators need not be kept.
+            return checkpoint(self._sum, x_BCYXZ, use_reentrant=False, preserve_rng_state=False)
+        return self._sum(x_BCYXZ)
+
+    def _sum(self, x_BCYXZ: Tensor) -> Tensor:
+        # Intermediate fields get no names. Without a backward pass, each is then freed as soon as the next one is made.
+        return x_BCYXZ + self.conv2(self.scale2(self.conv1(self.scale1(x_BCYXZ))))
+
+
+class Convolution(nn.Module):
+    """A convolution over 3 x 3 points and three planes, with weights across planes as `vertical` says.
+
+    Padding over (Y, X) is a separate step before it, in which a partitioned model exchanges halos.
+
+    Args:
+        planes: Z; a single plane has a kernel that is one plane deep.
+        vertical: how weights act across planes.
+        pad: the padding over (Y, X).
+        bias: add a learned bias to each output channel.
+    """
+
+    def __init__(self, inputs: int, outputs: int, planes: int, vertical: Vertical, pad: Padder, *, bias: bool):
+        super().__init__()
+        self.pad = pad
+        deep = self.deep = 3 if planes > 1 else 1  # planes that a kernel covers
+        if vertical is Vertical.full:
+            convs = [nn.Conv3d(inputs, outputs, (3, 3, deep), bias=bias) for _ in range(planes)]
+            self.by_plane = nn.ModuleList(convs)
+        elif vertical is Vertical.separable:
+            self.across = nn.Conv3d(inputs, outputs, (3, 3, 1), bias=False)
+            self.along = nn.Conv3d(outputs, outputs, (1, 1, deep), padding=(0, 0, deep // 2), bias=bias)
+        else:
+            self.conv = nn.Conv3d(inputs, outputs, (3, 3, deep), padding=(0, 0, deep // 2), bias=bias)
+        self.vertical = vertical
+
+    def start_at_zero(self) -> None:
+        """Set the last kernel and its bias to zero, so that the output is zero until training changes it."""
+        # Only the last kernel must be zero. If the earlier ones were zero too, no gradient would reach any of them.
+        last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
+        zeroed(self.get_submodule(last))
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Pad and convolve: (B, inputs, Y, X, Z) -> (B, outputs, Y, X, Z)."""
+        padded = self.pad(x_BCYXZ)
+        if self.vertical is Vertical.full:
+            half = self.deep // 2
+            # Each plane has its own kernel here, so a kernel cannot slide over the planes. Zeros stand for the planes
+            # beyond.
+            padded = F.pad(padded, (half, half)) if half else padded
+            parts = [conv(padded[..., z : z + self.deep]) for z, conv in enumerate(self.by_plane)]
+            return torch.cat(parts, -1)
+        if self.vertical is Vertical.separable:
+            return self.along(self.across(padded))
+        return self.conv(padded)
+
+
+class PointLinear(nn.Linear):
+    """A 1 x 1 x 1 convolution. In channels-last memory it is one matrix product."""
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Apply the layer to each point of (B, C, Y, X, Z)."""
+        return super().forward(x_BCYXZ.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
+
+
+class Activation(nn.Module):
+    """SiLU of a learned scale and shift of each channel, or of each plane and channel: silu(w x + b).
+
+    Args:
+        channels: C.
+        planes: Z, if each plane has a scale and shift of its own; None if all planes share them.
+    """
+
+    def __init__(self, channels: int, planes: int | None = None):
+        super().__init__()
+        shape = (channels,) if planes is None else (planes, channels)
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Activate (B, C, Y, X, Z), in the dtype of the input."""
+        x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
+        # With channels last, weight and bias broadcast along the contiguous axis, so nothing is copied.
+        return _ScaledSilu.apply(x_BYXZC, self.weight.to(dtype), self.bias.to(dtype)).permute(0, 4, 1, 2, 3)
+
+
+class _ScaledSilu(torch.autograd.Function):
+    """The function silu(w x + b), which keeps only x, w and b for its backward pass and computes w x + b again there.
+
+    Autograd would keep w x + b as well: a third of what a convolution and its activation keep. The operations are those
+    of autograd in the same order, so results are equal bit for bit.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return silu(w x + b) of x (B, Y, X, Z, C)."""
+        ctx.save_for_backward(x, weight, bias)
+        return F.silu(torch.addcmul(bias, x, weight), inplace=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias = ctx.saved_tensors
+        grad = torch.ops.aten.silu_backward(grad, torch.addcmul(bias, x, weight))
+        return grad * weight, (grad * x).sum_to_size(weight.shape), grad.sum_to_size(bias.shape)
+
+
+def zeroed(layer: T) -> T:
+    """Set all weights of a layer to zero, so that its output is zero until training changes it. Return the layer."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
 def pool(x_BCYXZ: Tensor) -> Tensor:
     """Return the mean over the cells of each 2 x 2 block, (B, C, ceil(Y/2), ceil(X/2), Z)."""
     return _Pool.apply(x_BCYXZ)
 
 
 def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
-    """Upsample a field (B, C, ceil(Y/2), ceil(X/2), Z) by nearest neighbour, and add it to `skip_BCYXZ`."""
+    """Return `skip_BCYXZ` plus a field (B, C, ceil(Y/2), ceil(X/2), Z), upsampled by nearest neighbour."""
     return _AddUpsampled.apply(skip_BCYXZ, small_BCYXZ)
 
 

@@ -1,6 +1,6 @@
-"""The common base of the baseline networks, and the smallest of them, DRN.
+"""The common base of the baselines (`Rival`), and the smallest of their networks, DRN.
 
-Baseline networks read our network's inputs as maps and predict as our network does.
+Baselines read our network's inputs as maps and predict as our network does.
 
 Axes: B initialisation time, T lead, C channel, F field (variables and levels, then surface variables), O output,
 Y latitude, X longitude.
@@ -58,8 +58,8 @@ class Reduced:
 class Rival(nn.Module):
     """A baseline that sees maps of C channels and returns O numbers for each lead, field and grid point.
 
-    A subclass defines `network` and `law`, which turns the first two outputs into location and scale.
-    If `model.spread` is on, the last output changes the spread as in our own head.
+    A subclass defines `network` and `law`, which turns the first two outputs into location and scale, or a `forward` of
+    its own. If `model.spread` is on, the last output changes the spread as in our own head.
 
     Raises:
         UserError: `climate` does not fit `spec`, or the grid does not fit the rule for the poles.
