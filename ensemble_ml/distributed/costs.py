@@ -42,6 +42,7 @@ from ensemble_ml.models.speed import settle
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes that each rank sends
 _ROUNDS, _REPEATS = 6, 7
 _WORK = 448  # rows of the matrix that is squared between exchanges: about a millisecond on one core
+AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
 
 Make = Callable[[Communicator, int], Callable[[], object]]
 
@@ -67,28 +68,7 @@ class Link:
 
 
 Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () holds for all other axes
-AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
-
-
-def message_seconds(message: Message, links: Links) -> float:
-    """Return the seconds of one collective."""
-    link, size = links.get(message.axes) or links[()], max(message.sent, message.received)
-    if message.kind == "all_to_all":
-        return link.exchange(size)
-    return link.collective(size, message.ranks)
-
-
-def halo_seconds(messages: Sequence[Message], links: Links) -> float:
-    """Return the seconds of all halo exchanges among the messages."""
-    total = 0.0
-    # Messages of one wave are under way at the same time. Along both axes, the link measured for that applies.
-    for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
-        wave = list(together)
-        if AT_ONCE in links and len({message.axes for message in wave}) > 1:
-            total += links[AT_ONCE].exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
-        else:
-            total += sum(message_seconds(message, links) for message in wave)
-    return total
+Known = dict[tuple[object, ...], Link]  # by the kind of measurement and the `id` of its communicators
 
 
 @dataclass(frozen=True)
@@ -104,34 +84,6 @@ class Piece:
     backward: float
     ready: tuple[float, ...] = (1.0,)
     measured: bool = True
-
-
-def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
-    """Extrapolate a piece of `flops` floating-point operations from `known` pieces, each with its operations.
-
-    The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
-    the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
-    optimizer, and kernel launches. It is zero if all known pieces have as many operations.
-    """
-    nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
-    a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
-    factor = (a + b * flops) / (a + b * nearest)
-    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
-
-
-def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return a and b, neither below zero, that minimise the sum of ((a + b x) / y - 1)^2."""
-    u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
-    uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-9 * uu * vv:
-        a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
-        # A negative coefficient is set to zero, and the other one is fitted alone.
-        if a >= 0 and b >= 0:
-            return a, b
-        if b < 0:
-            return sum(u) / uu, 0.0
-    return 0.0, sum(v) / vv
 
 
 @dataclass(frozen=True)
@@ -170,6 +122,27 @@ def step_cost(
     return Cost(piece.seconds, halo, norm, sum(times), left, sent)
 
 
+def halo_seconds(messages: Sequence[Message], links: Links) -> float:
+    """Return the seconds of all halo exchanges among the messages."""
+    total = 0.0
+    # Messages of one wave are under way at the same time. Along both axes, the link measured for that applies.
+    for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
+        wave = list(together)
+        if AT_ONCE in links and len({message.axes for message in wave}) > 1:
+            total += links[AT_ONCE].exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
+        else:
+            total += sum(message_seconds(message, links) for message in wave)
+    return total
+
+
+def message_seconds(message: Message, links: Links) -> float:
+    """Return the seconds of one collective."""
+    link, size = links.get(message.axes) or links[()], max(message.sent, message.received)
+    if message.kind == "all_to_all":
+        return link.exchange(size)
+    return link.collective(size, message.ranks)
+
+
 def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> float:
     """Return the seconds that the exchange of buckets takes after the end of the backward pass.
 
@@ -182,7 +155,32 @@ def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> 
     return max(0.0, now - backward)
 
 
-Known = dict[tuple[object, ...], Link]  # by the kind of measurement and the `id` of its communicators
+def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
+    """Extrapolate a piece of `flops` floating-point operations from `known` pieces, each with its operations.
+
+    The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
+    the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
+    optimizer, and kernel launches. It is zero if all known pieces have as many operations.
+    """
+    nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
+    a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
+    factor = (a + b * flops) / (a + b * nearest)
+    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return a and b, neither below zero, that minimise the sum of ((a + b x) / y - 1)^2."""
+    u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
+    uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-9 * uu * vv:
+        a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
+        # A negative coefficient is set to zero, and the other one is fitted alone.
+        if a >= 0 and b >= 0:
+            return a, b
+        if b < 0:
+            return sum(u) / uu, 0.0
+    return 0.0, sum(v) / vv
 
 
 def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device | None = None) -> Links:

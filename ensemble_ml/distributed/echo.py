@@ -94,17 +94,6 @@ class Traffic:
         self.messages.append(Message(axes, kind, ranks, sent, received, self.phase, self.wave))
 
 
-class Awaited:
-    """A collective that is complete at once, in place of one that would be complete after `wait`."""
-
-    def __init__(self, traffic: Traffic):
-        self._traffic = traffic
-
-    def wait(self) -> None:
-        """Begin a new wave: messages sent from now on are sent after this one has arrived."""
-        self._traffic.wave += 1
-
-
 class Echo:
     """A communicator of `size` ranks of which only one exists."""
 
@@ -158,6 +147,17 @@ class Echo:
     def _sent(self, kind: str, sent: int, received: int | None = None) -> None:
         self.bytes_sent += sent
         self._traffic.note(self._axes, kind, self.size, sent, sent if received is None else received)
+
+
+class Awaited:
+    """A collective that is complete at once, in place of one that would be complete after `wait`."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def wait(self) -> None:
+        """Begin a new wave: messages sent from now on are sent after this one has arrived."""
+        self._traffic.wave += 1
 
 
 def echo_mesh(topology: Topology, traffic: Traffic) -> Mesh:

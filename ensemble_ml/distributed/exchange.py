@@ -36,16 +36,15 @@ from ensemble_ml.distributed.sharding import local, place_among_shards, shards_o
 from ensemble_ml.distributed.topology import own_part
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
+# Prefix of tensors that belong to one rank. If the number of ranks changes, their sum is preserved, not their mean.
+ADDS_UP = "error."
+
 
 class Reduction(Enum):
     """A rule by which the ranks' gradients make the gradient of the whole batch."""
 
     sum = "sum"
     mean = "mean"
-
-
-# Prefix of tensors that belong to one rank. If the number of ranks changes, their sum is preserved, not their mean.
-ADDS_UP = "error."
 
 
 class BucketExchange(Exchange):

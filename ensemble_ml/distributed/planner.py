@@ -68,23 +68,6 @@ class Candidate:
         return self.data, self.lat, self.lon
 
 
-def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
-    """Yield all (data, lat, lon) whose product is `ranks` and that agree with the degrees that `wanted` fixes."""
-    for lat in _divisors(ranks):
-        for lon in _divisors(ranks // lat):
-            found = ranks // lat // lon, lat, lon
-            given = wanted.data, wanted.lat, wanted.lon
-            if all(have == want or want == "auto" for have, want in zip(found, given, strict=True)):
-                yield found
-
-
-def _divisors(n: int) -> list[int]:
-    """Return all divisors of n in ascending order."""
-    # Divisors come in pairs k and n / k, of which one is at most the square root of n.
-    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    return small + [n // k for k in reversed(small) if k * k != n]
-
-
 def candidates(
     ranks: int, batch: int, wanted: ParallelConfig, shard: Callable[[Topology], tuple[int, int]]
 ) -> list[Candidate]:
@@ -114,6 +97,23 @@ def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[
         return replace(candidate, shape=shard(candidate.busiest(shard)))
     except UserError as error:
         return replace(candidate, why=str(error))
+
+
+def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield all (data, lat, lon) whose product is `ranks` and that agree with the degrees that `wanted` fixes."""
+    for lat in _divisors(ranks):
+        for lon in _divisors(ranks // lat):
+            found = ranks // lat // lon, lat, lon
+            given = wanted.data, wanted.lat, wanted.lon
+            if all(have == want or want == "auto" for have, want in zip(found, given, strict=True)):
+                yield found
+
+
+def _divisors(n: int) -> list[int]:
+    """Return all divisors of n in ascending order."""
+    # Divisors come in pairs k and n / k, of which one is at most the square root of n.
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], bool]) -> None:

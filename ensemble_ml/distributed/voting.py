@@ -371,15 +371,6 @@ def _add_signs(ballots: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Synchronised:
-    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
-
-    layers: tuple[int, ...]
-    bytes_sent: int
-    variance: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class MomentumPlan:
     """The schedule by which momenta are averaged.
 
@@ -414,6 +405,15 @@ class MomentumPlan:
         layers = choose(variance, sizes, self.budget)
         average([momenta[i] for i in layers], group)
         return Synchronised(layers, group.bytes_sent - before, tuple(variance))
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
+
+    layers: tuple[int, ...]
+    bytes_sent: int
+    variance: tuple[float, ...] = ()
 
 
 def average(momenta: Sequence[Tensor], group: Communicator) -> None:

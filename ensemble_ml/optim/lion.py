@@ -38,6 +38,7 @@ _ADD_PARAM_GROUP, _ZERO_GRAD, _STATE_DICT, _LOAD_STATE_DICT = (
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict)
 )
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Eager(Optimizer):
@@ -58,18 +59,6 @@ class Eager(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, as torch's optimizers do."""
         _LOAD_STATE_DICT(self, state_dict)
-
-
-class AdamW(Eager, torch.optim.AdamW):
-    """torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, as torch's AdamW does."""
-        return _ADAMW_STEP(self, closure)
-
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Lion(Eager):
@@ -191,3 +180,12 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         raise UserError(f"betas={betas}: must be two numbers in [0, 1)")
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UserError(f"weight_decay={weight_decay}: must be 0 or more, and finite")
+
+
+class AdamW(Eager, torch.optim.AdamW):
+    """torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, as torch's AdamW does."""
+        return _ADAMW_STEP(self, closure)
