@@ -14,8 +14,8 @@ ranks has the latency of a reduce-scatter and an all-gather by halving and doubl
     S         number of ranks of a sum or gather (norms, the weights of the loss)
     exposed   the part of the gradient exchange that is left when the backward pass is done
 
-Passes are forward, backward, and recomputed forward. Messages along both axes that travel at once have an alpha and a
-beta of their own. A rank sends and receives at once, so the larger of the two numbers of bytes counts.
+Passes are forward, backward, and recomputed forward. Messages that travel along both axes at once have a link of their
+own. A rank sends and receives at once, so the larger of the two numbers of bytes counts.
 
 Latency and bandwidth are measured by short exchanges of all ranks at once. In a step, a rank computes between two
 messages, and its neighbours do not arrive at the same moment. They wait for each other and, if ranks share cores, also
@@ -40,11 +40,11 @@ from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.models.speed import settle
 
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes that each rank sends
-_ROUNDS, _REPEATS = 6, 7
+_ROUNDS, _REPEATS = 6, 7  # exchanges in a timing, and timings of which the median is taken
 _WORK = 448  # rows of the matrix that is squared between exchanges: about a millisecond on one core
 AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
 
-Make = Callable[[Communicator, int], Callable[[], object]]
+Make = Callable[[Communicator, int], Callable[[], object]]  # (group, bytes) -> a function that runs one exchange
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class Piece:
     """The local work of one rank in a step, without its neighbours.
 
     Attributes:
+        seconds: duration of the whole step.
+        backward: duration of its backward pass.
         ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
         measured: whether the times were measured; otherwise they were extrapolated or computed.
     """
@@ -125,7 +127,7 @@ def step_cost(
 def halo_seconds(messages: Sequence[Message], links: Links) -> float:
     """Return the seconds of all halo exchanges among the messages."""
     total = 0.0
-    # Messages of one wave are under way at the same time. Along both axes, the link measured for that applies.
+    # Messages of one wave are under way at the same time. If they go along both axes, the link for that applies.
     for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
         wave = list(together)
         if AT_ONCE in links and len({message.axes for message in wave}) > 1:
@@ -160,7 +162,7 @@ def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
 
     The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
     the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
-    optimizer, and kernel launches. It is zero if all known pieces have as many operations.
+    optimizer, and kernel launches. It is zero if all known pieces have the same number of operations.
     """
     nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
     a, b = _line([f for f, _ in known], [p.seconds for _, p in known])

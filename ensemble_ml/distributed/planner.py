@@ -2,7 +2,7 @@
 
 A partition is (data, lat, lon). It is feasible if the ranks along an axis get whole blocks of 2^depth rows or columns,
 no shard is thinner than the halo that its neighbours need, the batch divides evenly, model and optimizer allow it, and
-a step fits into the memory of a rank.
+a step fits into the memory of a rank (`rank_memory`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Candidate:
 
         Such a rank has the most work and the most messages, so it sets the time of a step.
         """
-        # By the rules of `bands`, a largest shard is the second, the first or the last along an axis. The second comes
-        # first in the list, and `max` takes the first of equals.
+        # By the rules of `topology.bands`, a largest shard is the second, the first or the last along an axis. The
+        # second comes first in the list, and `max` takes the first of equals.
         rows, columns = ((min(1, n - 1), 0, n - 1) for n in (self.lat, self.lon))
         ranks = [self.topology.at(row * self.lon + column) for row in rows for column in columns]
         return max(ranks, key=lambda rank: math.prod(shard(rank)))

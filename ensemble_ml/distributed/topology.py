@@ -1,10 +1,11 @@
-"""The rank layout of a job: pure functions of (rank, degrees), without processes, devices or torch.
+"""The rank layout of a job and the shards of the grid: pure functions of (rank, degrees), without processes or devices.
 
 A job of P ranks is a mesh with the axes (trainer, data, lat, lon). Longitude varies fastest, so the ranks that share a
 sample have consecutive numbers. A launcher that fills nodes in order keeps them on one node if their number divides the
 number of ranks of a node.
 
-A shard is the rows and columns of the grid that a rank holds, at every level of the U-Net.
+A shard is the rows and columns of the grid that a rank holds, at every level of the U-Net. Parameters of which each
+rank uses only the points of its shard carry a mark (`mark_own`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ensemble_ml.config import ParallelConfig
 from ensemble_ml.errors import UserError
 
 AXES = ("trainer", "data", "lat", "lon")
-Bounds = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]  # (first, last + 1) row or column of each shard along an axis
 
 
 class Place(NamedTuple):
