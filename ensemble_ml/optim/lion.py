@@ -1,13 +1,14 @@
-"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675).
+"""The optimizers: Lion, which steps along the sign of an interpolated momentum, and torch's AdamW.
 
     u        = beta1 * momentum + (1 - beta1) * gradient
     weight   = weight * (1 - lr * weight_decay) - lr * sign(u)
     momentum = beta2 * momentum + (1 - beta2) * gradient
 
-This is Algorithm 2 of the paper. Apart from the decay, every weight moves by exactly `lr` in a step, or not at all if u
-is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
+This is Algorithm 2 of Chen et al. (2023, arXiv:2302.06675). Apart from the decay, every weight moves by exactly `lr` in
+a step, or not at all if u is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to
+ten times as large.
 
-With several ranks the signs may come from a vote, for which the optimizer asks its `Exchange`.
+With several ranks the signs may come from a vote, for which Lion asks its `Exchange`.
 
 A gradient that is NaN or infinite would stay in the momentum for ever. The weight would then never move again, or
 always in one direction. In both cases it stays finite, so nobody would notice. Such a step is refused before anything
@@ -68,7 +69,8 @@ class Lion(Eager):
     Weights and momenta are then unchanged, so a caller may skip the step and go on. After `exchange.finish()` it does
     not check again: `Outcome.finite` says whether the step may be taken.
 
-    The momentum of weights in bfloat16 or float16 is kept in float32.
+    The momentum of weights in bfloat16 or float16 is kept in float32. The weights are rounded to the nearest such
+    number, so a step below half of their spacing is lost.
 
     Args:
         params: tensors, or dictionaries with the `params` of a group and its own settings.
