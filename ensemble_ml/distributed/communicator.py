@@ -16,8 +16,8 @@ without the transport's headers:
 
 Under gloo, CUDA tensors travel through host memory. Under NCCL, tensors in host memory travel through the GPU.
 
-On this interface stand the collection of values from several ranks (whole fields from shards, bytes, extremes) and the
-check that all ranks hold the same model, by hashes of its layout and weights.
+The functions at the end use this interface. They collect values from several ranks (whole fields from shards, bytes,
+extremes), and check by hashes of layout and weights that all ranks hold the same model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Communicator(Protocol):
     ) -> Pending:
         """Send a slice of `x` to each rank and fill `out` with the slices received, in rank order.
 
-        `sent` and `received` count the elements that go to and come from each rank; `x` and `out` have as many in all.
+        `sent` counts the elements of `x` that go to each rank, `received` the elements of `out` that come from each.
         """
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
@@ -224,8 +224,8 @@ def bytes_of(x: Tensor) -> int:
 def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     """Collect a whole field from the shards of a spatial group.
 
-    `part` (..., y, x) is this rank's shard. Return the whole field (..., Y, X) on the group's first rank, None on the
-    others.
+    `part` (..., y, x) is this rank's shard. Return the whole field (..., Y, X) on the group's first rank (`part` itself
+    if there is no other), None on the others.
     """
     if spatial.size == 1:
         return part
@@ -294,7 +294,7 @@ def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
     same place of each such group.
 
     Raises:
-        UserError: raised on every rank. The message has the numbers, among those joined, of the ranks that differ.
+        UserError: raised on every rank. The message names the ranks that differ, numbered from 0 among those joined.
     """
     if all(group.size == 1 for group in groups):
         return

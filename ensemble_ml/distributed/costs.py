@@ -14,8 +14,8 @@ ranks has the latency of a reduce-scatter and an all-gather by halving and doubl
     S         number of ranks of a sum or gather (norms, the weights of the loss)
     exposed   the part of the gradient exchange that is left when the backward pass is done
 
-Passes are forward, backward, and recomputed forward. Messages along both axes that travel at once have an alpha and a
-beta of their own. A rank sends and receives at once, so the larger of the two numbers of bytes counts.
+Passes are forward, backward, and recomputed forward. Messages that travel along both axes at once have a link of their
+own. A rank sends and receives at once, so the larger of the two numbers of bytes counts.
 
 Latency and bandwidth are measured by short exchanges of all ranks at once. In a step, a rank computes between two
 messages, and its neighbours do not arrive at the same moment. They wait for each other and, if ranks share cores, also
@@ -40,10 +40,11 @@ from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.models.speed import settle
 
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes that each rank sends
-_ROUNDS, _REPEATS = 6, 7
+_ROUNDS, _REPEATS = 6, 7  # exchanges in a timing, and timings of which the median is taken
 _WORK = 448  # rows of the matrix that is squared between exchanges: about a millisecond on one core
+AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
 
-Make = Callable[[Communicator, int], Callable[[], object]]
+Make = Callable[[Communicator, int], Callable[[], object]]  # (group, bytes) -> a function that runs one exchange
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,7 @@ class Link:
 
 
 Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () holds for all other axes
-AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
-
-
-def message_seconds(message: Message, links: Links) -> float:
-    """Return the seconds of one collective."""
-    link, size = links.get(message.axes) or links[()], max(message.sent, message.received)
-    if message.kind == "all_to_all":
-        return link.exchange(size)
-    return link.collective(size, message.ranks)
-
-
-def halo_seconds(messages: Sequence[Message], links: Links) -> float:
-    """Return the seconds of all halo exchanges among the messages."""
-    total = 0.0
-    # Messages of one wave are under way at the same time. Along both axes, the link measured for that applies.
-    for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
-        wave = list(together)
-        if AT_ONCE in links and len({message.axes for message in wave}) > 1:
-            total += links[AT_ONCE].exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
-        else:
-            total += sum(message_seconds(message, links) for message in wave)
-    return total
+Known = dict[tuple[object, ...], Link]  # by the kind of measurement and the `id` of its communicators
 
 
 @dataclass(frozen=True)
@@ -96,6 +76,8 @@ class Piece:
     """The local work of one rank in a step, without its neighbours.
 
     Attributes:
+        seconds: duration of the whole step.
+        backward: duration of its backward pass.
         ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
         measured: whether the times were measured; otherwise they were extrapolated or computed.
     """
@@ -104,34 +86,6 @@ class Piece:
     backward: float
     ready: tuple[float, ...] = (1.0,)
     measured: bool = True
-
-
-def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
-    """Extrapolate a piece of `flops` floating-point operations from `known` pieces, each with its operations.
-
-    The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
-    the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
-    optimizer, and kernel launches. It is zero if all known pieces have as many operations.
-    """
-    nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
-    a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
-    factor = (a + b * flops) / (a + b * nearest)
-    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
-
-
-def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Return a and b, neither below zero, that minimise the sum of ((a + b x) / y - 1)^2."""
-    u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
-    uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-9 * uu * vv:
-        a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
-        # A negative coefficient is set to zero, and the other one is fitted alone.
-        if a >= 0 and b >= 0:
-            return a, b
-        if b < 0:
-            return sum(u) / uu, 0.0
-    return 0.0, sum(v) / vv
 
 
 @dataclass(frozen=True)
@@ -170,6 +124,27 @@ def step_cost(
     return Cost(piece.seconds, halo, norm, sum(times), left, sent)
 
 
+def halo_seconds(messages: Sequence[Message], links: Links) -> float:
+    """Return the seconds of all halo exchanges among the messages."""
+    total = 0.0
+    # Messages of one wave are under way at the same time. If they go along both axes, the link for that applies.
+    for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
+        wave = list(together)
+        if AT_ONCE in links and len({message.axes for message in wave}) > 1:
+            total += links[AT_ONCE].exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
+        else:
+            total += sum(message_seconds(message, links) for message in wave)
+    return total
+
+
+def message_seconds(message: Message, links: Links) -> float:
+    """Return the seconds of one collective."""
+    link, size = links.get(message.axes) or links[()], max(message.sent, message.received)
+    if message.kind == "all_to_all":
+        return link.exchange(size)
+    return link.collective(size, message.ranks)
+
+
 def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> float:
     """Return the seconds that the exchange of buckets takes after the end of the backward pass.
 
@@ -182,7 +157,32 @@ def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> 
     return max(0.0, now - backward)
 
 
-Known = dict[tuple[object, ...], Link]  # by the kind of measurement and the `id` of its communicators
+def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
+    """Extrapolate a piece of `flops` floating-point operations from `known` pieces, each with its operations.
+
+    The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
+    the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
+    optimizer, and kernel launches. It is zero if all known pieces have the same number of operations.
+    """
+    nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
+    a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
+    factor = (a + b * flops) / (a + b * nearest)
+    return Piece(piece.seconds * factor, piece.backward * factor, piece.ready, measured=False)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return a and b, neither below zero, that minimise the sum of ((a + b x) / y - 1)^2."""
+    u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
+    uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-9 * uu * vv:
+        a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
+        # A negative coefficient is set to zero, and the other one is fitted alone.
+        if a >= 0 and b >= 0:
+            return a, b
+        if b < 0:
+            return sum(u) / uu, 0.0
+    return 0.0, sum(v) / vv
 
 
 def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device | None = None) -> Links:

@@ -1,12 +1,12 @@
 """Fake communicators for dry runs: they answer at once, and record what a real communicator would have sent.
 
-The same model, halo exchange and loss run on them as in a job of many ranks. So no list of messages is kept by hand,
-and the local work of a rank can be timed alone. A fake communicator makes its answer from the values of this rank, or
-of zeros if the shapes differ. Results are therefore meaningless, but shapes, bytes and times are right. Tensors may be
-fake (without memory or work).
+The same model, halo exchange, loss and exchange of gradients run on them as in a job of many ranks. So no list of
+messages is kept by hand, and the local work of a rank can be timed alone. A fake communicator makes its answer from the
+values of this rank, or of zeros if the shapes differ. Results are therefore meaningless, but shapes, bytes and times
+are right. Tensors may be fake (without memory or work).
 
 Weights that are sharded over ranks take memory and messages in a dry run, too. Hooks on the blocks of the U-Net
-allocate and free what FSDP2 does (torch 2.13), in its order:
+(`EchoShards`) allocate and free what FSDP2 does (torch 2.13), in its order:
 
     forward    The shards of all ranks are gathered, and stay until the next block has gathered its own. Kernels are
                made from them, and freed after the block.
@@ -39,8 +39,8 @@ from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.models.unet3d import ResidualBlock, UNet3d
 from ensemble_ml.optim import build
 
-MODEL_AXES = ("data", "lat", "lon")
-SHARD_AXES = ("shard",)
+MODEL_AXES = ("data", "lat", "lon")  # of messages among the ranks that train one set of weights
+SHARD_AXES = ("shard",)  # of messages among the ranks that share weights; the mesh has no such axis
 
 
 class Phase(Enum):
@@ -92,17 +92,6 @@ class Traffic:
     def note(self, axes: tuple[str, ...], kind: str, ranks: int, sent: int, received: int) -> None:
         """Record a collective."""
         self.messages.append(Message(axes, kind, ranks, sent, received, self.phase, self.wave))
-
-
-class Awaited:
-    """A collective that is complete at once, in place of one that would be complete after `wait`."""
-
-    def __init__(self, traffic: Traffic):
-        self._traffic = traffic
-
-    def wait(self) -> None:
-        """Begin a new wave: messages sent from now on are sent after this one has arrived."""
-        self._traffic.wave += 1
 
 
 class Echo:
@@ -160,6 +149,17 @@ class Echo:
         self._traffic.note(self._axes, kind, self.size, sent, sent if received is None else received)
 
 
+class Awaited:
+    """A collective that is complete at once, in place of one that would be complete after `wait`."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def wait(self) -> None:
+        """Begin a new wave: messages sent from now on are sent after this one has arrived."""
+        self._traffic.wave += 1
+
+
 def echo_mesh(topology: Topology, traffic: Traffic) -> Mesh:
     """Return the mesh of one rank of `topology`, with fake communicators that record in `traffic`."""
     groups: dict[tuple[str, ...], Communicator] = {}
@@ -200,7 +200,7 @@ def exchange_traffic(
     """Find the messages that exchange the gradients of parameters of `shapes`.
 
     `parts` is what `topology.own_part` returns for each parameter; None if all ranks use all parameters whole. `late`
-    says for each parameter whether it belongs to the last buckets (see `exchange`); None if none does.
+    says for each parameter whether it belongs to the last buckets (see `distributed.exchange`); None if none does.
 
     Returns:
         The messages of each bucket (none for an exchange without buckets), and whether the backward pass hides them.
@@ -253,8 +253,8 @@ def sums_of_copies(messages: Sequence[Message], copies: int) -> list[Message]:
 class EchoShards:
     """The hooks of all blocks of a U-Net, as on one of `shards` ranks.
 
-    The weights of `unet` have the type in which they are gathered. With `gloo`, ranks exchange by gloo on processors,
-    and not by NCCL on GPUs.
+    The weights of `unet` must have the type in which they are gathered. With `gloo`, ranks exchange by gloo on
+    processors, and not by NCCL on GPUs.
     """
 
     unet: UNet3d

@@ -6,10 +6,10 @@ order; `finish` waits for them.
 
 A parameter that no rank used is left unchanged. If only some ranks used it, its gradient counts as zero on the others.
 
-Hooks detect when all gradients of a bucket are complete. Buckets go in the reverse order of the parameters, which is
-roughly the order in which the backward pass finishes them. Small parameters from all over the network come last (`late`
-in a group of the optimizer). Some of them are finished at the very end, so in the first bucket they would delay it and
-all others.
+Hooks (`Arrivals`) detect when all gradients of a bucket are complete. Buckets go in the reverse order of the
+parameters, which is roughly the order in which the backward pass finishes them. Small parameters from all over the
+network come last (`late` in a group of the optimizer). Some of them are finished at the very end, so in the first
+bucket they would delay it and all others.
 
 Buckets never change. DistributedDataParallel rebuilds its buckets after the first step, so a resumed run would not be
 bit-equal to an uninterrupted one. Each parameter starts at a multiple of 64 elements, the length of a word of signs.
@@ -36,16 +36,15 @@ from ensemble_ml.distributed.sharding import local, place_among_shards, shards_o
 from ensemble_ml.distributed.topology import own_part
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
+# Prefix of tensors that belong to one rank. If the number of ranks changes, their sum is preserved, not their mean.
+ADDS_UP = "error."
+
 
 class Reduction(Enum):
     """A rule by which the ranks' gradients make the gradient of the whole batch."""
 
     sum = "sum"
     mean = "mean"
-
-
-# Prefix of tensors that belong to one rank. If the number of ranks changes, their sum is preserved, not their mean.
-ADDS_UP = "error."
 
 
 class BucketExchange(Exchange):

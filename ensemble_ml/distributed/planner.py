@@ -2,7 +2,7 @@
 
 A partition is (data, lat, lon). It is feasible if the ranks along an axis get whole blocks of 2^depth rows or columns,
 no shard is thinner than the halo that its neighbours need, the batch divides evenly, model and optimizer allow it, and
-a step fits into the memory of a rank.
+a step fits into the memory of a rank (`rank_memory`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Candidate:
 
         Such a rank has the most work and the most messages, so it sets the time of a step.
         """
-        # By the rules of `bands`, a largest shard is the second, the first or the last along an axis. The second comes
-        # first in the list, and `max` takes the first of equals.
+        # By the rules of `topology.bands`, a largest shard is the second, the first or the last along an axis. The
+        # second comes first in the list, and `max` takes the first of equals.
         rows, columns = ((min(1, n - 1), 0, n - 1) for n in (self.lat, self.lon))
         ranks = [self.topology.at(row * self.lon + column) for row in rows for column in columns]
         return max(ranks, key=lambda rank: math.prod(shard(rank)))
@@ -66,23 +66,6 @@ class Candidate:
     def degrees(self) -> tuple[int, int, int]:
         """Return (data, lat, lon)."""
         return self.data, self.lat, self.lon
-
-
-def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
-    """Yield all (data, lat, lon) whose product is `ranks` and that agree with the degrees that `wanted` fixes."""
-    for lat in _divisors(ranks):
-        for lon in _divisors(ranks // lat):
-            found = ranks // lat // lon, lat, lon
-            given = wanted.data, wanted.lat, wanted.lon
-            if all(have == want or want == "auto" for have, want in zip(found, given, strict=True)):
-                yield found
-
-
-def _divisors(n: int) -> list[int]:
-    """Return all divisors of n in ascending order."""
-    # Divisors come in pairs k and n / k, of which one is at most the square root of n.
-    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def candidates(
@@ -114,6 +97,23 @@ def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[
         return replace(candidate, shape=shard(candidate.busiest(shard)))
     except UserError as error:
         return replace(candidate, why=str(error))
+
+
+def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
+    """Yield all (data, lat, lon) whose product is `ranks` and that agree with the degrees that `wanted` fixes."""
+    for lat in _divisors(ranks):
+        for lon in _divisors(ranks // lat):
+            found = ranks // lat // lon, lat, lon
+            given = wanted.data, wanted.lat, wanted.lon
+            if all(have == want or want == "auto" for have, want in zip(found, given, strict=True)):
+                yield found
+
+
+def _divisors(n: int) -> list[int]:
+    """Return all divisors of n in ascending order."""
+    # Divisors come in pairs k and n / k, of which one is at most the square root of n.
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], bool]) -> None:

@@ -1,10 +1,11 @@
-"""The rank layout of a job: pure functions of (rank, degrees), without processes, devices or torch.
+"""The rank layout of a job and the shards of the grid: pure functions of (rank, degrees), without processes or devices.
 
 A job of P ranks is a mesh with the axes (trainer, data, lat, lon). Longitude varies fastest, so the ranks that share a
 sample have consecutive numbers. A launcher that fills nodes in order keeps them on one node if their number divides the
 number of ranks of a node.
 
-A shard is the rows and columns of the grid that a rank holds, at every level of the U-Net.
+A shard is the rows and columns of the grid that a rank holds, at every level of the U-Net. Parameters of which each
+rank uses only the points of its shard carry a mark (`mark_own`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ensemble_ml.config import ParallelConfig
 from ensemble_ml.errors import UserError
 
 AXES = ("trainer", "data", "lat", "lon")
-Bounds = tuple[tuple[int, int], ...]
+Bounds = tuple[tuple[int, int], ...]  # (first, last + 1) row or column of each shard along an axis
 
 
 class Place(NamedTuple):
@@ -98,26 +99,6 @@ class Topology:
             yield self.at(rank_of(self.shape, Place(*place))).group(*axes)
 
 
-def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
-    """Return the rank at `place` in a mesh of `shape`; raise a UserError if a coordinate lies outside the mesh."""
-    rank = 0
-    for degree, coordinate in zip(shape, place, strict=True):
-        if not 0 <= coordinate < degree:
-            raise UserError(f"{place}: outside the mesh {shape}")
-        rank = rank * degree + coordinate
-    return rank
-
-
-def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
-    """Return the coordinates of `rank` in a mesh of `shape`."""
-    found = []
-    # The last axis varies fastest, so its coordinate is found first, as the remainder of a division by its degree.
-    for degree in reversed(shape):
-        rank, coordinate = divmod(rank, degree)
-        found.append(coordinate)
-    return Place(*reversed(found))
-
-
 def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
     """Build the mesh that `config` asks for, over `size` ranks.
 
@@ -147,36 +128,24 @@ def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
     return Topology(config.trainer, int(config.data), config.lat, config.lon, rank)
 
 
-def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
-    """Split rows into contiguous shards made of whole blocks, so that pooling never crosses a border.
+def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
+    """Return the rank at `place` in a mesh of `shape`; raise a UserError if a coordinate lies outside the mesh."""
+    rank = 0
+    for degree, coordinate in zip(shape, place, strict=True):
+        if not 0 <= coordinate < degree:
+            raise UserError(f"{place}: outside the mesh {shape}")
+        rank = rank * degree + coordinate
+    return rank
 
-    Shard sizes differ by at most one block, and the last block may be short. 361 rows, 4 parts, blocks of 16: 96, 96,
-    96, 73. Larger shards come first, but no shard consists of the short block alone if that can be avoided: 17 rows, 3
-    parts, blocks of 4: 8, 4, 5.
 
-    A U-Net with `depth` poolings needs blocks of 2^depth rows (or columns). Return (first, last + 1) row of each shard,
-    from the first to the last.
-
-    Raises:
-        UserError: there are fewer blocks than shards.
-    """
-    blocks = -(-rows // block)
-    if parts > blocks:
-        raise UserError(
-            f"parallel.lat={parts}: {rows} rows make {blocks} blocks of {block}; use at most {blocks}, or a smaller"
-            " model.depth"
-        )
-    share, extra = divmod(blocks, parts)
-    larger = set(range(extra))
-    # If smaller shards have one block, the last one would be the short block alone. It gets one of the extra blocks.
-    if share == 1 and extra and rows % block:
-        larger = {*range(extra - 1), parts - 1}
-    found, start = [], 0
-    for part in range(parts):
-        stop = start + (share + (part in larger)) * block
-        found.append((start, min(stop, rows)))
-        start = stop
-    return tuple(found)
+def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
+    """Return the coordinates of `rank` in a mesh of `shape`."""
+    found = []
+    # The last axis varies fastest, so its coordinate is found first, as the remainder of a division by its degree.
+    for degree in reversed(shape):
+        rank, coordinate = divmod(rank, degree)
+        found.append(coordinate)
+    return Place(*reversed(found))
 
 
 @dataclass(frozen=True)
@@ -244,6 +213,38 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
             f" {columns}, or a smaller model.depth"
         )
     return Shard(topology, rows, bands(shape[1], topology.lon, 2**depth))
+
+
+def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
+    """Split rows into contiguous shards made of whole blocks, so that pooling never crosses a border.
+
+    Shard sizes differ by at most one block, and the last block may be short. 361 rows, 4 parts, blocks of 16: 96, 96,
+    96, 73. Larger shards come first, but no shard consists of the short block alone if that can be avoided: 17 rows, 3
+    parts, blocks of 4: 8, 4, 5.
+
+    A U-Net with `depth` poolings needs blocks of 2^depth rows (or columns). Return (first, last + 1) row of each shard,
+    from the first to the last.
+
+    Raises:
+        UserError: there are fewer blocks than shards.
+    """
+    blocks = -(-rows // block)
+    if parts > blocks:
+        raise UserError(
+            f"parallel.lat={parts}: {rows} rows make {blocks} blocks of {block}; use at most {blocks}, or a smaller"
+            " model.depth"
+        )
+    share, extra = divmod(blocks, parts)
+    larger = set(range(extra))
+    # If smaller shards have one block, the last one would be the short block alone. It gets one of the extra blocks.
+    if share == 1 and extra and rows % block:
+        larger = {*range(extra - 1), parts - 1}
+    found, start = [], 0
+    for part in range(parts):
+        stop = start + (share + (part in larger)) * block
+        found.append((start, min(stop, rows)))
+        start = stop
+    return tuple(found)
 
 
 def mark_own(p: Tensor, shard: Shard) -> None:

@@ -9,19 +9,19 @@ vote on the sign of u:
     g      this rank's gradient
     beta1  first beta of the optimizer
 
-Momenta therefore differ between ranks, unless they are averaged from time to time (`MomentumPlan`). A ballot begins
-with a header of a few words: whether this rank's numbers are finite, and which parameters it used. So all ranks have
-these facts together with the votes, and leave out the same steps.
+So momenta drift apart by the noise of the ranks' batches, unless they are averaged from time to time (`MomentumPlan`).
+
+A ballot begins with a header of a few words: whether this rank's numbers are finite, and which parameters it used. So
+all ranks have these facts together with the votes, and leave out the same steps.
 
 `clip` bounds the norm of the rank's own gradient, which serves as an estimate of the whole batch's. With
 `clip_by=total` it is the norm over all parameters, and the votes wait for the end of the backward pass. With
 `clip_by=bucket` each bucket is clipped to its share sqrt(elements / all elements) of `clip`. If ranks share a sample,
 or average before they vote, no rank has a gradient of its own before a bucket is averaged, so only `bucket` works.
 
-Momenta drift apart by the noise of the ranks' batches. They can be averaged after every K steps, after intervals that
-double, or selectively: for the layers whose variance over ranks is largest relative to their mean square, within a
-budget of bytes. The variances are estimated from up to 256 elements of each layer, the same on every rank. All ranks
-gather these, so all choose the same layers.
+Momenta can be averaged after every K steps, after intervals that double, or selectively: for the layers whose variance
+over ranks is largest relative to their mean square, within a budget of bytes. The variances are estimated from up to
+`SAMPLED` elements of each layer, the same on every rank. All ranks gather these, so all choose the same layers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Vote(BucketExchange):
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
         scale: what delta (see `vote`) is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit,
             whatever `bits` is.
-        inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
+        inner: ranks that average in full precision first (those of a node, or of one sample); None for none. They then
             share the work: each sends its slice of the ballot, and they pass each other the winning bits.
         clip_by: how `clip` is applied; see the head of the file.
+        plan: when momenta are averaged; None for never.
 
     Raises:
         UserError: `clip` bounds the total norm, but ranks average first.
@@ -371,15 +372,6 @@ def _add_signs(ballots: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Synchronised:
-    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
-
-    layers: tuple[int, ...]
-    bytes_sent: int
-    variance: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class MomentumPlan:
     """The schedule by which momenta are averaged.
 
@@ -416,6 +408,15 @@ class MomentumPlan:
         return Synchronised(layers, group.bytes_sent - before, tuple(variance))
 
 
+@dataclass(frozen=True)
+class Synchronised:
+    """The record of one averaging: its layers, the bytes sent, and the relative variance of every layer if measured."""
+
+    layers: tuple[int, ...]
+    bytes_sent: int
+    variance: tuple[float, ...] = ()
+
+
 def average(momenta: Sequence[Tensor], group: Communicator) -> None:
     """Replace tensors by their mean over the ranks of `group`, in one all-reduce."""
     if group.size == 1 or not momenta:
@@ -431,8 +432,8 @@ def average(momenta: Sequence[Tensor], group: Communicator) -> None:
 def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int) -> list[float]:
     """Estimate for each tensor the variance over ranks (ddof = 1) divided by the mean square.
 
-    It is 0 if the momenta agree, about 1 if they are unrelated, and P / (P - 1) at most for P ranks.
-    The estimate is from up to SAMPLED elements of each tensor, shifted by `step`, and the same on all ranks.
+    It is 0 if the momenta agree, about 1 if they are unrelated, and P / (P - 1) at most for P ranks. The estimate is
+    from up to `SAMPLED` elements of each tensor, at positions that `step` shifts, and is the same on all ranks.
     """
     samples = [m.as_strided((m.numel(),), (1,))[positions(m.numel(), step).to(m.device)] for m in momenta]
     own = torch.cat(samples).float()

@@ -8,7 +8,7 @@ CRPS of
 - the distribution with two bounds, which has little mass between them where its scale is large;
 - the truncated normal with a location below zero, where large terms cancel (see `closed_forms.crps_truncated`).
 
-`closed_forms` gets the functions of torch that it needs from here.
+`TORCH` has the functions of torch that the formulas take.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ensemble_ml.fields import Family
 
 _SQRT2 = math.sqrt(2.0)
 _FAR = 30.0  # above this -location / scale, quantiles of the truncated normal use the leading term of its tail
-_STEP = 1e-5  # relative step of the shape k in the central difference
+_STEP = 1e-5  # relative step of the shape k, by which `_Incomplete` finds a derivative
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:

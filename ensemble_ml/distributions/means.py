@@ -1,6 +1,7 @@
-"""Give distributions a wanted mean or more spread, and members the spread of a predicted distribution.
+"""Give distributions a wanted mean or another spread, and members the spread of a predicted distribution.
 
-A distribution is widened without moving its mean, and members keep their ranks. Units and shapes are as in `formulas`.
+A distribution keeps its mean when its spread changes, and members keep their ranks. Units and shapes are as in
+`formulas`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LEAST_SLOPE = 1e-6  # least derivative of a mean by its location: a gradient is
 _NEWTON = 3  # Newton steps to the location of a mean between two bounds; they give six digits
 _GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of location / scale
 # Below the grid: first, last and number of the exponents of ten of -location / scale. The mean of the truncated normal
-# falls as 1 / l there, so a table with even steps would have to be very long.
+# falls as the inverse of this ratio there, so a table with even steps would have to be very long.
 _BELOW = (math.log10(-_GRID[0]), 6.0, 1201)
 # Least mean of a truncated normal, in scales. Near zero, its standard deviation is about as small as its mean, and
 # smaller than the error of that mean.
@@ -139,7 +140,7 @@ def remap_members(
     """Return members that are spread like the predicted distribution and keep their ranks.
 
     Each member keeps its rank among the members at every point, so fields of one member stay coherent in space and
-    between variables. How a rank becomes a value depends on the distribution:
+    between variables. How a rank, 1 to M, becomes a value depends on the distribution:
 
     Normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
     Where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, replace (x_i - m) / s. Where
@@ -197,7 +198,7 @@ def _ranks(members: Tensor, order: Tensor) -> Tensor:
 
 
 def _even_places(members: Tensor, order: Tensor) -> Tensor:
-    """Return normal quantiles at (rank - 1/2) / M with mean 0 and standard deviation 1 (ddof = 1): (M, N).
+    """Return normal quantiles at (rank + 1/2) / M with mean 0 and standard deviation 1 (ddof = 1): (M, N).
 
     A point with a single member gets zero, because one member has no spread.
     """

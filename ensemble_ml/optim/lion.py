@@ -1,13 +1,14 @@
-"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675).
+"""The optimizers: Lion, which steps along the sign of an interpolated momentum, and torch's AdamW.
 
     u        = beta1 * momentum + (1 - beta1) * gradient
     weight   = weight * (1 - lr * weight_decay) - lr * sign(u)
     momentum = beta2 * momentum + (1 - beta2) * gradient
 
-This is Algorithm 2 of the paper. Apart from the decay, every weight moves by exactly `lr` in a step, or not at all if u
-is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
+This is Algorithm 2 of Chen et al. (2023, arXiv:2302.06675). Apart from the decay, every weight moves by exactly `lr` in
+a step, or not at all if u is zero. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to
+ten times as large.
 
-With several ranks the signs may come from a vote, for which the optimizer asks its `Exchange`.
+With several ranks the signs may come from a vote, for which Lion asks its `Exchange`.
 
 A gradient that is NaN or infinite would stay in the momentum for ever. The weight would then never move again, or
 always in one direction. In both cases it stays finite, so nobody would notice. Such a step is refused before anything
@@ -38,6 +39,7 @@ _ADD_PARAM_GROUP, _ZERO_GRAD, _STATE_DICT, _LOAD_STATE_DICT = (
     for method in (Optimizer.add_param_group, Optimizer.zero_grad, Optimizer.state_dict, Optimizer.load_state_dict)
 )
 _ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Eager(Optimizer):
@@ -60,18 +62,6 @@ class Eager(Optimizer):
         _LOAD_STATE_DICT(self, state_dict)
 
 
-class AdamW(Eager, torch.optim.AdamW):
-    """torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, as torch's AdamW does."""
-        return _ADAMW_STEP(self, closure)
-
-
-_HALF = (torch.bfloat16, torch.float16)
-
-
 class Lion(Eager):
     """The Lion optimizer, for one rank or many.
 
@@ -79,7 +69,8 @@ class Lion(Eager):
     Weights and momenta are then unchanged, so a caller may skip the step and go on. After `exchange.finish()` it does
     not check again: `Outcome.finite` says whether the step may be taken.
 
-    The momentum of weights in bfloat16 or float16 is kept in float32.
+    The momentum of weights in bfloat16 or float16 is kept in float32. The weights are rounded to the nearest such
+    number, so a step below half of their spacing is lost.
 
     Args:
         params: tensors, or dictionaries with the `params` of a group and its own settings.
@@ -191,3 +182,12 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         raise UserError(f"betas={betas}: must be two numbers in [0, 1)")
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):
         raise UserError(f"weight_decay={weight_decay}: must be 0 or more, and finite")
+
+
+class AdamW(Eager, torch.optim.AdamW):
+    """torch's AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, as torch's AdamW does."""
+        return _ADAMW_STEP(self, closure)

@@ -216,6 +216,231 @@ def assemble(
     return run
 
 
+def whole_dates(config: TrainConfig, reader: Reader) -> tuple[np.ndarray, np.ndarray]:
+    """Return the training and validation dates that have enough complete members, as indices.
+
+    Warn if no spread is left to predict, or if dates mix hours.
+
+    A training date needs the smallest of `data.members`, and one more if a member stands for the truth or only the
+    spread is learned. A validation date needs `data.validation_members`, and one more if a member stands for the truth.
+    Neither needs more members than the store has.
+
+    Raises:
+        UserError: no date is left of those that the settings name.
+    """
+    train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
+    least = min(config.data.members, default=1) + reader.spare
+    most = min(config.data.validation_members, reader.most) + (reader.full_size - reader.most)
+    if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
+        text = "data.validation_members=%d: the store has %d members, so no spread is left to predict; give fewer"
+        log.warning(text, config.data.validation_members, reader.full_size)
+    # Errors that depend on local time differ between 00 and 12 UTC, and one bias map cannot hold both.
+    hours = np.unique(hour_of_day(reader.source.layout.init_time[train]))
+    if len(hours) > 1:
+        text = (
+            "data.train: init times at %s UTC share one correction, so errors that depend on local time stay;"
+            " train a model for each hour (data.hours=[%d])"
+        )
+        log.warning(text, ", ".join(f"{h:02d}" for h in hours), hours[0])
+    chosen = reader.usable(validation, most, "validation") if len(validation) else validation
+    return reader.usable(train, min(least, reader.full_size), "training"), chosen
+
+
+def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
+    """Raise a UserError if some ranks would vote without ever having a date.
+
+    A rank without a gradient has no sign to vote for. Its vote would be arbitrary, and could outvote other ranks.
+    """
+    parts, most = session.topology.data, min(config.batch_size, dates)
+    together = max(1, session.world.local_size // session.topology.spatial) if config.optim.hierarchical else 1
+    if config.optim.votes and parts - together >= most:  # the last ranks, which vote together, have no date
+        raise UserError(
+            f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
+            f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"
+            " exchange=allreduce"
+        )
+
+
+def _shard(spec: ModelSpec, session: Session) -> Shard | None:
+    """Return this rank's part of the grid, None if it is the whole grid; refuse to partition other models than ours."""
+    topology = session.topology
+    if topology.size > 1 and spec.config.name != "unet3d":
+        raise UserError(
+            f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
+        )
+    if topology.spatial == 1:
+        return None
+    return shard_of(spec, topology)
+
+
+def _begin(
+    config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
+    progress: Progress,
+) -> tuple[State, dict[str, Any]]:  # fmt: skip
+    """Make the fits and the model of a new run, and choose its precision."""
+    # These three refuse impossible settings, so they come before the fits, which may take long.
+    exchange = run_exchange(config, session)
+    candidates(session.device, config.model.precision)
+    first = batches_of(config, own, train, 0, 1, (session.topology.place.data, session.topology.data))
+    given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
+    # A run that starts from another one must not choose by dates on which that one was trained.
+    if given is not None:
+        agreement.refuse_other_layout(reader.spec, given)
+        earlier = agreement.earlier_dates(given)
+        agreement.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
+    members, sizes = config.data.validation_members, config.data.members
+    fit = kept_fit(config.output, reader, train, validation, members, sizes, config.seed, progress, session)
+    if progress.took:
+        log.info("fits: done in %s; the longest: %s", duration(fit.seconds), progress.longest())
+    progress.doing("fits are done; the model is built, and a step in each precision is timed")
+    # The fits draw random numbers, too. The seed is set after them, so that the first weights depend on it alone.
+    torch.manual_seed(config.seed)
+    model = build_model(reader.spec, fit.climate)
+    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range)}
+    found[CLOCK] = {"fit_seconds": round(fit.seconds, 1)}
+    if progress.cut:
+        found["fits_cut"] = True
+    if given is not None:
+        if config.model.precision is Precision.float64:
+            model.double()  # before the weights are loaded, which would be rounded to float32
+        # A climate that was fitted to members does not hold for the truth, nor the other way round. Then only weights
+        # are taken.
+        same = predicts_members(given.meta) is (config.objective is Objective.members)
+        load_weights(model, given, climate=same)
+        what = "weights and climate" if same else "weights"
+        log.info("init_from: %s of %s, step %d", what, given.path, given.meta["step"])
+        found["earlier_dates"] = earlier
+        found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
+    steps = config.steps
+    if isinstance(model, EmosModel):  # it is fitted here, and takes no steps
+        steps = 0
+        found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
+    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
+    if given is not None and same:  # the old calibration factors stay until the first validation
+        state.widths = given.meta.get("widths")
+        # The factors for other numbers of members are relative to those for `validation_members`.
+        if given.meta["config"]["data"]["validation_members"] == members:
+            state.by_size = given.meta.get("widths_by_size", {})
+    speed = _fastest(config, own, first, state, session) if steps else Speed()
+    if state.average is not None:
+        state.average = Average(model, config.average)  # again, because the choice of speed may change the dtype
+    return state, found | {"precision": speed.to_json()}
+
+
+def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
+    """Choose precision and memory order of axes for a step of this run, set the model to them, and return them.
+
+    A precision that the settings name is taken. Otherwise all are timed: each rank times a model of its own part of the
+    grid, all at the same time, and rank 0 chooses among the precisions that all ranks have. So two runs may choose
+    differently, and then their results differ by rounding errors.
+    """
+    device = session.device
+    if config.model.precision is not Precision.auto:
+        speed = candidates(device, config.model.precision)[0]
+        speed.apply(state.model)
+        log.info("speed: %s, from model.precision, channels last", speed.precision.value)
+        return speed
+
+    model, spec, batch = state.model, own.spec, first.batch(0)
+    # Timing the partitioned model would need halo exchanges. An unpartitioned one on the same rows and columns takes
+    # the same local work.
+    if session.topology.spatial > 1:
+        (top, bottom), (left, right) = own.window
+        spec = replace(spec, latitude=spec.latitude[top:bottom], longitude=spec.longitude[left:right])
+        model = build_model(spec, Climate.default(spec)).to(device)
+    loss = _loss(config, spec, state, None, NullCommunicator())
+
+    lacking = torch.tensor(float(not has_bfloat16(device)), device=device)
+    session.mesh.world.all_reduce(lacking)
+    # If one rank lacks bfloat16, all take float32: a run in bfloat16 could not be resumed on that rank.
+    wanted = Precision.float32 if lacking else Precision.auto
+    if session.first and 0 < lacking < session.world.size:
+        log.warning("speed: %d of %d ranks have no bfloat16, so all compute in float32", lacking, session.world.size)
+    with told_of_memory(config, session):
+        moved = batch.to(device, next(model.parameters()).dtype)
+        record = cuda_graph if may_record(model, session) else None
+        speed = choose(
+            model, lambda: loss(model(moved.inputs), moved)["loss"].backward(), wanted=wanted, record=record,
+        )  # fmt: skip
+    speed = session.once(lambda: speed)
+    speed.apply(state.model)
+    return speed
+
+
+def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
+    """Build model and state of a resumed run in the precision of its checkpoint; refuse one that this device lacks."""
+    model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
+    speed = Speed.from_json(checkpoint.meta["precision"])
+    was, now = checkpoint.meta.get("device"), device_name(session.device)
+    if speed.precision is Precision.bfloat16 and not has_bfloat16(session.device):
+        raise UserError(
+            f"resume: {checkpoint.path} computes in bfloat16, chosen on {was or 'another device'}, which {now} cannot;"
+            " resume it on such a device, or begin another run with init_from"
+        )
+    if was not in (None, now) and session.first:  # the checkpoint records the device of the first rank
+        text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
+        log.warning(text, now, was, speed.precision.value)
+    if session.first:
+        setup.tell_of_other_versions(checkpoint.meta.get("versions", {}))
+    speed.apply(model)
+    load_weights(model, checkpoint)
+    state = _state(
+        config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
+        run_exchange(config, session),
+    )  # fmt: skip
+    kept = "precision", "input_range", "emos", CLOCK, "fits_cut", "earlier_dates", "unwritten", "compacted"
+    return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
+
+
+def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, exchange: Exchange) -> State:
+    """Build the state of a run: model, optimizer, schedule and running average."""
+    optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
+    average = Average(model, config.average) if config.average else None
+    return State(model, optimizer, schedule, steps, spread_error, average, exchange)
+
+
+def batches_of(
+    config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int,
+    share: tuple[int, int] = (0, 1),
+) -> Batches:  # fmt: skip
+    """Return the batches of steps `start_step` to `steps` - 1.
+
+    `share` is the index of the part of each batch to return, and the number of parts.
+    """
+    return Batches(
+        reader,
+        dates,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        sizes=config.data.members,
+        steps=steps,
+        start_step=start_step,
+        share=share,
+    )
+
+
+def _share_weights(config: TrainConfig, state: State, session: Session) -> None:
+    """Shard the weights of the U-Net over ranks, and make an optimizer for the weights that this rank keeps."""
+    model, shards = state.model, config.parallel.shard
+    assert isinstance(model, EnsembleModel)
+    shard_weights(model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
+    groups = split_groups(model.param_groups())
+    state.optimizer, state.schedule = build(config.optim, groups, state.steps, state.exchange)
+    state.average = Average(model, config.average) if config.average else None
+    log.info("weights: each of %d ranks holds its part of the U-Net, and gathers a block to compute it", shards)
+
+
+def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | None, ranks: Communicator) -> Loss:
+    """Build the loss of this rank's part of the grid."""
+    device = next(state.model.parameters()).device
+    area = torch.from_numpy(spec.grid.area_weights()).float()
+    # Area weights have a mean of one over the whole grid. Each rank cuts its part out of them, so that sums over ranks
+    # have the weights of the whole grid.
+    area = area if shard is None else shard.cut(area)
+    error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
+    return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)
+
+
 def _teacher(config: TrainConfig, spec: ModelSpec, state: State, session: Session, overlap: Overlap) -> AnyModel:
     """Load the model that this one learns from, in its own precision, and partition it like the model of this run.
 
@@ -274,231 +499,6 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
         seconds = choose_overlap(overlap, step, run.session.mesh.model)
     text = "overlap: %.0f ms a step without, %.0f ms with; taken: %s"
     log.info(text, 1e3 * seconds["off"], 1e3 * seconds["on"], "on" if overlap.on else "off")
-
-
-def _shard(spec: ModelSpec, session: Session) -> Shard | None:
-    """Return this rank's part of the grid, None if it is the whole grid; refuse to partition other models than ours."""
-    topology = session.topology
-    if topology.size > 1 and spec.config.name != "unet3d":
-        raise UserError(
-            f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
-        )
-    if topology.spatial == 1:
-        return None
-    return shard_of(spec, topology)
-
-
-def whole_dates(config: TrainConfig, reader: Reader) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training and validation dates that have enough complete members, as indices.
-
-    Warn if no spread is left to predict, or if dates mix hours.
-
-    A training date needs the smallest of `data.members`, and one more if a member stands for the truth or only the
-    spread is learned. A validation date needs `data.validation_members`, and one more if a member stands for the truth.
-    Neither needs more members than the store has.
-
-    Raises:
-        UserError: no date is left of those that the settings name.
-    """
-    train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
-    least = min(config.data.members, default=1) + reader.spare
-    most = min(config.data.validation_members, reader.most) + (reader.full_size - reader.most)
-    if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
-        text = "data.validation_members=%d: the store has %d members, so no spread is left to predict; give fewer"
-        log.warning(text, config.data.validation_members, reader.full_size)
-    # Errors that depend on local time differ between 00 and 12 UTC, and one bias map cannot hold both.
-    hours = np.unique(hour_of_day(reader.source.layout.init_time[train]))
-    if len(hours) > 1:
-        text = (
-            "data.train: init times at %s UTC share one correction, so errors that depend on local time stay;"
-            " train a model for each hour (data.hours=[%d])"
-        )
-        log.warning(text, ", ".join(f"{h:02d}" for h in hours), hours[0])
-    chosen = reader.usable(validation, most, "validation") if len(validation) else validation
-    return reader.usable(train, min(least, reader.full_size), "training"), chosen
-
-
-def _begin(
-    config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
-    progress: Progress,
-) -> tuple[State, dict[str, Any]]:  # fmt: skip
-    """Make the fits and the model of a new run, and choose its precision."""
-    # These three refuse impossible settings, so they come before the fits, which may take long.
-    exchange = run_exchange(config, session)
-    candidates(session.device, config.model.precision)
-    first = batches_of(config, own, train, 0, 1, (session.topology.place.data, session.topology.data))
-    given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
-    # A run that starts from another one must not choose by dates on which that one was trained.
-    if given is not None:
-        agreement.refuse_other_layout(reader.spec, given)
-        earlier = agreement.earlier_dates(given)
-        agreement.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
-    members, sizes = config.data.validation_members, config.data.members
-    fit = kept_fit(config.output, reader, train, validation, members, sizes, config.seed, progress, session)
-    if progress.took:
-        log.info("fits: done in %s; the longest: %s", duration(fit.seconds), progress.longest())
-    progress.doing("fits are done; the model is built, and a step in each precision is timed")
-    # The fits draw random numbers, too. The seed is set after them, so that the first weights depend on it alone.
-    torch.manual_seed(config.seed)
-    model = build_model(reader.spec, fit.climate)
-    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range)}
-    found[CLOCK] = {"fit_seconds": round(fit.seconds, 1)}
-    if progress.cut:
-        found["fits_cut"] = True
-    if given is not None:
-        if config.model.precision is Precision.float64:
-            model.double()  # before the weights are loaded, which would be rounded to float32
-        # A climate that was fitted to members does not hold for the truth, nor the other way round. Then only weights
-        # are taken.
-        same = predicts_members(given.meta) is (config.objective is Objective.members)
-        load_weights(model, given, climate=same)
-        what = "weights and climate" if same else "weights"
-        log.info("init_from: %s of %s, step %d", what, given.path, given.meta["step"])
-        found["earlier_dates"] = earlier
-        found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
-    steps = config.steps
-    if isinstance(model, EmosModel):  # it is fitted here, and takes no steps
-        steps = 0
-        found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
-    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
-    if given is not None and same:  # the old calibration factors stay until the first validation
-        state.widths = given.meta.get("widths")
-        # The factors for other numbers of members are relative to those for `validation_members`.
-        if given.meta["config"]["data"]["validation_members"] == members:
-            state.by_size = given.meta.get("widths_by_size", {})
-    speed = _fastest(config, own, first, state, session) if steps else Speed()
-    if state.average is not None:
-        state.average = Average(model, config.average)  # again, because the choice of speed may change the dtype
-    return state, found | {"precision": speed.to_json()}
-
-
-def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
-    """Build model and state of a resumed run in the precision of its checkpoint; refuse one that this device lacks."""
-    model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
-    speed = Speed.from_json(checkpoint.meta["precision"])
-    was, now = checkpoint.meta.get("device"), device_name(session.device)
-    if speed.precision is Precision.bfloat16 and not has_bfloat16(session.device):
-        raise UserError(
-            f"resume: {checkpoint.path} computes in bfloat16, chosen on {was or 'another device'}, which {now} cannot;"
-            " resume it on such a device, or begin another run with init_from"
-        )
-    if was not in (None, now) and session.first:  # the checkpoint records the device of the first rank
-        text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
-        log.warning(text, now, was, speed.precision.value)
-    if session.first:
-        setup.tell_of_other_versions(checkpoint.meta.get("versions", {}))
-    speed.apply(model)
-    load_weights(model, checkpoint)
-    state = _state(
-        config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
-        run_exchange(config, session),
-    )  # fmt: skip
-    kept = "precision", "input_range", "emos", CLOCK, "fits_cut", "earlier_dates", "unwritten", "compacted"
-    return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
-
-
-def batches_of(
-    config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int,
-    share: tuple[int, int] = (0, 1),
-) -> Batches:  # fmt: skip
-    """Return the batches of steps `start_step` to `steps` - 1.
-
-    `share` is the index of the part of each batch to return, and the number of parts.
-    """
-    return Batches(
-        reader,
-        dates,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        sizes=config.data.members,
-        steps=steps,
-        start_step=start_step,
-        share=share,
-    )
-
-
-def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, exchange: Exchange) -> State:
-    """Build the state of a run: model, optimizer, schedule and running average."""
-    optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
-    average = Average(model, config.average) if config.average else None
-    return State(model, optimizer, schedule, steps, spread_error, average, exchange)
-
-
-def _share_weights(config: TrainConfig, state: State, session: Session) -> None:
-    """Shard the weights of the U-Net over ranks, and make an optimizer for the weights that this rank keeps."""
-    model, shards = state.model, config.parallel.shard
-    assert isinstance(model, EnsembleModel)
-    shard_weights(model, session.mesh, *consecutive_groups(session.topology, shards, process_group))
-    groups = split_groups(model.param_groups())
-    state.optimizer, state.schedule = build(config.optim, groups, state.steps, state.exchange)
-    state.average = Average(model, config.average) if config.average else None
-    log.info("weights: each of %d ranks holds its part of the U-Net, and gathers a block to compute it", shards)
-
-
-def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
-    """Raise a UserError if some ranks would vote without ever having a date.
-
-    A rank without a gradient has no sign to vote for. Its vote would be arbitrary, and could outvote other ranks.
-    """
-    parts, most = session.topology.data, min(config.batch_size, dates)
-    together = max(1, session.world.local_size // session.topology.spatial) if config.optim.hierarchical else 1
-    if config.optim.votes and parts - together >= most:  # the last ranks, which vote together, have no date
-        raise UserError(
-            f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
-            f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"
-            " exchange=allreduce"
-        )
-
-
-def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
-    """Choose precision and memory order of axes for a step of this run, set the model to them, and return them.
-
-    A precision that the settings name is taken. Otherwise all are timed: each rank times a model of its own part of the
-    grid, all at the same time, and rank 0 chooses among the precisions that all ranks have. So two runs may choose
-    differently, and then their results differ by rounding errors.
-    """
-    device = session.device
-    if config.model.precision is not Precision.auto:
-        speed = candidates(device, config.model.precision)[0]
-        speed.apply(state.model)
-        log.info("speed: %s, from model.precision, channels last", speed.precision.value)
-        return speed
-
-    model, spec, batch = state.model, own.spec, first.batch(0)
-    # Timing the partitioned model would need halo exchanges. An unpartitioned one on the same rows and columns takes
-    # the same local work.
-    if session.topology.spatial > 1:
-        (top, bottom), (left, right) = own.window
-        spec = replace(spec, latitude=spec.latitude[top:bottom], longitude=spec.longitude[left:right])
-        model = build_model(spec, Climate.default(spec)).to(device)
-    loss = _loss(config, spec, state, None, NullCommunicator())
-
-    lacking = torch.tensor(float(not has_bfloat16(device)), device=device)
-    session.mesh.world.all_reduce(lacking)
-    # If one rank lacks bfloat16, all take float32: a run in bfloat16 could not be resumed on that rank.
-    wanted = Precision.float32 if lacking else Precision.auto
-    if session.first and 0 < lacking < session.world.size:
-        log.warning("speed: %d of %d ranks have no bfloat16, so all compute in float32", lacking, session.world.size)
-    with told_of_memory(config, session):
-        moved = batch.to(device, next(model.parameters()).dtype)
-        record = cuda_graph if may_record(model, session) else None
-        speed = choose(
-            model, lambda: loss(model(moved.inputs), moved)["loss"].backward(), wanted=wanted, record=record,
-        )  # fmt: skip
-    speed = session.once(lambda: speed)
-    speed.apply(state.model)
-    return speed
-
-
-def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | None, ranks: Communicator) -> Loss:
-    """Build the loss of this rank's part of the grid."""
-    device = next(state.model.parameters()).device
-    area = torch.from_numpy(spec.grid.area_weights()).float()
-    # Area weights have a mean of one over the whole grid. Each rank cuts its part out of them, so that sums over ranks
-    # have the weights of the whole grid.
-    area = area if shard is None else shard.cut(area)
-    error, spread_error = state.model.get_buffer("error"), state.spread_error.float().to(device)
-    return Loss(spec, error, spread_error, area.to(device), config.spread_weight, ranks)
 
 
 @contextmanager
