@@ -1,7 +1,7 @@
 """The planner: it lists every way to partition a run over ranks, predicts what each would cost, and picks the best.
 
 A partition is (data, lat, lon). It is feasible if the ranks along an axis get whole blocks of 2^depth rows or columns,
-no shard is thinner than the halo that its neighbours need, the batch divides evenly, model and optimizer allow it, and
+no shard at a pole is too thin for the rows beyond it, the batch divides evenly, model and optimizer allow it, and
 a step fits into the memory of a rank (`rank_memory`).
 """
 

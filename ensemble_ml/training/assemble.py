@@ -1,7 +1,7 @@
 """Build a run from its settings or from its last checkpoint: climate, model, precision, optimizer and loss.
 
 Each rank holds all weights (unless `parallel.shard` divides them) and its part of the grid of the fields. All ranks
-make the fits to the training dates together, each from whole fields of its own dates (`training.progress`).
+make the fits to the training dates together, each from whole fields of its own dates (`training.progress.Team`).
 
 A lack of memory in a step becomes an error that names settings which need less.
 """
@@ -262,7 +262,7 @@ def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> No
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
-    """Return this rank's part of the grid, None if it is the whole grid; refuse to partition other models than ours."""
+    """Return this rank's part of the grid, None if it is the whole grid; refuse a baseline on several ranks."""
     topology = session.topology
     if topology.size > 1 and spec.config.name != "unet3d":
         raise UserError(
@@ -403,7 +403,7 @@ def batches_of(
     config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int,
     share: tuple[int, int] = (0, 1),
 ) -> Batches:  # fmt: skip
-    """Return the batches of steps `start_step` to `steps` - 1.
+    """Return the batches of steps `start_step` to `steps` - 1 of `dates`, which are indices of init times in the store.
 
     `share` is the index of the part of each batch to return, and the number of parts.
     """

@@ -1,6 +1,6 @@
-"""Build the exchange of a run: the way in which ranks combine their gradients in a step; and record its votes.
+"""Build the exchange by which the ranks of a run combine their gradients, and record which ranks are in its votes.
 
-A file records which ranks are in each vote of a run, so that the run can be repeated bit for bit:
+A run whose votes need not wait for all ranks (`optim.quorum`) keeps the record, and can be repeated bit for bit:
 
     runs/NAME/votes.jsonl
 
@@ -101,7 +101,7 @@ class VoteLog:
 
     Args:
         folder: the run folder.
-        first: the first line.
+        first: the result of `first_line`.
         step: number of steps that are done. Later votes in the file are removed: a killed run wrote them after its last
             checkpoint.
     """

@@ -1,8 +1,8 @@
 """Divide the fits before the first step among all ranks, show their progress, and keep them within `max_minutes`.
 
     Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
-    Team        the division of the dates among the ranks
     Pace        by how much each step of the point network's fit advances its schedule, so that the fit ends in time
+    Team        the division of the dates among the ranks
 
 Only the fit of the point network can stop at any time. All other fits are sums over dates. So the limit of the fits is
 a deadline for the network, early enough to leave time for the fits after it.
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NETWORK = "point network"  # its name in messages
+NETWORK = "point network"  # its name in messages and stages
 SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes` for all fits; timing, validation and steps take the rest
 _UNTIL = 0.88  # deadline of the network, as a fraction of the time for all fits: sums over dates follow it
 _WARM = 10  # steps of the network after which its speed is known
@@ -43,7 +43,7 @@ _WARM = 10  # steps of the network after which its speed is known
 class Progress:
     """The stages of the fits: which one runs, how much of it is done, and whether the network was cut short.
 
-    The fits may take so many seconds from now on; None for no limit.
+    The fits may take `seconds` from now on; None for no limit.
     """
 
     def __init__(self, seconds: float | None = None):
