@@ -3,8 +3,8 @@
 Each finished init time leaves its shards and one entry. Both are written by rename, so every file that exists is
 complete. A later run skips the init times whose entry and shards are there. Any number of builders may work on one
 store at the same time: a lock for each init time keeps them apart. `finalise` merges the entries in the order of the
-init times (`date.py`), so the store does not depend on who built which. It writes arrays, packing factors, statistics,
-attributes, sources and the manifest.
+init times, so the store does not depend on who built which. It then writes everything but the shards: arrays, packing
+factors, statistics, attributes, sources, the model climate if there is one, and the manifest.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Build:
         """Return the init times that are not finished; none once the finished store stands at `path`.
 
         All files are checked again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
-        the init times for which the archive has other fields. `dates` are those to check; None checks all.
+        the init times for which the archive has other fields. `dates` are the init times to check; None checks all.
 
         Raises:
             UserError: The archive has changed, and another builder uses its new state.
@@ -235,7 +235,8 @@ class Build:
             Whether this builder shall build the date: no other builder holds it, and it is not finished.
 
         Raises:
-            UserError: The work folder is not there, so the builders do not share it; or its file system has no locks.
+            UserError: The work folder is not there, so the builders do not share it; its file system has no locks; or
+                the archive has changed, and another builder uses its new state.
         """
         with ExitStack() as stack:
             try:
@@ -249,7 +250,7 @@ class Build:
             yield held and not self.done(date) and not self.over
 
     def _named_in_time(self) -> bool:
-        """Wait until the store of this plan stands at `path`, at most `_SEEN_WITHIN`, and return whether it does.
+        """Wait at most `_SEEN_WITHIN` seconds until the store of this plan stands at `path`; return whether it does.
 
         A network file system may show the new name late.
         """
@@ -307,7 +308,7 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
-        """Write everything but the shards, and the model climate if the plan has one; refuse if init times lack."""
+        """Write all but the shards, with the model climate if the plan has one; refuse if init times are missing."""
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} init times are not built yet")
@@ -364,7 +365,7 @@ class Build:
                 self.remove()
 
     def _throw_away(self) -> None:
-        """Remove an unfinished build, even if init times are finished; refuse if another builder would write on."""
+        """Remove an unfinished build, even if init times are finished; refuse if another builder is at work on it."""
         with self._alone() as alone:
             if alone is False:
                 raise UserError(f"output={self.path}: another builder is at work on it; stop it before restart=true")
@@ -390,33 +391,11 @@ def _size(path: Path) -> int:
         return -1
 
 
-@dataclass
-class _Sum:
-    """The sum of the entries of all init times. The moments of a year are merged in the order of the dates."""
-
-    whole: DateEntry = field(default_factory=DateEntry)  # of all init times only in files, errors, masked and masks
-    held: set[Part] = field(default_factory=set)
-    moments: dict[tuple[Part, Kind, int], Moments] = field(default_factory=dict)
-    sources: SourceTable = field(default_factory=SourceTable)
-
-    def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
-        """Add one entry, whose init time lies in `year`."""
-        self.whole.add(entry)
-        for (part, _), spec in plan.specs.items():
-            if spec.name in entry.factors and entry.factors[spec.name]["present"].any():
-                self.held.add(part)
-        of_members = {(Part.FORECAST, kind): moments for kind, moments in entry.moments.items()}
-        for key, moments in {**of_members, **entry.derived}.items():
-            before = self.moments.get((*key, year))
-            self.moments[(*key, year)] = moments if before is None else before.merge(moments)
-
-
 def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
     """Write everything but the shards into `root`, and remove shards that no entry names.
 
-    All other files that stand there are removed first, so this may be called again after an interruption.
-
-    `entries` are pairs of the index of an init time and its entry, in ascending order.
+    All other files that stand there are removed first, so this may be called again after an interruption. `entries` are
+    pairs of the index of an init time and its entry, in ascending order.
 
     Raises:
         UserError: There is no field at all.
@@ -450,6 +429,27 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
     total.sources.write(root)
     _remove_strangers(root, total.whole.files)
     write_manifest(root, make_manifest(root, total.whole.files))
+
+
+@dataclass
+class _Sum:
+    """The sum of the entries of all init times. The moments of a year are merged in the order of the dates."""
+
+    whole: DateEntry = field(default_factory=DateEntry)  # of all init times only in files, errors, masked and masks
+    held: set[Part] = field(default_factory=set)
+    moments: dict[tuple[Part, Kind, int], Moments] = field(default_factory=dict)
+    sources: SourceTable = field(default_factory=SourceTable)
+
+    def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
+        """Add one entry, whose init time lies in `year`."""
+        self.whole.add(entry)
+        for (part, _), spec in plan.specs.items():
+            if spec.name in entry.factors and entry.factors[spec.name]["present"].any():
+                self.held.add(part)
+        of_members = {(Part.FORECAST, kind): moments for kind, moments in entry.moments.items()}
+        for key, moments in {**of_members, **entry.derived}.items():
+            before = self.moments.get((*key, year))
+            self.moments[(*key, year)] = moments if before is None else before.merge(moments)
 
 
 def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> dict[tuple[Part, Kind], Moments]:

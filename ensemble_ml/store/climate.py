@@ -12,10 +12,10 @@ A store may hold the quantiles already (`prepare climate_days=9`). Otherwise the
 variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept in as much memory
 again, because the next init time needs most of them.
 
-In such a store two arrays stand beside the fields: `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D,
-T, S, Q, Y, X). They are float32, NaN where other years have too few values. A chunk holds one init time, lead and
-variable, and some or all rows. The arrays are made when all init times are there. The store's fingerprint does not
-cover them, because they follow from its fields.
+In a store that holds the quantiles, two arrays stand beside the fields: `climate_pressure` (D, T, V, Q, Z, Y, X) and
+`climate_surface` (D, T, S, Q, Y, X). They are float32, NaN where other years have too few values. A chunk holds one
+init time, lead and variable, and some or all rows. `write_climate` makes the arrays when all init times are there. The
+store's fingerprint does not cover them, because they follow from its fields.
 
 Axes: D init time, Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z
 level, Y latitude, X longitude.
@@ -262,9 +262,9 @@ def _anniversary(date: np.datetime64, year: int) -> np.datetime64:
 
 
 def write_climate(root: Path, days: int) -> None:
-    """Add the model climate, whose window reaches `days` to both sides, to the complete store at `root`.
+    """Add the model climate, whose window reaches `days` days to both sides, to the complete store at `root`.
 
-    After an interruption, call `finish_store` again first, because the manifest may not fit the files.
+    After an interruption, call `build.finish_store` again first, because the manifest may not fit the files.
 
     Raises:
         UserError: The store has init times of one year only, or is damaged.
@@ -303,15 +303,6 @@ def write_climate(root: Path, days: int) -> None:
     write_manifest(root, make_manifest(root, known))
 
 
-def _rows(shape: tuple[int, ...]) -> int:
-    """Return the number of rows of a chunk: as many as fit in 64 MiB, at least one.
-
-    Each thread holds a chunk in memory, and compressors limit the size of their input.
-    """
-    each = 4 * math.prod(shape[3:-2]) * shape[-1]
-    return min(shape[-2], max(1, _CHUNK // each))
-
-
 def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
     """Create the arrays of the quantiles and of their probabilities.
 
@@ -344,3 +335,12 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
         attributes={"long_name": "probability of a quantile of the model climate", "units": "1"},
     )  # fmt: skip
     return found
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    """Return the number of rows of a chunk: as many as fit in 64 MiB, at least one.
+
+    Each thread holds a chunk in memory, and compressors limit the size of their input.
+    """
+    each = 4 * math.prod(shape[3:-2]) * shape[-1]
+    return min(shape[-2], max(1, _CHUNK // each))

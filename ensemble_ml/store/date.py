@@ -5,7 +5,7 @@ compressed, block of rows by block of rows, on the threads of a pool. At most th
 compressed, the caller reads the next one. Chunks are written in the order of the cells, then of members and rows. The
 files therefore do not depend on the number of threads.
 
-A build remembers a finished init time in one file, its entry. The file is written by rename when all shards of the init
+A build remembers a finished init time in one file, its `DateEntry`. It is written by rename when all shards of the init
 time exist. It holds the packing factors of every field, the moments of the fields, the shards with their checksums, the
 parts of the archive that were read, and the quantisation error. `Build.finalise` makes the store's own arrays and
 statistics from these entries.
@@ -42,34 +42,6 @@ from ensemble_ml.store.statistics import NAMES, Moments, merge_all
 AHEAD = 2  # cells that are compressed while the caller reads the next
 
 Specs = dict[tuple[Part, Kind], ArraySpec]
-
-
-@dataclass(frozen=True, eq=False)
-class _Cell:
-    """One lead and variable of one array: `block` (M, Z, Y, X) in the packing of the store."""
-
-    spec: ArraySpec
-    lead: int
-    variable: int
-    block: PackedBlock
-    exact: np.ndarray  # (M, Z) bool (`exact_fields`)
-
-
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """The chunks of one block of rows, and what is derived from it.
-
-    Attributes:
-        values: Encoded values by member, None for a chunk that is left out.
-        masks: Encoded masks by member, None where no point is masked.
-        moments: Moments of the members' values, (Z,); None for parts other than the forecast.
-        derived: Encoded chunks of mean and of spread, each with its moments as a field, (Z,); empty where not stored.
-    """
-
-    values: list[Encoded | None]
-    masks: list[Encoded | None]
-    moments: Moments | None = None
-    derived: Sequence[tuple[list[Encoded], Moments]] = ()
 
 
 class DateWriter:
@@ -235,6 +207,34 @@ class DateWriter:
             raise refused(self._root, name, error) from error
 
 
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """One lead and variable of one array: `block` (M, Z, Y, X) in the packing of the store."""
+
+    spec: ArraySpec
+    lead: int
+    variable: int
+    block: PackedBlock
+    exact: np.ndarray  # (M, Z) bool (`exact_fields`)
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """The chunks of one block of rows, and what is derived from it.
+
+    Attributes:
+        values: Encoded values by member, None for a chunk that is left out.
+        masks: Encoded masks by member, None where no point is masked.
+        moments: Moments of the members' values, (Z,); None for parts other than the forecast.
+        derived: Encoded chunks of mean and of spread, each with its moments as a field, (Z,); empty where not stored.
+    """
+
+    values: list[Encoded | None]
+    masks: list[Encoded | None]
+    moments: Moments | None = None
+    derived: Sequence[tuple[list[Encoded], Moments]] = ()
+
+
 def refused(root: Path, name: str, error: OSError) -> UserError:
     """Make the error for a file that the system cannot write."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -348,16 +348,6 @@ def _names(layout: Layout, kind: Kind) -> tuple[str, ...]:
     return layout.variables if kind is Kind.PRESSURE else layout.surface
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
-    """Open the file of an entry. Errors in it are raised as a UserError, whose cause they are."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise damaged(path, str(error)) from error
-
-
 @dataclass(eq=False)
 class DateEntry:
     """The entry of one init time.
@@ -389,7 +379,7 @@ class DateEntry:
     def add(self, other: DateEntry) -> None:
         """Add an entry of other parts of the same init time, in place. `plan` and `fingerprint` stay as they are.
 
-        Sums over init times use it for files, errors and names of masks. The rest is then that of the last init time.
+        Sums over init times use only its files, errors, `masked` and `masks`; the rest is that of the last init time.
         """
         self.files |= other.files
         self.factors |= other.factors
@@ -481,3 +471,13 @@ class DateEntry:
             part, kind = name.split("_")
             entry.derived[Part(part), Kind(kind)] = Moments(*(parts[key] for key in NAMES))
         return entry
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+    """Open the file of an entry. An error while it is open is raised as a UserError that has it as its cause."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise damaged(path, str(error)) from error

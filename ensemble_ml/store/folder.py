@@ -36,6 +36,7 @@ from ensemble_ml.store.metadata import is_store
 
 _INSIDE = "claims", "entries", "store"
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of linux/fs.h and fcntl.h
+_open: set[int] = set()  # descriptors of the lock files that this process has open
 
 
 def building_folder(path: Path) -> Path:
@@ -149,48 +150,6 @@ class NoLocks(UserError):
     """An error for a file system that has no locks."""
 
 
-def _lock(descriptor: int, path: Path, how: int) -> None:
-    """Lock an open file by `flock` with the operation `how`; raise NoLocks if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, how)
-    except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise NoLocks(
-                f"{path.parent}: its file system has no locks ({error.strerror}); builders need them: mount Lustre with"
-                " -o flock, or choose an output elsewhere"
-            ) from error
-        raise
-
-
-_open: set[int] = set()  # descriptors of the lock files that this process has open
-
-
-def _let_go() -> None:
-    """Close the descriptors that a forked process has inherited.
-
-    A worker of a data loader would otherwise keep the locks of its parent.
-    """
-    while _open:
-        os.close(_open.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-@contextmanager
-def _held(path: Path, how: int) -> Iterator[int]:
-    """Open `path`, creating it if needed, lock it, and close it at the end, which releases the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    _open.add(descriptor)
-    try:
-        _lock(descriptor, path, how)
-        yield descriptor
-    finally:
-        if descriptor in _open:
-            _open.remove(descriptor)
-            os.close(descriptor)
-
-
 def exclusive(path: Path) -> AbstractContextManager[int]:
     """Acquire an exclusive lock on `path`, waiting for any other holder.
 
@@ -267,3 +226,42 @@ def leads_to(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def _held(path: Path, how: int) -> Iterator[int]:
+    """Open `path`, creating it if needed, lock it, and close it at the end, which releases the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _open.add(descriptor)
+    try:
+        _lock(descriptor, path, how)
+        yield descriptor
+    finally:
+        if descriptor in _open:
+            _open.remove(descriptor)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, how: int) -> None:
+    """Lock an open file by `flock` with the operation `how`; raise NoLocks if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise NoLocks(
+                f"{path.parent}: its file system has no locks ({error.strerror}); builders need them: mount Lustre with"
+                " -o flock, or choose an output elsewhere"
+            ) from error
+        raise
+
+
+def _let_go() -> None:
+    """Close the descriptors that a forked process has inherited.
+
+    A worker of a data loader would otherwise keep the locks of its parent.
+    """
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)

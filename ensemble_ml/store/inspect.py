@@ -1,8 +1,8 @@
 """Run `ensemble-ml inspect`: show what a store holds, what it lacks, how large it is and how fast it is read.
 
-Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
+The pages that it prints, for a tensor store and for an archive, are formatted here, too.
 
-The pages that `ensemble-ml inspect` prints, for a tensor store and for an archive, are formatted here, too.
+Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _FLOAT32 = 4  # bytes of a value
 _GAPS_LISTED = 20  # most init times with gaps that are listed for each part
 _LONGEST = 400  # characters of a line at most; the JSON output is complete
 _STARTS = 10  # init times in a line at most, and lines of one kind at most
-
 _PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the page also shows the fingerprint of the store
 
 
@@ -299,82 +298,6 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join(_lines(found))
 
 
-def archive_text(found: dict[str, Any]) -> str:
-    """Format the description of an archive by `data_prep.inspect` as headings, tables and lines."""
-    return "\n".join(_archive_lines(found))
-
-
-def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page of an archive."""
-    files, gaps = found["files"], found["gaps"]
-    size = sum(one["bytes"] for one in files) / 1e6
-    yield f"{_list(found['archive'], 4)}: archive, {_count(len(files), 'file')}, {size:.2f} MB"
-    yield ""
-    yield f"What prepare takes: {_count(found['fields'], 'field')}"
-    yield from _pairs(
-        _axes(found)
-        | {"control": "kept apart (control=include makes it a member)" if found["control"] else "none"}
-        | {"intervals": _intervals(found["lead_bounds"])}
-    )
-    yield from (f"  {name}: {spans}; the intervals between are at leads that are left out"
-                for name, spans in found["cut"].items())  # fmt: skip
-    yield ""
-    if gaps["fields"]:
-        policy = "as an ensemble it needs gaps=skip or gaps=mask, or its other files; as a truth it is taken as it is"
-        where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'init time')}"
-        yield f"Gaps: {where}; {policy}"
-        yield from _some(gaps["all"])
-    else:
-        yield "Gaps: none (fields that are there, but all NaN, are found when prepare reads them)"
-    yield from _left_out(found["left_out"])
-    yield from _archive_files(files, found["other_files"])
-
-
-def _left_out(counts: dict[str, int]) -> Iterator[str]:
-    """Yield a table of the fields that are left out, by reason."""
-    if not counts:
-        yield from ("", "Left out: nothing")
-        return
-    rows = [("left out", "fields"), *((label, str(count)) for label, count in sorted(counts.items()))]
-    yield from _table(f"Left out: {_count(sum(counts.values()), 'field')}", rows)
-
-
-def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[str]:
-    """Yield the lists of files that are used, that are not used, and that do not belong to the archive."""
-    lists = {
-        "Files that fields are taken from": [one["path"] for one in files if one["fields"]],
-        "Files that nothing is taken from": [one["path"] for one in files if not one["fields"]],
-        "Beside them, no files of the archive": others,
-    }
-    for title, paths in lists.items():
-        if paths:
-            yield ""
-            yield f"{title}: {len(paths)}"
-            yield from _some(paths)
-
-
-def _some(lines: list[str]) -> Iterator[str]:
-    """Yield the first lines of a list, and a line with the number of the others."""
-    yield from (f"  {line}" for line in lines[:_STARTS])
-    if len(lines) > _STARTS:
-        yield f"  and {len(lines) - _STARTS} more (format=json lists all)"
-
-
-def _axes(found: dict[str, Any]) -> dict[str, str]:
-    """Return the coordinates of a store or an archive, as its page shows them."""
-    dates = found["dates"]
-    years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
-    return {
-        "init times": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
-        "members": f"{len(found['members'])}: {_list(found['members'])}",
-        "leads": f"{_list(found['lead_hours'])} h",
-        "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
-        "surface": _list(found["surface"]),
-        "static": _list(found["static"]),
-        "grid": found["grid"],
-    }
-
-
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the page of a store."""
     dates = found["dates"]
@@ -468,18 +391,94 @@ def _sources_text(found: dict[str, Any] | None) -> Iterator[str]:
             yield f"  {state}: {_list(paths, 4)}"
 
 
-def _intervals(found: dict[str, list[list[int] | None]]) -> str:
-    """Format the intervals in hours of accumulated and other variables that have one."""
-    spans = {name: [f"{pair[0]}-{pair[1]}" for pair in pairs if pair is not None] for name, pairs in found.items()}
-    return "; ".join(f"{name} {_list(of)} h" for name, of in spans.items()) or "none"
-
-
 def _climate_text(found: dict[str, Any] | None) -> str:
     """Format the model climate of a store."""
     if found is None:
         return "none"
     quantiles = f"{len(found['probabilities'])} quantiles of other years within {found['days']} days of the date"
     return f"{quantiles}, {found['bytes'] / 1e6:.2f} MB"
+
+
+def archive_text(found: dict[str, Any]) -> str:
+    """Format the description of an archive by `data_prep.inspect` as headings, tables and lines."""
+    return "\n".join(_archive_lines(found))
+
+
+def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page of an archive."""
+    files, gaps = found["files"], found["gaps"]
+    size = sum(one["bytes"] for one in files) / 1e6
+    yield f"{_list(found['archive'], 4)}: archive, {_count(len(files), 'file')}, {size:.2f} MB"
+    yield ""
+    yield f"What prepare takes: {_count(found['fields'], 'field')}"
+    yield from _pairs(
+        _axes(found)
+        | {"control": "kept apart (control=include makes it a member)" if found["control"] else "none"}
+        | {"intervals": _intervals(found["lead_bounds"])}
+    )
+    yield from (f"  {name}: {spans}; the intervals between are at leads that are left out"
+                for name, spans in found["cut"].items())  # fmt: skip
+    yield ""
+    if gaps["fields"]:
+        policy = "as an ensemble it needs gaps=skip or gaps=mask, or its other files; as a truth it is taken as it is"
+        where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'init time')}"
+        yield f"Gaps: {where}; {policy}"
+        yield from _some(gaps["all"])
+    else:
+        yield "Gaps: none (fields that are there, but all NaN, are found when prepare reads them)"
+    yield from _left_out(found["left_out"])
+    yield from _archive_files(files, found["other_files"])
+
+
+def _left_out(counts: dict[str, int]) -> Iterator[str]:
+    """Yield a table of the fields that are left out, by reason."""
+    if not counts:
+        yield from ("", "Left out: nothing")
+        return
+    rows = [("left out", "fields"), *((label, str(count)) for label, count in sorted(counts.items()))]
+    yield from _table(f"Left out: {_count(sum(counts.values()), 'field')}", rows)
+
+
+def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[str]:
+    """Yield the lists of files that are used, that are not used, and that do not belong to the archive."""
+    lists = {
+        "Files that fields are taken from": [one["path"] for one in files if one["fields"]],
+        "Files that nothing is taken from": [one["path"] for one in files if not one["fields"]],
+        "Beside them, no files of the archive": others,
+    }
+    for title, paths in lists.items():
+        if paths:
+            yield ""
+            yield f"{title}: {len(paths)}"
+            yield from _some(paths)
+
+
+def _some(lines: list[str]) -> Iterator[str]:
+    """Yield the first lines of a list, and a line with the number of the others."""
+    yield from (f"  {line}" for line in lines[:_STARTS])
+    if len(lines) > _STARTS:
+        yield f"  and {len(lines) - _STARTS} more (format=json lists all)"
+
+
+def _axes(found: dict[str, Any]) -> dict[str, str]:
+    """Return the coordinates of a store or an archive, as its page shows them."""
+    dates = found["dates"]
+    years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
+    return {
+        "init times": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
+        "members": f"{len(found['members'])}: {_list(found['members'])}",
+        "leads": f"{_list(found['lead_hours'])} h",
+        "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
+        "surface": _list(found["surface"]),
+        "static": _list(found["static"]),
+        "grid": found["grid"],
+    }
+
+
+def _intervals(found: dict[str, list[list[int] | None]]) -> str:
+    """Format the intervals in hours of accumulated and other variables that have one."""
+    spans = {name: [f"{pair[0]}-{pair[1]}" for pair in pairs if pair is not None] for name, pairs in found.items()}
+    return "; ".join(f"{name} {_list(of)} h" for name, of in spans.items()) or "none"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

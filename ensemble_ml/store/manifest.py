@@ -27,10 +27,8 @@ from ensemble_ml.store.schema import FORMAT, MANIFEST, SOURCES_FILE
 from ensemble_ml.store.shard import damaged, digest_shard, unread
 
 CLIMATE = "climate_"  # prefix of the arrays of the model climate, which follow from the fields
-PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
-
+PLACE = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])  # of a field in a file
 MEMORY = "an open Dataset ("  # begins the name that a Dataset in memory has in place of a path; its digest follows
-
 Stamps = dict[str, tuple[int, int]]  # path -> size in bytes, modification time in ns (see `stamp`)
 
 
@@ -127,7 +125,7 @@ def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) 
 
 
 def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
-    """Check the digest of one file against its entry. `chunks` is the number of those of a shard; None for other files.
+    """Check the digest of one file against its entry. `chunks` counts the chunks of a shard; None for other files.
 
     Raises:
         UserError: The file is missing or unreadable, or its contents have changed.
@@ -166,7 +164,7 @@ class Sources:
     """The sources of one part of an init time.
 
     Attributes:
-        files: the files, in the order in which `places` numbers them.
+        files: The files, in the order in which `places` numbers them.
         places: (N,) PLACE, the file, offset and length of each field.
         checksum: crc32c over the checksums that were passed to `add`, in this order.
     """
@@ -179,7 +177,7 @@ class Sources:
         """Add fields to the record.
 
         Args:
-            stamps: path, size in bytes and modification time in ns of each file.
+            stamps: Path, size in bytes and modification time in ns of each file.
             places: (n,) PLACE of the fields; its file numbers index `stamps`.
             checksum: crc32c of these fields.
         """
@@ -214,7 +212,7 @@ def stamp(path: str) -> tuple[int, int] | None:
     """Return the size and modification time of a file or URL, or of all files of a Zarr folder together.
 
     Args:
-        path: a file, a folder, a URL, or the name of a Dataset in memory. The name of a Dataset holds a digest, so
+        path: A file, a folder, a URL, or the name of a Dataset in memory. The name of a Dataset holds a digest, so
             equal names mean equal data.
 
     Returns:
@@ -238,9 +236,9 @@ def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool
 
     Args:
         files: the files with their stamps at the time of reading.
-        now: the stamps that were looked up already, by path. New ones are added, so that a file from which many init
+        now: The stamps that were looked up already, by path. New ones are added, so that a file from which many init
             times come is looked up only once.
-        lost: whether a file that cannot be seen counts as changed. Such a file may still exist: the process that read
+        lost: Whether a file that cannot be seen counts as changed. Such a file may still exist: the process that read
             it may have seen it under another path.
     """
     for path, before in files.items():
@@ -255,9 +253,9 @@ class SourceTable:
     """The content of `sources.json`: the files with their stamps, and what was read for each part of each init time.
 
     Attributes:
-        numbers: number of each file, by its path.
-        stamps: size in bytes and modification time in ns of each file, by its path.
-        dates: by init time and part, the result of `Sources.summary` and the numbers of the `files`.
+        numbers: Number of each file, by its path.
+        stamps: Size in bytes and modification time in ns of each file, by its path.
+        dates: By init time and part, the result of `Sources.summary` and the numbers of the `files`.
     """
 
     numbers: dict[str, int] = field(default_factory=dict)
@@ -290,7 +288,7 @@ def read_sources(root: Path) -> dict[str, Any] | None:
         Both, or None if there is no such file, as in a store that was written by `StoreWriter`.
 
     Raises:
-        UserError: the file is damaged or cannot be read.
+        UserError: The file is damaged or cannot be read.
     """
     try:
         found = json.loads((root / SOURCES_FILE).read_text())

@@ -68,7 +68,7 @@ def write_metadata(
     static: dict[str, np.ndarray],
     statistics: tuple[np.ndarray, dict[tuple[Part, Kind], Moments]],
 ) -> None:
-    """Write coordinates, static fields (Y, X), statistics and root attributes. Call this once, when all are known.
+    """Write coordinates, static fields (Y, X), statistics and root attributes. Call this once, with all fields known.
 
     `statistics` are the years (N,), and the moments of each year by part and kind.
     """
@@ -210,7 +210,7 @@ def check_root(root: Path) -> None:
 def read_metadata(root: Path, files: Mapping[str, Entry]) -> tuple[Layout, dict[str, Any]]:
     """Read coordinates and attributes of the root group of a store that has passed `check_root`.
 
-    Its files and those of the coordinates are checked against `files`, the manifest.
+    The files of both are checked against `files`, the manifest.
 
     Raises:
         UserError: One of these files is missing, unreadable or has changed.

@@ -2,6 +2,7 @@
 
 Between reads the store keeps only packing factors: those of the dates read last, and those that a loader has asked it
 to keep. Every read opens its own file descriptor and uses `preadv`, so any number of threads may read at the same time.
+`TensorStore.keeping` makes an exception to both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TensorStore:
     """A tensor store opened for reading (implements `ensemble_ml.store.source.Source`).
 
     Opening checks the format number, that all files are there with their sizes, and the contents of the coordinates.
-    `verify` checks all contents.
+    `verify` checks all contents. In methods, `date` is an index into `layout.init_time`.
 
     Args:
         path: Folder of the store.
@@ -67,8 +68,8 @@ class TensorStore:
         self.lead_bounds: dict[str, list[list[int] | None]] = dict(attrs["lead_bounds"])
         self.masked: tuple[str, ...] = tuple(attrs["masked"])  # variables with points that have no value
         self.provenance: dict[str, Any] = dict(attrs["provenance"])
-        self.quantisation_error: dict[str, float] = dict(attrs["quantisation_error"])  # largest, by variable
-        self.climate_days = int(attrs.get(DAYS_KEY, 0))  # half-width of the model climate's window; 0 without one
+        self.quantisation_error: dict[str, float] = dict(attrs["quantisation_error"])  # largest, in the variable's unit
+        self.climate_days = int(attrs.get(DAYS_KEY, 0))  # half-width of the climate's window in days; 0 without one
         self._static_names = tuple(attrs["static"])
         self._held = tuple(Part(name) for name in attrs["held"])  # parts that have at least one field
         specs = [spec for part in self.parts for spec in array_specs(self.layout, part, self.packing)]

@@ -10,7 +10,7 @@ The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding spec
 zarr-python can read these files. Here they are read and written without it, which is faster: one `preadv` for a run of
 chunks and one decompression for each chunk are enough.
 
-Bytes that were read can be kept in memory, for passes that read the same dates again and again. Each pass reads other
+`KeptShards` keeps bytes that were read, for passes that read the same dates again and again. Each pass reads other
 members of a date, so the cache holds fixed blocks of a file and not the ranges that were asked for. All passes read the
 dates in the same order, so the first blocks stay: an evicted block would be needed again before the later block that
 replaced it. If K of F bytes can be kept, P passes read F + (P - 1)(F - K) bytes, and no other policy reads less.
@@ -34,7 +34,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store.schema import ArraySpec
 
 LEVEL = 5  # compression level of lz4; higher levels save 1 % and cost a third of the speed
-ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
+ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)  # offset and size of a chunk that was left out
 CHECKSUM = 4  # bytes of a crc32c
 _LARGEST_READ = 2 << 20  # bytes of a read of several chunks; more is no faster and does not fit into the CPU cache
 _AT_ONCE = 512  # buffers of one `writev`; Linux allows 1024
@@ -42,25 +42,10 @@ _RESERVED = 64 << 20  # bytes of disk reserved at a time
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 # Only Linux has this. os.posix_fallocate would write zeros if the file system cannot reserve space.
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _BLOCK = 1 << 16  # bytes; while memory is left, a request is extended to whole blocks, by less than two blocks
-
-
-def checksum(data: bytes) -> bytes:
-    """Return the crc32c of `data` as it lies on disk."""
-    return google_crc32c.value(data).to_bytes(CHECKSUM, "little")
-
-
-def unread(path: str | Path, error: OSError) -> UserError:
-    """Make the error for a file that the system cannot read.
-
-    Another copy helps only if the file is missing or damaged, so the remedy depends on the cause.
-    """
-    why = error.strerror or str(error)
-    if error.errno in (errno.ENOENT, errno.EIO):
-        return damaged(path, why)
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return UserError(f"{path}: cannot be opened ({why}); allow more (`ulimit -n`)")
-    return UserError(f"{path}: cannot be read ({why}); check its permissions and its file system")
+Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
 
 class ShardFile:
@@ -127,7 +112,7 @@ def read_chunks(
 ) -> Iterator[tuple[int, np.ndarray | None]]:
     """Read the chunks of a shard, opened by `open_shard`.
 
-    `numbers` are those of the chunks, which count all chunks of the shard in the order of `spec.chunks`.
+    `numbers` are positions of chunks among all chunks of the shard, an array of shape `spec.chunks` that is flattened.
 
     Yields:
         Number and values (Z, rows, X) of each chunk; first, with None, those that were left out, then the others in the
@@ -227,11 +212,6 @@ def _verify(data: np.ndarray, path: str) -> None:
         raise damaged(path, "a checksum does not fit")
 
 
-def damaged(path: str | Path, reason: str) -> UserError:
-    """Make the error for a damaged file of a store."""
-    return UserError(f"{path}: damaged file of a tensor store ({reason}); copy it anew or prepare the store again")
-
-
 def digest_shard(path: Path, chunks: int) -> str:
     """Return the sha256 of the crc32c of every chunk, in the order of the file, and of the whole index with its crc32c.
 
@@ -256,12 +236,6 @@ def digest_shard(path: Path, chunks: int) -> str:
     finally:
         shard.close()
     return digest.hexdigest()
-
-
-if _fallocate is not None:
-    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
 
 class ShardWriter:
@@ -356,12 +330,17 @@ def encode(chunk: np.ndarray) -> Encoded:
     return data, checksum(data)
 
 
+def checksum(data: bytes) -> bytes:
+    """Return the crc32c of `data` as it lies on disk."""
+    return google_crc32c.value(data).to_bytes(CHECKSUM, "little")
+
+
 class KeptShards:
     """A function that opens shards whose bytes stay in memory (`TensorStore.through`). Only one thread may use it.
 
     Args:
-        check: called after bytes were read from a file. It raises an error if the store has been replaced.
-        most: limit of the bytes that are kept.
+        check: Called after bytes were read from a file. It raises an error if the store has been replaced.
+        most: Limit of the bytes that are kept.
     """
 
     def __init__(self, check: Callable[[], None], most: int):
@@ -375,7 +354,7 @@ class KeptShards:
 
 
 class _KeptShard:
-    """The bytes of one shard (implements `shard.Shard`). The file is opened only when bytes are not in memory."""
+    """The bytes of one shard (implements `Shard`). The file is opened only when bytes are not in memory."""
 
     def __init__(self, of: KeptShards, path: str):
         self._of, self.path = of, path
@@ -385,7 +364,7 @@ class _KeptShard:
         self.size = of.sizes[path]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Read `size` bytes from `start` on, (size,) uint8; raise a UserError if the store has been replaced."""
+        """Read `size` bytes from `start` on, (size,) uint8; raise a UserError if they cannot or the store is replaced."""
         end = start + size
         if end > self.size:
             raise damaged(self.path, "it is cut short")
@@ -437,3 +416,21 @@ class _KeptShard:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def unread(path: str | Path, error: OSError) -> UserError:
+    """Make the error for a file that the system cannot read.
+
+    Another copy helps only if the file is missing or damaged, so the remedy depends on the cause.
+    """
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.EIO):
+        return damaged(path, why)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError(f"{path}: cannot be opened ({why}); allow more (`ulimit -n`)")
+    return UserError(f"{path}: cannot be read ({why}); check its permissions and its file system")
+
+
+def damaged(path: str | Path, reason: str) -> UserError:
+    """Make the error for a damaged file of a store."""
+    return UserError(f"{path}: damaged file of a tensor store ({reason}); copy it anew or prepare the store again")

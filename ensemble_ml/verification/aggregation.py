@@ -22,7 +22,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.statistics import Key, Statistic
 
 WEIGHTINGS = ("area", "unweighted")
-Strata = Mapping[str, tuple[np.ndarray, np.ndarray]]
+Strata = Mapping[str, tuple[np.ndarray, np.ndarray]]  # see `AggregationState.record`
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Estimate confidence intervals by a block bootstrap over initialisation times.
+"""Estimate confidence intervals by a block bootstrap over initialisation times, and test differences on maps.
 
 Forecasts on consecutive dates are correlated, so whole blocks of dates are drawn (Künsch 1989,
 doi:10.1214/aos/1176347265). All scores, forecasts and differences use the same draws, which makes the differences
@@ -32,7 +32,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.verification.checks import check_count
 
 FEWEST_BLOCKS = 5  # with fewer blocks an interval says little: nothing counts as sure, and the report says so
-RATE = 0.1
+RATE = 0.1  # of false discoveries
 _MOST_BLOCKS = 20  # bounds the memory of maps; joining blocks only makes the test more conservative
 
 

@@ -112,6 +112,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 FILES = ("scores.json", "report.html")
 _LINEAGE = "lineage.json"
+_PREFERRED = ("t850", "z500", "t2m", "msl")  # fields that the report shows, where they are scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,9 +361,6 @@ def _left(started: float, done: int, left: int) -> str:
 
 def _name(group: Group) -> str:
     return f"{group.variable}_{group.lead_hours}"
-
-
-_PREFERRED = ("t850", "z500", "t2m", "msl")
 
 
 def _headline_columns(columns: tuple[Column, ...]) -> tuple[int, ...]:

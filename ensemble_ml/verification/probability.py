@@ -26,7 +26,7 @@ from ensemble_ml.verification.checks import (
 from ensemble_ml.verification.families import cdf
 from ensemble_ml.verification.members import rank_of_truth
 
-BINS = 10
+BINS = 10  # of the PIT histograms and reliability tables of an evaluation
 UPPER_TENTH = 1.2815515655446004  # 90 % quantile of the standard normal distribution
 
 
@@ -248,7 +248,7 @@ class Calibration:
         self, entrant: str, columns: slice, probability: np.ndarray, event: np.ndarray, mask: np.ndarray,
         at: float | None = None,
     ) -> None:  # fmt: skip
-        """Add probabilities that the threshold `at` is exceeded, in the units of the variable, or the upper tenth.
+        """Add probabilities of exceeding the threshold `at`, in the units of the variable; None is the upper tenth.
 
         Raises:
             UserError: A probability at a point that counts lies outside of [0, 1].

@@ -1,7 +1,7 @@
 """Compose the HTML report, a single file that needs no network. Its script only shows the cards that are selected.
 
-Its first screen answers whether the forecast is better, and how sure that is. Details follow below: strata, scores of
-members as vectors, ensemble sizes and the extreme case.
+Its first screen answers whether the forecast is better, and how sure that is. Details follow below. Strata, scores of
+members as vectors, ensemble sizes and the extreme case are composed here; `charts` and `rankings` compose most others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ensemble_ml.verification.summary import explained, short_name
 from ensemble_ml.verification.svg import Atlas, Curve, chart
 from ensemble_ml.wording import SHORT_TEXT, dates_text, shortened
 
-_SOURCES = 3  # number of checkpoints that the line of a forecast names
+_SOURCES = 3  # most sources, and most checkpoints, that the line of a forecast names
 _DIGEST = 12  # hex digits of a checkpoint's checksum
 
 

@@ -224,7 +224,7 @@ class Scores:
         return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
-        """Return the ratio as `ratio` does, but with equal weights for all points and without an interval, or NaN."""
+        """Return the value of `ratio` with equal weights for all points; NaN if the two share no field with a score."""
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return float("nan")
@@ -257,8 +257,8 @@ class Scores:
         """Return the baseline with the lowest geometric mean CRPS at a lead.
 
         Candidates are the corrections of the reduced ensemble, climatology and the forecasts in `baselines`. The choice
-        is made on the test dates themselves, which favours the baseline.
-        The result is None if no baseline has a CRPS, or if they share no field at the lead.
+        is made on the test dates themselves, which favours the baseline. The result is None if no baseline has a CRPS,
+        or if they share no field at the lead.
         """
         names = [*(f"{name}_{self.reduced}" for name in CORRECTIONS), CLIMATOLOGY, *self.baselines]
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}

@@ -3,10 +3,10 @@
 Memory holds the fields of one date of one variable and lead, the sums of its fit at each cell, the coarse maps of all
 fields, and sums for each date. These sums take about 25 kB for each date and field, whatever the grid.
 
-What the scores lack is listed beside them: points that a mask left out, and fields for which baselines could not be
-fitted.
+What the scores lack is listed beside them: points that a mask left out (`left_out`), and fields for which baselines
+could not be fitted (`unfitted`).
 
-Axes: Z level, Y latitude, X longitude.
+Axes: M member, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ensemble_ml.wording import shortened
 
 EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # names of the weightings of the extreme strata
 _EXTREME_ABOVE = 0.7
-OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)
+OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)  # of exceeding the upper tenth
 _LACKING = {  # reasons why a regression of the spread has no value for a field that is scored
     "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
     "start_regression": f"a test date has no spread at lead 0, or fewer than {FEWEST_SPREADS} fit dates have one",
@@ -116,7 +116,7 @@ def climate_note(setting: Setting) -> str:
 def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, members: np.ndarray) -> np.ndarray | None:
     """Return the extreme forecast index (Z, Y, X) of the full ensemble (M, Z, Y, X), NaN where a value is missing.
 
-    It is None if the climate has too few dates.
+    It is None if the climate has too few dates. `date` is a position in the source.
     """
     if not climate.enough(date):
         return None

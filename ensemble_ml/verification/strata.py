@@ -60,7 +60,7 @@ def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> 
 def stratum_ratio(
     scores: Scores, metric: str, forecast: str, reference: str, lead: int, weighting: str, dates: np.ndarray
 ) -> tuple[Interval | None, np.ndarray]:
-    """Return the geometric mean of score ratios over variables and levels within a stratum.
+    """Return the geometric mean of the score ratios of `forecast` to `reference` over variables and levels.
 
     `dates` (D,) is one for dates of the stratum and zero for others. The points of `weighting` form the stratum. The
     ratio is None if the two entrants share no field with a score in the stratum. Also return the dates on which the
