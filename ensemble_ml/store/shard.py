@@ -364,7 +364,7 @@ class _KeptShard:
         self.size = of.sizes[path]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Read `size` bytes from `start` on, (size,) uint8; raise a UserError if they cannot or the store is replaced."""
+        """Read `size` bytes from `start` on, (size,) uint8. Unreadable bytes or another store raise a UserError."""
         end = start + size
         if end > self.size:
             raise damaged(self.path, "it is cut short")
