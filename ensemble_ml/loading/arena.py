@@ -14,6 +14,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +23,13 @@ from ensemble_ml.errors import UserError
 log = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
+Sizes = TypeVar("Sizes", int, np.ndarray)
 Extents = tuple[tuple[int, int], ...]  # (offset, bytes) of the pieces of a unit, in order
+
+
+def whole_pages(size: Sizes) -> Sizes:
+    """Return numbers of bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
 class Arena:
@@ -41,7 +48,7 @@ class Arena:
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
-        self.size = -(-size // PAGE) * PAGE
+        self.size = whole_pages(size)
         self.fd = memory_file() if folder is None else _on_disk(Path(folder))
         try:
             os.ftruncate(self.fd, self.size)
@@ -74,7 +81,7 @@ class Arena:
         Raises:
             OSError: The file cannot be written for another reason.
         """
-        taken = self._take(-(-len(data) // PAGE) * PAGE)
+        taken = self._take(whole_pages(len(data)))
         if taken is None:
             return None
         done, found = 0, []
@@ -104,7 +111,7 @@ class Arena:
 
     def give_back(self, extents: Extents) -> None:
         """Free the pages of a unit, and merge adjacent free pieces."""
-        free = sorted([*self._free, *((a, -(-size // PAGE) * PAGE) for a, size in extents)])
+        free = sorted([*self._free, *((a, whole_pages(size)) for a, size in extents)])
         joined: list[tuple[int, int]] = []
         for offset, size in free:
             if joined and sum(joined[-1]) == offset:

@@ -44,7 +44,6 @@ from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
 from ensemble_ml.machine import free_memory
 
-_STALL = 30.0  # seconds of waiting after which the log names the file that is read
 _ALGORITHM = "philox-argsort-1"  # how the order is drawn; part of the state
 Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
 
@@ -471,7 +470,7 @@ class Engine(Workers):
                     return False
                 if self._stopped:  # its threads are gone
                     raise UserError("ClairvoyantLoader: it was closed within its loop; leave the loop by break instead")
-                self._wait(_STALL)
+                self._wait()
 
 
 def _scratch(size: int) -> memoryview:

@@ -23,8 +23,6 @@ from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
 
-_STALL = 30.0  # seconds of waiting after which the log names what has been read for longest
-
 
 @dataclass(eq=False)
 class _Job:
@@ -86,7 +84,7 @@ class Engine(Workers):
         began = time.monotonic()
         with self._change:
             while not self._jobs and not self._ended and self._error is None:
-                self._wait(_STALL)
+                self._wait()
             if self._error is not None:
                 raise self._error
             job = self._jobs[0] if self._jobs else None
@@ -95,7 +93,7 @@ class Engine(Workers):
             while job.batch is None:
                 if self._error is not None:
                     raise self._error
-                self._wait(_STALL)
+                self._wait()
             self._jobs.popleft()
         now = time.monotonic()
         self.cache.counters.add(waited=now - began)

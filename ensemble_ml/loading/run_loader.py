@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ensemble_ml.config import Assign, LoadingConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.arena import PAGE
 from ensemble_ml.loading.batches import Batch, Device, Draw, Schedule, collate
 from ensemble_ml.loading.counters import Counters, Timeline
 from ensemble_ml.loading.plan import Room
@@ -26,7 +27,7 @@ from ensemble_ml.loading.planned import Engine
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import UnitPeers
-from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan, Units
+from ensemble_ml.loading.unit_plan import Trace, UnitPlan, Units
 from ensemble_ml.loading.wire import Gather
 from ensemble_ml.machine import free_memory
 

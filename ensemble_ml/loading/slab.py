@@ -24,7 +24,7 @@ import google_crc32c
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
+from ensemble_ml.loading.arena import address_of, memory_file, whole_pages, write_all
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Shape:
     @property
     def header(self) -> int:
         """Return the size of the header in bytes, rounded up to whole pages."""
-        return -(-(16 + 8 * len(self.samples)) // PAGE) * PAGE
+        return whole_pages(16 + 8 * len(self.samples))
 
     @property
     def bytes(self) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds that a loader's end may wait for storage; a job that must stop has half a minute in all
+_STALL = 30.0  # seconds of waiting after which the log names what has been read for longest
 T = TypeVar("T")
 
 
@@ -77,9 +78,9 @@ class Workers:
             self._ended = True
             self._change.notify_all()
 
-    def _wait(self, seconds: float) -> None:
-        """Wait for a change. If none comes within `seconds`, log what has been read for longest, and return."""
-        if not self._change.wait(seconds) and (slow := self._source.slowest()):
+    def _wait(self) -> None:
+        """Wait for a change. If none comes within `_STALL` seconds, log what has been read for longest, and return."""
+        if not self._change.wait(_STALL) and (slow := self._source.slowest()):
             log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
     def close(self) -> bool:

@@ -32,7 +32,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ensemble_ml.loading.arena import PAGE
+from ensemble_ml.loading.arena import whole_pages
 from ensemble_ml.loading.batches import Draw, Turn, target_parts
 from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Room
 from ensemble_ml.loading.reader import Reader
@@ -239,7 +239,7 @@ class UnitPlan:
         dropped: dict[int, list[int]] = {}
         owner = self.home[self.trace.unit] if count else np.zeros(0, np.int64)
         static = self.trace.regular or count > _MOST
-        pages = -(-np.asarray(self.sizes) // PAGE) * PAGE  # a cache allocates whole pages
+        pages = whole_pages(np.asarray(self.sizes))  # a cache allocates whole pages
         room = self.room.ram + self.room.disk
         # The homes hold disjoint sets of units, so each cache is planned by itself.
         for rank in range(self.ranks):
@@ -310,7 +310,7 @@ class UnitPlan:
 
     def held(self, rank: int) -> dict[int, int]:
         """Return the most bytes that a rank holds in each tier at any time, in whole pages."""
-        pages = (-(-np.asarray(self.sizes) // PAGE) * PAGE).tolist()
+        pages = whole_pages(np.asarray(self.sizes)).tolist()
         unit, tier = self.trace.unit.tolist(), self.tier.tolist()
         now, most = {RAM: 0, DISK: 0}, {RAM: 0, DISK: 0}
         for use in np.flatnonzero(self.keep & (self.home[self.trace.unit] == rank)).tolist():

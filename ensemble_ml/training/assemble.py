@@ -515,7 +515,7 @@ def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _WORDS):
             raise
         topology, where = session.topology, session.topology.place
-        shared = topology.lat * topology.lon
+        shared = topology.spatial
         less = f"parallel.lat={2 * topology.lat} (a sample over {2 * shared} ranks)"
         if config.batch_size > topology.data:
             less = f"batch_size={topology.data} (now {config.batch_size}), or {less}"

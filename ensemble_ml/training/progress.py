@@ -28,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ensemble_ml.distributed import Communicator, NullCommunicator
+from ensemble_ml.distributed.communicator import gathered
 from ensemble_ml.wording import duration
 
 log = logging.getLogger(__name__)
@@ -207,9 +208,7 @@ class Team:
         # `all_gather` needs the same size from every rank, so all rows are padded to the longest.
         padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
         padded[: len(rows)] = rows
-        found = padded.new_empty(self._ranks.size * padded.numel())
-        self._ranks.all_gather(found, padded.flatten()).wait()
-        pieces = found.view(self._ranks.size, *padded.shape)
+        pieces = gathered(padded.flatten(), self._ranks).view(self._ranks.size, *padded.shape)
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts.tolist(), strict=True)])
 
     def anywhere(self, flag: bool) -> bool:

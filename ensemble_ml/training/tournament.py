@@ -25,6 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ensemble_ml.config import TournamentKeep, TrainConfig
+from ensemble_ml.distributed.communicator import gathered
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Stream, words
 from ensemble_ml.training import setup
@@ -85,8 +86,7 @@ def pending(run: Run) -> tuple[bool, bool]:
     """
     step, group = run.state.step, run.session.mesh.trainers
     held = run.state.rounds[-1]["step"] if run.state.rounds else 0
-    every = torch.empty(group.size, dtype=torch.int64)
-    group.all_gather(every, torch.tensor([held]))
+    every = gathered(torch.tensor([held]), group)
     if held == step:
         return step > 0 and int(every.min()) < step, True
     return due(run.config, step, run.state.steps), False
@@ -151,8 +151,7 @@ def _swapped(run: Run, chosen: Sequence[int]) -> Tensor:
     group, own = run.session.mesh.trainers, run.session.topology.place.trainer
     takers = [trainer for trainer, source in enumerate(chosen) if source == own != trainer]
     mine = packed(run) if takers else torch.empty(0, dtype=torch.uint8)
-    sizes = torch.empty(group.size, dtype=torch.int64)
-    group.all_gather(sizes, torch.tensor([len(mine)]))
+    sizes = gathered(torch.tensor([len(mine)]), group)
     sent = [len(mine) if trainer in takers else 0 for trainer in range(group.size)]
     received = [int(sizes[trainer]) if trainer == chosen[own] != own else 0 for trainer in range(group.size)]
     out = torch.empty(sum(received), dtype=torch.uint8)

@@ -288,7 +288,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_here():
 
 
 def test_a_stalled_read_is_named(monkeypatch, caplog):
-    monkeypatch.setattr("ensemble_ml.loading.clairvoyant._STALL", 0.05)
+    monkeypatch.setattr("ensemble_ml.loading.threads._STALL", 0.05)
     go = threading.Event()
 
     class Slow(Numbers):

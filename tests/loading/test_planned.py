@@ -19,11 +19,11 @@ from stores import make_store
 from ensemble_ml.config import Assign, LoaderName
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
+from ensemble_ml.loading.arena import PAGE
 from ensemble_ml.loading.batches import Draw, read_sample
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes, make_plan
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import _identity, _opened
-from ensemble_ml.loading.unit_plan import PAGE
 from ensemble_ml.store import open_store
 
 DATES, VALIDATION = np.arange(2, 10), np.array([0, 1, 10, 11])
