@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -113,12 +115,12 @@ def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[flo
         for repeat in range(job["repeats"] + 2):  # DDP makes its buckets anew after the first step
             for name, step in entrants.items():
                 world.barrier()
-                before, began = interface_bytes(session.topology.size), time.perf_counter()
+                before, began = interface_bytes(), time.perf_counter()
                 step()
                 world.barrier()
                 if repeat > 1:
                     found[name]["seconds"].append(time.perf_counter() - began)
-                    found[name]["bytes"].append(interface_bytes(session.topology.size) - before)
+                    found[name]["bytes"].append(interface_bytes() - before)
     return found
 
 
@@ -170,17 +172,31 @@ def _network(job: dict[str, Any]) -> tuple[EnsembleModel, Callable[[nn.Module], 
     return model, loss
 
 
-def interface_bytes(ranks: int) -> float:
-    """Return the bytes that this rank has sent, by the kernel's counter.
+def interface_bytes() -> int:
+    """Return the bytes that this rank has sent, by the kernel's counters.
 
-    On the loopback this is an equal share of all ranks' bytes.
-
-    Args:
-        ranks: number of ranks.
+    A host of its own is counted by its interface, headers included. All programs of a machine share the loopback:
+    there, the TCP connections that this process holds are counted.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    sent = int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
-    return sent / ranks if name == "lo" else float(sent)
+    if name != "lo":
+        return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    return sum(_sent(int(entry.name)) for entry in Path("/proc/self/fd").iterdir() if _is_socket(entry))
+
+
+def _is_socket(entry: Path) -> bool:
+    try:
+        return str(entry.readlink()).startswith("socket:")
+    except FileNotFoundError:  # the descriptor that listed the folder
+        return False
+
+
+def _sent(descriptor: int) -> int:
+    """Return the bytes that a socket has sent: tcpi_bytes_sent of linux/tcp.h, or 0 of one that is not of TCP."""
+    with socket.socket(fileno=os.dup(descriptor)) as own:
+        if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+            return 0
+        return int.from_bytes(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)[200:], sys.byteorder)
 
 
 def replicas(session: Session, job: dict[str, Any]) -> dict[str, dict[str, bool]]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -11,6 +15,7 @@ from benchmarks.common.hosts import Hosts, python
 from benchmarks.lion import benchmark as lion
 from benchmarks.lion import quality, simulation
 from benchmarks.lion.trials import Training, quickstart_config
+from benchmarks.lion.worker import interface_bytes
 from ensemble_ml.cli import build_config, compose_config
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, CompressionConfig
 from ensemble_ml.errors import UserError
@@ -30,13 +35,29 @@ def test_tiny_run(tmp_path):
         [claim] = [c for name, c in claims.items() if name.startswith(f"{words} equal bit for bit")]
         assert claim["holds"] and claim["value"] == 1
     sent = {k.split(": ")[1]: v["median"] for k, v in found["figures"].items() if k.startswith("bytes a step and rank")}
-    assert len(sent) == 12 and all(value > 0 for value in sent.values())  # the loopback counts other processes, too
+    assert len(sent) == 12 and 20 * sent["vote, 1 bit"] < sent["fp32 DDP"] < 40 * sent["vote, 1 bit"]
     names = ("vote, 1 bit", "fp32 all-reduce")
     ahead = [found["figures"][f"predicted, the loopback, 4096 ranks: {name}"]["median"] for name in names]
     assert all(value > 0 for value in ahead)
     assert any("Loopback" in note for note in found["notes"])
     signs = "right signs by magnitude, 64 ranks, "
     assert found["figures"][signs + "8 bits"]["median"] > found["figures"][signs + "1 bit"]["median"]
+
+
+def test_bytes_on_the_loopback_are_of_this_process(monkeypatch):
+    """Only what this process sends over TCP counts: not what another process sends, nor pipes and Unix sockets."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        port = server.getsockname()[1]
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        stack.enter_context(server.accept()[0])
+        left, _ = (stack.enter_context(end) for end in socket.socketpair())
+        before = interface_bytes()
+        client.sendall(bytes(12345))
+        left.sendall(bytes(99))
+        words = f"import socket; socket.create_connection(('127.0.0.1', {port})).sendall(bytes(777))"
+        subprocess.run([sys.executable, "-c", words], check=True)
+        assert interface_bytes() - before == 12345
 
 
 def test_agreement_is_of_the_exact_mean():
