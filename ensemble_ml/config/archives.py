@@ -232,7 +232,8 @@ def check_overrides(config: Any) -> None:
         if not hasattr(config, key):
             continue
         stated = getattr(config, key) or {}
-        require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
+        whole = isinstance(stated, dict) and all(value not in (None, "") for value in stated.values())
+        require(key, stated, whole, f"give them by our names, {example}")
         # Users may give any known name of a variable. Here it becomes the name of the registry.
         by_our_names = {}
         for ours, theirs in stated.items():

@@ -321,13 +321,13 @@ class LionCub(Vote):
         settings: passed to `Vote`; there is never an overlap with the backward pass.
 
     Raises:
-        UserError: `bits` is 8, and there are more than 127 ranks.
+        UserError: `bits` is 8, the scale is not `sign`, and there are more than 127 ranks.
     """
 
     def __init__(self, group: Communicator, *, bits: int = 8, **settings: object):
         super().__init__(group, bits=bits, **(settings | {"overlap": False}))  # type: ignore[arg-type]
         self.levels = 127 // group.size
-        if bits == 8 and not self.levels:
+        if self.bits == 8 and not self.levels:
             raise UserError(f"optim.exchange=lion_cub: 8 bits have no level for {group.size} ranks; use exchange=vote")
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
@@ -448,7 +448,7 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
 def positions(elements: int, step: int) -> Tensor:
     """Return the positions of the sampled elements, (n,) int64: evenly spaced, and shifted from step to step."""
     count = min(elements, SAMPLED)
-    return (torch.arange(count) * (elements // count) + step * 7919) % elements
+    return (torch.arange(count) * (elements // max(1, count)) + step * 7919) % max(1, elements)
 
 
 def choose(variance: Sequence[float], sizes: Sequence[float], budget: float) -> tuple[int, ...]:

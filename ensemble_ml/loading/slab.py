@@ -94,8 +94,12 @@ class Slab:
     def in_memory(cls, shape: Shape) -> Slab:
         """Make a slab that vanishes with the last process that has it open."""
         fd = memory_file()
-        os.ftruncate(fd, shape.bytes)
-        return cls(fd, shape, writable=True)
+        try:
+            os.ftruncate(fd, shape.bytes)
+            return cls(fd, shape, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
 
     @classmethod
     def on_disk(cls, path: Path, shape: Shape, *, keep: bool) -> Slab:

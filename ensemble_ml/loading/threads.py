@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from ensemble_ml.errors import UserError
+
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds that a loader's end may wait for storage; a job that must stop has half a minute in all
@@ -79,7 +81,13 @@ class Workers:
             self._change.notify_all()
 
     def _wait(self) -> None:
-        """Wait for a change. If none comes within `_STALL` seconds, log what has been read for longest, and return."""
+        """Wait for a change. If none comes within `_STALL` seconds, log what has been read for longest, and return.
+
+        Raises:
+            UserError: the threads were closed.
+        """
+        if self._stopped:
+            raise UserError("loading: no batch after close; make another loader")
         if not self._change.wait(_STALL) and (slow := self._source.slowest()):
             log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 

@@ -56,10 +56,10 @@ class Tiers(Reading):
         self._copied = frozenset(plan.copies.of(rank)[0].tolist())
         self._lock = threading.Lock()
         self._busy: dict[int, threading.Event] = {}
+        if plan.tiers.disk and folder is None:
+            raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
         self.slabs = {RAM: Slab.in_memory(slab_shape(plan, items, rank, RAM))}
-        if plan.tiers.disk:
-            if folder is None:
-                raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
+        if folder is not None and plan.tiers.disk:
             shape = slab_shape(plan, items, rank, DISK)
             try:
                 # The names of all ranks are needed, because ranks on the same node share the folder and must not remove

@@ -57,7 +57,11 @@ class UnitCache(Reading):
         held = plan.held(rank)
         self.arenas = {RAM: Arena(held[RAM])}
         if plan.room.disk:
-            self.arenas[DISK] = Arena(held[DISK], folder)
+            try:
+                self.arenas[DISK] = Arena(held[DISK], folder)
+            except BaseException:
+                self.arenas[RAM].close()
+                raise
         self._turn = plan.trace.turn.tolist()
         owner = plan.home[plan.trace.unit] if len(plan.trace.unit) else plan.trace.unit
         self._kept = np.flatnonzero(plan.keep & (owner == rank)).tolist()

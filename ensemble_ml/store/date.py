@@ -479,5 +479,5 @@ def _opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             yield arrays
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise damaged(path, str(error)) from error

@@ -102,7 +102,7 @@ def _put(group: zarr.Group, name: str, values: np.ndarray, dims: tuple[str, ...]
 
 def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[tuple[Part, Kind], Moments]) -> None:
     """Write the moments of each year into the group of statistics."""
-    _put(group, "year", years, ("year",), {"long_name": "calendar year of the start dates"})
+    _put(group, "year", years, ("year",), {"long_name": "calendar year of the init times"})
     for (part, kind), moments in yearly.items():
         dims = ("year", "lead_time", _VARIABLE[kind], *(("level",) if kind is Kind.PRESSURE else ()))
         for name, values in moments.arrays().items():

@@ -74,6 +74,8 @@ class TestNames:
         ("settings", "message"),
         [({"names": {"temprature": "x"}}, "variable temprature: unknown; did you mean"),
          ({"names": "t2m"}, "names=t2m: give them by our names"),
+         ({"intervals": {"tp": 0}}, r"intervals=\{tp: 0\}: give whole hours, or start"),
+         ({"intervals": {"tp": None}}, r"intervals=\{'tp': None\}: give them by our names"),
          ({"names": {"t2m": "x", "skt": "x"}}, "stands for two of ours"),
          ({"names": {"t2m": "x", "2t": "y"}}, r"names=\{.*\}: states t2m twice, as 2t, too; state it once"),
          ({"units": {"t2m": "K", "2t": "degC"}}, "states t2m twice, as 2t, too; state it once"),

@@ -174,3 +174,11 @@ def test_what_an_archive_has_more_of_leaves_finished_dates_alone(tmp_path, caplo
         prepare(settings(tmp_path / "in", tmp_path / "a.zarr", variables=["t"]))
     assert any("1 of 2 init times are built already" in line for line in caplog.messages) and before.fingerprint
     assert not any("other fields" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"files": null, "sources": null}'])
+def test_an_entry_of_other_json_is_damaged(tmp_path, text):
+    np.savez(tmp_path / "a.npz", json=np.frombuffer(text.encode(), np.uint8))
+    for read in (DateEntry.load, DateEntry.files_of):
+        with pytest.raises(UserError, match=r"a.npz: damaged file"):
+            read(tmp_path / "a.npz")

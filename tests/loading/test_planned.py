@@ -6,7 +6,7 @@ import os
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +91,36 @@ def test_disk_takes_what_memory_does_not(store, tmp_path):
         exactly(loader.counters.snapshot(), traffic := loader.plan.traffic())
         assert traffic["ram"] > 0 and traffic["disk"] > 0
         assert not list(folder.iterdir())  # it has no name that could be left over
+
+
+def test_a_cache_that_cannot_be_made_leaves_no_file_open(store, tmp_path):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    (tmp_path / "file").write_text("no folder")
+    before = memory_files()
+    with pytest.raises(UserError, match="file"):
+        PlannedLoaderOf(config_of(ram="50MB", disk="1MB", folder=str(tmp_path / "file")), schedule, reader)
+    assert memory_files() == before
+
+
+def memory_files():
+    """Return the memfds of the loaders that this process has open."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(entry))
+    return sorted(name for name in found if "memfd:ensemble_ml" in name)
+
+
+def test_a_batch_after_close_is_refused(store):
+    """It would be waited for without end."""
+    [reader] = readers_of(store, 1)
+    loader = PlannedLoaderOf(config_of(ram="50MB"), schedule_of(reader, dates=DATES), reader)
+    batches = loader.train()
+    next(batches)
+    loader.close()
+    with pytest.raises(UserError, match="no batch after close"):
+        list(batches)
 
 
 def test_once_an_epoch_reaches_the_bound(store):

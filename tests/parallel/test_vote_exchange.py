@@ -9,7 +9,7 @@ from parallel.simulated import on_ranks
 from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
-from ensemble_ml.config import ClipBy, ExchangeName, MomentumKept, MomentumSync, OptimConfig
+from ensemble_ml.config import ClipBy, ExchangeName, MomentumKept, MomentumSync, OptimConfig, VoteScale
 from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.vote import sign_allreduce
@@ -165,6 +165,7 @@ def test_published_eight_bits_end_at_127_ranks():
 
     with pytest.raises(UserError, match="128 ranks"):
         LionCub(Many(), bits=8)
+    LionCub(Many(), bits=8, scale=VoteScale.sign)  # one bit, whatever `bits` is
 
 
 @pytest.mark.parametrize("bits", [1, 4])
@@ -350,6 +351,7 @@ def test_the_layers_that_differ_most_are_taken_within_the_budget():
             common.clone(),
             common + 0.5 * torch.randn(1000, generator=noise),
             torch.randn(1000, generator=noise),
+            torch.zeros(0),  # a layer without parameters
         ]
         found = relative_variance(momenta, group, 3)
         done = MomentumPlan(MomentumSync.selective, 1, 7000.0).follow(momenta, group, 3)
@@ -357,7 +359,7 @@ def test_the_layers_that_differ_most_are_taken_within_the_budget():
 
     results = on_ranks(4, work)
     variance, done, _ = results[0]
-    assert variance[0] == 0 and 0.1 < variance[1] < 0.35 and 0.8 < variance[2] < 1.2
+    assert variance[0] == variance[3] == 0 and 0.1 < variance[1] < 0.35 and 0.8 < variance[2] < 1.2
     assert done.layers == (2,) and done.variance == tuple(variance)  # 2 * 4000 * 3/4 = 6000 bytes a layer
     assert all(torch.equal(m[2], results[0][2][2]) for *_, m in results)
     assert choose([0.1, 0.5, 0.3], [10.0, 100.0, 10.0], 25.0) == (0, 2)
