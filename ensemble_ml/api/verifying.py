@@ -179,7 +179,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="ensemble_ml-") as folder:
         ours = {
             "forecast": _folders(forecast, Path(folder), "forecast"),
-            "baselines": None if baselines is None else _folders(baselines, Path(folder) / "baselines", "baseline"),
+            "baselines": None if baselines is None else _folders(baselines, Path(folder), "baseline"),
             "ensemble": paths,
             "truth": of_truth,
             "members_in": members,

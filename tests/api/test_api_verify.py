@@ -71,6 +71,8 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path):
     for label in (f"{here}/x", "../x", "", ".", "..", "raw_5"):
         with pytest.raises(UserError, match=f"forecast: '{label}' cannot be the name of a forecast"):
             eml.verify({label: small}, ensemble)
+    with pytest.raises(UserError, match="baseline: 'ours' cannot be the name of a forecast"):
+        eml.verify({"ours": small}, ensemble, baselines={"ours": small})
     with pytest.raises(UserError, match="forecast: '1' cannot be the name of a forecast"):
         eml.verify({1: "forecast", "1": "forecast"}, ensemble)
     (tmp_path / "half").mkdir()
