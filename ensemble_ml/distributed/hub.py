@@ -86,7 +86,7 @@ class Hub:
     Args:
         first: number of the first vote.
         needed: takes the number of a vote and returns how many ballots close it.
-        seconds: time that a vote may wait for the ballots that it needs.
+        seconds: time that a vote may wait for the ballots that it needs, from the first one on.
         script: the ranks that are in a vote, by its number, whichever ballots come first. Votes without an entry are
             closed by `needed`. None stands for no entries.
     """
@@ -136,8 +136,11 @@ class Hub:
         The list is empty if ballots are missing for too long. The result is None if the hub was closed.
         """
         script, began = self._script.get(self._vote), time.monotonic()
-        until, enough = began + self._seconds, False
+        until, enough = float("inf"), False
         while True:
+            # The time is limited from the first ballot on. Before, no rank waits: all may validate, however long.
+            if self._waiting and until == float("inf"):
+                until = time.monotonic() + self._seconds
             if script is not None and self._waiting.keys() >= set(script):
                 return sorted(script)
             if script is None and not enough and len(self._waiting) >= self._needed(self._vote):

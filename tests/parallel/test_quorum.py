@@ -235,6 +235,17 @@ def test_a_ballot_that_does_not_come_is_named():
     hub.close()
 
 
+def test_a_vote_waits_only_from_its_first_ballot_on():
+    """Between two votes all ranks may validate, for longer than parallel.timeout; then nobody waits for a ballot."""
+    hub = Hub(2, 1, 0, lambda vote: 2, seconds=0.3)
+    time.sleep(0.6)
+    for rank in (0, 1):
+        hub.put(rank, torch.tensor([2, 1, 0, 5]))
+    vote, ranks, *_ = opened(hub.outboxes[0].get(timeout=10), 2, 2)
+    hub.close()
+    assert (vote, ranks) == (0, (0, 1))
+
+
 class Announcing:
     """The first of four ranks. Once it has announced where its hub is, `greetings(word)` are sent there in turn."""
 
