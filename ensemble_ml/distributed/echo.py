@@ -209,6 +209,8 @@ def exchange_traffic(
         UserError: the settings do not fit the ranks.
     """
     traffic = Traffic(phase=Phase.update)
+    # A vote of all ranks costs each rank as much as one that a quorum ends, and has no hub that waits for other ranks.
+    config = replace(config, quorum="all", bound=10, replay=None)
     exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(traffic))
     if not isinstance(exchange, BucketExchange):
         return [], False

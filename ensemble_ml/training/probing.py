@@ -158,7 +158,8 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
         whole = replace(job.config, parallel=replace(job.config.parallel, shard=1))
         speed = _fastest(rehearse(whole, speed=speed), session)
     rehearsal = rehearse(job.config, speed=speed)
-    optim = replace(job.config.optim, hierarchical=False)  # nothing here knows which ranks would share a node
+    # Nothing here knows which ranks would share a node, and the hub of a quorum would wait for the other ranks.
+    optim = replace(job.config.optim, hierarchical=False, quorum="all", bound=10, replay=None)
     exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
     step = stepper(optim, rehearsal, exchange)
     found: list[list[float]] = []

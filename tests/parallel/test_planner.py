@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ensemble_ml.config import (
     Precision,
     TrainConfig,
 )
-from ensemble_ml.distributed import Mesh, Topology
+from ensemble_ml.distributed import Mesh, Topology, choice, solo
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.costs import (
     AT_ONCE,
@@ -52,6 +53,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.models.ledger import Ledger
 from ensemble_ml.optim import build
+from ensemble_ml.training import probing
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 from ensemble_ml.training.state import Average, State
 
@@ -316,6 +318,22 @@ def test_every_bucket_has_its_own_messages(bits):
         share = -(-elements // 256)
         assert sum(m.sent for m in messages) == 3 * 8 * ((bits + 1) * share + 2)
     assert hidden
+
+
+def test_votes_that_a_quorum_ends_are_planned_as_votes_of_all(monkeypatch):
+    """A plan has no other ranks, so it may not wait for them at the hub of the votes."""
+    monkeypatch.setattr(choice, "patience", lambda: 1.0)
+    topology, votes = Topology(data=4), OptimConfig(exchange=ExchangeName.vote)
+    found = [exchange_traffic(o, [torch.Size([700])], topology, 1) for o in (replace(votes, quorum="3"), votes)]
+    assert found[0] == found[1]
+
+
+def test_steps_of_a_quorum_are_timed_without_its_other_ranks(monkeypatch):
+    monkeypatch.setattr(choice, "patience", lambda: 1.0)
+    config = TrainConfig(run="a", optim=OptimConfig(exchange=ExchangeName.vote, quorum="auto", bound=5))
+    shape = probing.Shape(Topology(data=4), 1)
+    job = probing.Job(config, small_spec(9, 16), (shape,), 0.01, None, 0.0, False)
+    assert probing._timed(job, shape, solo(), 0.01)
 
 
 @pytest.mark.slow
