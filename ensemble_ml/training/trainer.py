@@ -212,6 +212,8 @@ class Trainer:
                 raise
             if not self._several:
                 self._say_end(tracker)
+            # The process may train again, and the hub of a quorum would keep this model and its connections.
+            self.state.exchange.close()
 
     def _milestone(self, step: int) -> bool:
         """Return whether all ranks have to meet after `step` steps, to validate or to write a checkpoint."""

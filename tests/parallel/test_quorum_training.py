@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -96,6 +97,20 @@ def test_a_run_with_stragglers_is_whole(whole):
     lines = [line for line in read_log(folder / "a" / "log.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert all(math.isfinite(line["loss"]) and line["loss"] > 0 for line in lines)
+
+
+def threads_after(session, config):
+    """The threads of votes that are there after a run."""
+    joined(session, config)
+    mine = [t for t in threading.enumerate() if t.name in ("hub", "ballots", "outcomes")]
+    for one in mine:
+        one.join(5.0)
+    return sorted(t.name for t in mine if t.is_alive())
+
+
+def test_a_run_leaves_no_hub(store, tmp_path):
+    """A process may train several times, and the hub holds the model."""
+    assert run_ranks(threads_after, 3, quorum(store, tmp_path, steps=2)) == [[], [], []]
 
 
 def test_a_replay_repeats_a_run_bit_for_bit_whatever_is_slow(store, whole, tmp_path):
