@@ -100,6 +100,8 @@ class Lion(Eager):
         """Add a group, with its own settings or those of the optimizer; raise a UserError if one is out of range."""
         _check(**{key: param_group.get(key, default) for key, default in self.defaults.items()})
         super().add_param_group(param_group)
+        if hasattr(self, "exchange"):  # the constructor attaches the exchange after its own groups
+            self.exchange.attach(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -209,6 +209,14 @@ def test_an_outcome_that_is_not_finite_is_not_stepped_over():
         optimizer.step()
 
 
+def test_a_group_that_is_added_later_is_looked_at_too():
+    p, late = weights()[:2]
+    optimizer = Lion([p], lr=0.1)
+    optimizer.add_param_group({"params": [late]})
+    p.grad, late.grad = torch.ones_like(p), torch.full_like(late, torch.nan)
+    assert not optimizer.exchange.finish().finite
+
+
 def test_half_precision_keeps_momentum_in_float32():
     exact, half = weights(), [torch.nn.Parameter(p.detach().bfloat16()) for p in weights()]
     a, b = Lion(exact, lr=1e-2), Lion(half, lr=1e-2)
