@@ -148,7 +148,7 @@ class ParallelConfig:
             require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
         require("parallel.shard", self.shard, self.shard != "auto" or not self.planned, "the planner needs a number here to choose lat and lon; give one, or give numbers for lat and lon")
         require("parallel.overlap", self.overlap, isinstance(self.overlap, bool) or self.overlap == "auto", "true, false or auto is allowed")
-        require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
+        require("parallel.timeout", self.timeout, 0 < self.timeout <= 1e9, "must be above 0 and at most 1e9 (32 years)")
         at_least(self, 2, "silence", group="parallel.")
 
     @property

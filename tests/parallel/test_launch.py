@@ -220,6 +220,13 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         start(ParallelConfig(data=3, timeout=2), env).__enter__()
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e10, 1e15])
+def test_a_timeout_that_the_libraries_cannot_hold_is_refused(seconds):
+    """They count in 64 bits; 1e10 s ended as if the port were taken, and more in a traceback."""
+    with pytest.raises(UserError, match=r"parallel.timeout=.*: must be above 0 and at most 1e9"):
+        ParallelConfig(timeout=seconds)
+
+
 def agrees(session, mine):
     try:
         session.agree({"lr": mine[session.topology.rank], "steps": 7})
