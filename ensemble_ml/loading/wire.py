@@ -97,7 +97,8 @@ class Server:
     def _start(self, run: Callable[..., None], *args: object) -> None:
         """Start a thread of the server."""
         thread = threading.Thread(target=run, args=args, name="loading-server", daemon=True)
-        self._threads.append(thread)
+        # The list is changed in place, because `close` may be going through it.
+        self._threads[:] = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
     def _accept(self) -> None:
@@ -203,6 +204,7 @@ class Wire:
         self._until: dict[int, float] = {}  # rank -> when it may be asked again
         self._local = threading.local()
         self._connections: list[socket.socket] = []
+        self._of_threads: list[tuple[threading.Thread, dict[int, socket.socket]]] = []
         self._lock = threading.Lock()
 
     def near(self, rank: int) -> bool:
@@ -275,6 +277,7 @@ class Wire:
         mine: dict[int, socket.socket] | None = getattr(self._local, "connections", None)
         if mine is None:
             mine = self._local.connections = {}
+            self._forget_ended(mine)
         if rank not in mine:
             address = self.addresses[rank]
             host = "localhost" if self.near(rank) else address.host
@@ -285,6 +288,19 @@ class Wire:
             with self._lock:
                 self._connections.append(connection)
         return mine[rank]
+
+    def _forget_ended(self, mine: dict[int, socket.socket]) -> None:
+        """Close the connections of threads that have ended, and note `mine`, those of this thread.
+
+        Each loop over a loader has threads of its own, so many short loops would else use up all descriptors.
+        """
+        with self._lock:
+            gone = [one for one in self._of_threads if not one[0].is_alive()]
+            self._of_threads = [one for one in self._of_threads if one not in gone]
+            self._of_threads.append((threading.current_thread(), mine))
+            for connection in [connection for _, held in gone for connection in held.values()]:
+                connection.close()
+                self._connections.remove(connection)
 
     def attempt(self, rank: int, ask: Callable[[], T]) -> T | None:
         """Return what `ask` gets from `rank`; None if the rank must not be asked now, is late or has gone.

@@ -205,3 +205,22 @@ def test_a_rank_is_tried_again_after_a_pause(monkeypatch):
     one._until[1] = 0.0
     assert ask(1) == 2 and ask(2) == 3 and not one.dead
     one.close(), other.close()
+
+
+def test_connections_of_threads_that_have_ended_are_closed():
+    # Each loop over a loader has threads of its own, so many short loops would use up all descriptors.
+    request = struct.Struct("!q")
+    server = wire.Server(request, lambda connection, value: connection.sendall(request.pack(value)))
+    one = wire.Wire(server, 0, {}, "plan", lambda mine: [mine], host="localhost", node=None, seconds=5.0)
+    try:
+        for number in range(6):
+            thread = threading.Thread(target=lambda n=number: one.ask(0, request.pack(n), request))
+            thread.start()
+            thread.join()
+        assert len(one._connections) <= 2
+        until = time.monotonic() + 10
+        while sum(thread.is_alive() for thread in server._threads) > 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sum(thread.is_alive() for thread in server._threads) <= 3
+    finally:
+        one.close()
