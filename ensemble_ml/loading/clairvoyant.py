@@ -259,9 +259,11 @@ class ClairvoyantLoader:
 
         Raises:
             UserError: The state belongs to another order or to other data, its step is beyond the end of the run, or
-                this loader is closed.
+                this loader is closed, or a loop over it is under way.
         """
         self._check_open()
+        if self._looped:  # the loop would go on with the batches that it has planned
+            raise UserError("ClairvoyantLoader: a loop over it is under way; leave it before you load a state")
         mine = self.state_dict()
         differ = [key for key in mine if key != "step" and mine[key] != state.get(key)]
         if differ:

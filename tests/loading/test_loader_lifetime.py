@@ -57,6 +57,18 @@ def test_one_loop_at_a_time_and_the_next_goes_on():
     assert [first.step, *(batch.step for batch in loader)] == list(range(loader.steps))
 
 
+def test_a_state_loaded_within_a_loop_is_refused_and_not_ignored():
+    with ClairvoyantLoader(DATA, BATCH, 1, 3, ram=10 * BYTES) as loader:
+        begun, loop = loader.state_dict(), iter(loader)
+        next(loop)
+        with pytest.raises(UserError, match="a loop over it is under way"):
+            loader.load_state_dict(begun)
+        assert next(loop).step == 1
+        loop.close()
+        loader.load_state_dict(begun)
+        assert next(iter(loader)).step == 0
+
+
 def test_a_loader_that_has_ended_says_so():
     loader = ClairvoyantLoader(DATA, BATCH, 1, 3, ram=10 * BYTES)
     begun = loader.state_dict()
