@@ -160,8 +160,10 @@ class Features(nn.Module):
             (B, C, Y, X), and common planes (B, C, Y, X). Each of the three has its own C.
 
         Raises:
-            UserError: the model needs a single member, and `x` has none.
+            UserError: the model needs a single member, and `x` has none; or `x` is float64 and the weights are float32.
         """
+        if x.mean.dtype is torch.float64 and self.mean.dtype is torch.float32:
+            raise UserError("input: dtype torch.float64; the weights of this model are torch.float32; give the same")
         level, outs = self.level_spread[..., None, None], self.spec.lead_positions
         shrunk = shrunk_spread(x.spread, x.count, level, _SHRINK_UNFITTED)
         # At predicted leads, s0 with its fitted k replaces the spread that was shrunk with `_SHRINK_UNFITTED`.

@@ -132,7 +132,7 @@ class EnsembleModel(Start):
         """Predict the lead times `leads_out` from a reduced ensemble with the lead times `leads_in`.
 
         Args:
-            x: a batch in physical units, float32 or float64.
+            x: a batch in physical units, float32, or float64 if the weights are float64.
 
         Returns:
             Location and scale of the truth's distribution, and the full ensemble's spread, as far as the settings ask

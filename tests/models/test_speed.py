@@ -11,12 +11,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from small_models import make_input, make_model, make_spec, tensors
+from small_models import make_climate, make_input, make_model, make_spec, tensors
 from torch import nn
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import Speed, choose
+from ensemble_ml.models import Speed, build_model, choose
 from ensemble_ml.models import speed as module
 
 
@@ -96,6 +96,16 @@ def test_float64():
     model = make_model(spec)
     Speed(Precision.float64).apply(model)
     assert model(make_input(spec).to(torch.float64)).scale.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["unet3d", "drn", "ens10_unet"])
+def test_an_input_of_float64_for_weights_of_float32_is_refused(name):
+    spec = make_spec(name=name)
+    model = build_model(spec, make_climate(spec))
+    with pytest.raises(UserError, match="float64; the weights of this model are"):
+        model(make_input(spec).to(torch.float64))
+    Speed(Precision.float64).apply(model)
+    assert model(make_input(spec)).spread.dtype == torch.float64  # float32 for weights of float64 loses nothing
 
 
 def test_json_round_trip():
