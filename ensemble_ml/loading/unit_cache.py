@@ -123,6 +123,7 @@ class UnitCache(Reading):
         unit = int(self.plan.trace.unit[use])
         # Several threads may want the same unit. The first one puts a future into `_coming` and reads; the others wait
         # for it.
+        promise: Future[np.ndarray] | None = None
         with self._lock:
             coming = self._coming.get(brought)
             place = self._resident.get(brought) if coming is None else None
@@ -130,13 +131,13 @@ class UnitCache(Reading):
             if mine and self._turn[brought] <= self._passed and brought != use:
                 brought = -1  # the plan has it in a cache, but it was not kept (full disk; failed or late read)
             elif mine and self._shared(brought):
-                self._coming[brought] = Future()
+                promise = self._coming[brought] = Future()
         if place is not None:
             return self.arenas[place[0]].get(place[1]), True
         if coming is not None:
             data = coming.result()
         else:
-            data = self.again(unit) if brought < 0 else self._bring(brought, unit)
+            data = self.again(unit) if brought < 0 else self._bring(unit, promise)
         if brought == use and not self.plan.keep[use]:
             self._answered(use)
         return data, brought >= 0
@@ -159,9 +160,9 @@ class UnitCache(Reading):
         users = self.plan.users(use)
         return bool(self.plan.keep[use]) or len(users) > 1 or self.rank not in users
 
-    def _bring(self, use: int, unit: int) -> np.ndarray:
-        """Read a unit and give it, or the error, to all threads that wait for it."""
-        coming = self._coming.get(use)
+    def _bring(self, unit: int, coming: Future[np.ndarray] | None) -> np.ndarray:
+        """Read a unit and give it, or the error, to all threads that wait for `coming`; None if there are none."""
+        # `_coming` may have lost it by now, if all ranks have passed the turn.
         try:
             data = self._read(unit)
         except BaseException as error:

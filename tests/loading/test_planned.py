@@ -21,6 +21,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.loading.arena import PAGE
 from ensemble_ml.loading.batches import Draw, read_sample
+from ensemble_ml.loading.counters import Timeline
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes, make_plan
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import _identity, _opened
@@ -468,3 +469,21 @@ def test_a_rank_that_is_late_still_gets_what_others_hold(store):
         theirs = [batch for _, validation, batch in plain(schedule, readers[rank], rank) if not validation]
         assert all(equal(a, b) for a, b in zip(own, theirs, strict=True))
         assert counters["fallback"] == 0 and counters["ram"] > 0 and counters["peers"] > 0
+
+
+def test_a_unit_that_late_ranks_wait_for_reaches_them_although_its_turn_passes(store, monkeypatch):
+    """The second of two requests waits for the first, and the turn passes before the first begins to read."""
+    [reader] = readers_of(store, 1)
+    plan, units, *_ = make_plan(config_of(ram=10**12), schedule_of(reader, dates=DATES), reader, Lane())
+    cache, awaited = UnitCache(plan, 0, units, folder=None, timeline=Timeline()), []
+    bring = cache._bring
+
+    def bring_after_the_turn(*given):
+        awaited.append(cache._coming[0])
+        cache.passed(0)
+        return bring(*given)
+
+    monkeypatch.setattr(cache, "_bring", bring_after_the_turn)
+    with closing(cache):
+        data = cache.own(0)
+        assert awaited[0].done() and np.array_equal(awaited[0].result(), data)
