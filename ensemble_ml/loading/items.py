@@ -162,11 +162,16 @@ class DatasetItems:
         """Return the arrays of a sample by name; `kept` copies them.
 
         Raises:
-            UserError: A part is not a numeric array of a type that torch has, or has masked values.
+            UserError: A part is not a numeric array of a type that torch has, or has masked values; or two parts have
+                the same name.
         """
         value = self.dataset[sample]
         if isinstance(value, Mapping):
             parts = {str(key): part for key, part in value.items()}
+            if len(parts) < len(value):  # else one of the two would be lost
+                names = [str(key) for key in value]
+                same = next(name for name in names if names.count(name) > 1)
+                raise UserError(f"{self.name(sample)}: two of its keys are {same!r} as text; rename one")
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             parts = {str(place): part for place, part in enumerate(value)}
         else:

@@ -323,6 +323,7 @@ def test_ragged_samples_are_refused():
         (torch.ones(2, dtype=torch.bfloat16), "sample 0: 0 cannot become an array .*BFloat16"),
         ({"t": np.datetime64("2001-01-01")}, r"sample 0: t is datetime64\[D\], which torch does not have"),
         (np.ones(2, np.longdouble), "sample 0: 0 is float128, which torch does not have"),
+        ({1: 1.0, "1": 2.0}, "sample 0: two of its keys are '1' as text"),
     ],
 )
 def test_samples_that_make_no_arrays(sample, message):
