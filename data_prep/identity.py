@@ -142,13 +142,17 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
     """Return variables that repeat a quantity as sums over other hours or as a mean rate, with the one that is read.
 
     Of several sums, the one that states no hours is read; else that over the shortest time between leads; else the
-    shortest. A mean rate is read only if there is no sum.
+    shortest. A mean rate is read only if there is no sum. If any has members, those without are not compared.
     """
     sums: dict[str, dict[int, str]] = {}
     rates: dict[str, str] = {}
+    with_members = variables_with_members(data, overrides)
     for name in sorted(map(str, data.data_vars)):
         with understood(name):
             field = identify(data, data[name], overrides).field
+            alone = find_axis(data[name], "member") is None and grib_type(data[name]) != "cf"
+            if field is not None and field.name in with_members and alone:
+                continue  # a mean over the members must not be read in their place
             if field is not None and field.accumulated and _convertible(data[name], field):
                 if is_mean_rate(data[name], field):
                     rates[name] = field.name

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import archive_of, dataset
+from gribfiles import archive_of, dataset, opened
 
 from data_prep import open_archive
 from data_prep.identity import other_sums
@@ -252,6 +252,17 @@ def test_a_rate_that_is_left_out_names_the_sum_that_is_read():
     rain = (data.tp / 1e4).assign_attrs(units="m")
     rate = rain.assign_attrs(units="kg m-2 s-1", standard_name="precipitation_flux", cell_methods="time: mean")
     assert other_sums(xr.Dataset({"tp12": rain, "tp6": rain, "rate": rate})) == {"tp12": "tp6", "rate": "tp6"}
+
+
+def test_a_sum_without_members_does_not_take_the_place_of_the_members_sums(tmp_path):
+    """The mean of all members stands beside them under the name that states no hours."""
+    data = dataset(t="tp6").isel(isobaricInhPa=0, drop=True).isel(step=[1])
+    data["tp6"] = (abs(data.tp6) * 1e-5).assign_attrs(units="m")
+    data["tp"] = data.tp6.mean("number").assign_attrs(units="m")
+    source, skipped = opened(data, tmp_path)
+    assert source.layout.realization == (1, 2, 3) and source.lead_bounds == {"tp": [[18, 24]]}
+    assert skipped == ["tp (without members; tp6 has them)"]
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 0, 0], data.tp6.values[0, :, 0])
 
 
 def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, caplog):
