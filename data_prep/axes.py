@@ -127,8 +127,9 @@ def _is_beside(array: xr.DataArray) -> bool:
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Set the lead to the difference of valid time and init time, if a file has both but no lead.
 
-    The file has one init time, or one for each valid time. In the second case all are at the same lead, or all from the
-    same init time. The lead is set in `axes`; so is the init time if it turns out to be a single one.
+    A valid time has a name of `VALID`, or the CF standard name `time`. The file has one init time, or one for each
+    valid time. In the second case all are at the same lead, or all from the same init time. The lead is set in `axes`;
+    so is the init time if it turns out to be a single one.
 
     Raises:
         UserError: both init time and lead differ from one valid time to the next, or a time is absent.
@@ -136,9 +137,10 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
     init = axes["init"]
     if init is None or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
         return
-    for name in VALID:
-        valid = array.coords.get(name)
-        if valid is None or name == init.name or not np.issubdtype(valid.dtype, np.datetime64) or valid.ndim > 1:
+    named = [array.coords[name] for name in VALID if name in array.coords]
+    for valid in (*named, *(axis for axis in array.coords.values() if axis.attrs.get("standard_name") == "time")):
+        name = valid.name
+        if name == init.name or not np.issubdtype(valid.dtype, np.datetime64) or valid.ndim > 1:
             continue
         if init.size != 1 and valid.dims != init.dims:
             continue

@@ -135,3 +135,11 @@ def test_days_in_single_precision(tmp_path):
     days = np.array([241, 250], np.float32) / np.float32(24)
     dataset().assign_coords(step=("step", days, {"units": "days"})).to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.lead_hours == (241, 250)
+
+
+def test_a_valid_time_that_only_its_standard_name_tells_gives_the_lead(tmp_path):
+    start = ((), np.datetime64("2001-01-01", "ns"), {"standard_name": "forecast_reference_time"})
+    valid = ((), np.datetime64("2001-01-03", "ns"), {"standard_name": "time"})
+    data = dataset().isel(step=0, time=0, drop=True).assign_coords(start=start, validity=valid)
+    data.to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.lead_hours == (48,)
