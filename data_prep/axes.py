@@ -128,11 +128,11 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
     """Set the lead to the difference of valid time and init time, if a file has both but no lead.
 
     A valid time has a name of `VALID`, or the CF standard name `time`. The file has one init time, or one for each
-    valid time. In the second case all are at the same lead, or all from the same init time. The lead is set in `axes`;
-    so is the init time if it turns out to be a single one.
+    valid time. In the second case all are at the same lead, or all from the same init time. Several init times of a
+    single valid time are refused. The lead is set in `axes`; so is the init time if it turns out to be a single one.
 
     Raises:
-        UserError: both init time and lead differ from one valid time to the next, or a time is absent.
+        UserError: both init time and lead differ along a dimension, or a time is absent.
     """
     init = axes["init"]
     if init is None or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
@@ -143,6 +143,8 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
         if name == init.name or not np.issubdtype(valid.dtype, np.datetime64) or valid.ndim > 1:
             continue
         if init.size != 1 and valid.dims != init.dims:
+            if valid.size == 1:  # the leads differ from one init time to the next
+                raise _both(array, init.dims[0])
             continue
         for axis in (init, valid):
             check_there(axis, np.isnat(axis.values))

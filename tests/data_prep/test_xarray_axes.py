@@ -143,3 +143,10 @@ def test_a_valid_time_that_only_its_standard_name_tells_gives_the_lead(tmp_path)
     data = dataset().isel(step=0, time=0, drop=True).assign_coords(start=start, validity=valid)
     data.to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").layout.lead_hours == (48,)
+
+
+def test_forecasts_of_several_starts_for_one_valid_time_are_not_at_lead_0(tmp_path):
+    data = dataset().isel(step=0, drop=True).rename(time="forecast_reference_time")
+    data.assign_coords(time=np.datetime64("2001-01-05", "ns")).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="dimension forecast_reference_time carries both start and lead time"):
+        open_archive(tmp_path / "a.nc")
