@@ -150,3 +150,12 @@ def test_forecasts_of_several_starts_for_one_valid_time_are_not_at_lead_0(tmp_pa
     data.assign_coords(time=np.datetime64("2001-01-05", "ns")).to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="dimension forecast_reference_time carries both start and lead time"):
         open_archive(tmp_path / "a.nc")
+
+
+def test_geopotential_without_units_is_known_beside_a_level_of_no_whole_hpa(tmp_path):
+    data = dataset(t="z").assign_coords(isobaricInhPa=[0.4, 500.0])
+    data["z"] += 54000.0 - 270.0
+    del data.z.attrs["units"]
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert (source.layout.variables, source.layout.levels) == (("z",), (500,))
