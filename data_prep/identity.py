@@ -163,7 +163,7 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
         kept = next(iter(named.values()))
         if len(named) > 1:
             lead = find_axis(data[named[max(named)]], "lead")
-            apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
+            apart = int(np.diff(np.sort(READ["lead"](lead))).min()) if lead is not None and lead.size > 1 else 0
             kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
         repeated = [*named.values(), *(name for name, one in rates.items() if one == quantity)]
         found |= {name: kept for name in repeated if name != kept}

@@ -254,6 +254,12 @@ def test_a_rate_that_is_left_out_names_the_sum_that_is_read():
     assert other_sums(xr.Dataset({"tp12": rain, "tp6": rain, "rate": rate})) == {"tp12": "tp6", "rate": "tp6"}
 
 
+def test_of_several_sums_that_between_two_leads_is_read_in_any_order_of_the_leads():
+    rain = (dataset(t="tp").tp.isel(isobaricInhPa=0, drop=True) / 1e4).assign_attrs(units="m")
+    data = xr.Dataset({"tp24": rain, "tp6": rain})
+    assert other_sums(data) == other_sums(data.isel(step=[1, 0])) == {"tp6": "tp24"}
+
+
 def test_a_sum_without_members_does_not_take_the_place_of_the_members_sums(tmp_path):
     """The mean of all members stands beside them under the name that states no hours."""
     data = dataset(t="tp6").isel(isobaricInhPa=0, drop=True).isel(step=[1])
