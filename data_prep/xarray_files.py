@@ -87,8 +87,8 @@ class XarrayFile:
 
     Raises:
         UserError: the file cannot be opened, or changes meanwhile; it is a forecast of `predict`; its grids differ or
-            are Gaussian; axes or intervals make no sense; or variables of the registry are there, but none can be read
-            (the message explains the first).
+            are Gaussian; axes or intervals make no sense; a Dataset holds packed integers; or variables of the registry
+            are there, but none can be read (the message explains the first).
     """
 
     keyed = False
@@ -222,6 +222,8 @@ class XarrayFile:
         if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
             self._skip(f"{array.name} (without members; {with_members[field.name]} has them)")
             return []
+        if array.dtype.kind in "iu" and {"scale_factor", "add_offset"} & array.attrs.keys():
+            raise UserError(f"{array.name}: its integers are packed; pass xarray.decode_cf(data), or open it decoded")
         grid, rows, columns = self._locate(array)
         if not self._wanted.lists(field, array.size // math.prod(grid.shape)):
             return []

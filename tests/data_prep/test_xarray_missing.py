@@ -164,3 +164,15 @@ def test_what_weather_reaches_is_no_missing_value(known):
     least, most = EXTREMES[known.name]
     assert low < least and most < high
     assert not low < -32767 and not (low < 9999 < high and known.name not in ("z", "ssrd", "strd"))
+
+
+def test_packed_integers_that_were_not_decoded_are_no_values(tmp_path):
+    """Half metres per second above -60 m/s would pass for a wind of 70 m/s."""
+    encoding = {"dtype": "uint8", "scale_factor": 0.5, "add_offset": -60.0, "_FillValue": 255}
+    data = dataset(t="u").assign(u=lambda made: (made.u - 270.0).assign_attrs(units="m s-1"))
+    data.to_netcdf(tmp_path / "a.nc", encoding={"u": encoding})
+    with xr.open_dataset(tmp_path / "a.nc", mask_and_scale=False, decode_timedelta=True) as raw:
+        with pytest.raises(UserError, match="u: its integers are packed"):
+            open_archive(raw)
+        found = open_archive(xr.decode_cf(raw)).read(Part.FORECAST, 0).pressure
+    np.testing.assert_array_equal(found, open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0).pressure)
