@@ -167,6 +167,14 @@ class TestRefusals:
         assert open_store(first).layout.names == ("t",)
         assert "z" in open_store(prepare(config(archive, overwrite=True))).layout.names
 
+    def test_an_archive_in_the_store_that_is_overwritten(self, tmp_path):
+        store = prepare(PrepareConfig(input=str(ensemble(tmp_path / "a.grib")), output=str(tmp_path / "s.zarr")))
+        path = ensemble(store / "raw" / "b.grib", names=("t", "z"))
+        for settings in ({"input": str(path)}, {"input": str(tmp_path / "a.grib"), "truth": str(store / "raw")}):
+            wanted = PrepareConfig(output=str(store), overwrite=True, **settings)
+            self.refused(wanted, "lies in the output, which overwrite=true removes")
+        assert path.exists()
+
     def test_a_member_missing_on_one_date(self, tmp_path):
         gone = [(20010102, 3, step, "t", level) for step in (0, 24) for level in (500, 850)]
         path = ensemble(tmp_path / "a.grib", leave_out=gone)
