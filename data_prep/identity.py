@@ -324,10 +324,14 @@ def _at_surface(array: xr.DataArray, field: Field) -> Identity:
 def _near_ground(array: xr.DataArray, field: Field, heights: set[float]) -> Identity:
     """Return the surface variable of a quantity, such as air temperature at 2 m, if there is exactly one.
 
-    The variable lies at `heights` above ground (m). Without any, or with 0 m alone, it is one near it, up to 10 m.
+    The variable lies at `heights` above ground (m). Without any, or with 0 m alone, it is one near it, up to 10 m,
+    unless it is of a GRIB message at the surface.
     """
     surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
     stated = heights - {0.0}
+    # The parameter of the air in a GRIB message at the surface itself, such as NCEP's TMP, is that of the skin.
+    if not stated and (kind := array.attrs.get("GRIB_typeOfLevel")) in GROUND:
+        return Identity(None, f" (typeOfLevel {kind})")
     near = [one for one in surface if (heights_of(one) & stated if stated else max(heights_of(one), default=0) <= _LOW)]
     return _at_surface(array, near[0]) if len(near) == 1 else Identity(None, " (no pressure level)")
 

@@ -40,6 +40,18 @@ def test_a_field_at_another_height_is_not_the_surface_variable(tmp_path, coordin
         open_archive(tmp_path / "a.nc")
 
 
+def test_the_temperature_of_the_skin_is_not_that_at_2_m(tmp_path):
+    """As cfgrib writes NCEP's temperature of the surface."""
+    about = {"units": "K", "standard_name": "air_temperature", "GRIB_paramId": 130, "GRIB_typeOfLevel": "surface"}
+    data = dataset().isel(isobaricInhPa=0, drop=True).assign_coords(surface=0.0)
+    data["t"] = data.t.assign_attrs(about)
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"it has t \(typeOfLevel surface\)"):
+        open_archive(tmp_path / "a.nc")
+    data.t.attrs["GRIB_paramId"] = 167
+    assert archive_of(data, tmp_path).layout.surface == ("t2m",)
+
+
 def test_levels_of_a_model_are_not_those_of_pressure(tmp_path):
     data = dataset(isobaricInhPa="level").assign_coords(level=[60, 59])
     data.level.attrs = {"long_name": "model_level_number"}
