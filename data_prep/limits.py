@@ -204,6 +204,9 @@ def _is_geopotential(values: np.ndarray, levels: np.ndarray) -> bool:
 
     It may differ by 30 % and 500 m2 s-2. Geopotential heights in metres would be a tenth of the geopotential.
     """
-    top = int(np.where(levels > 0, levels, np.inf).argmin())  # levels of no whole hPa, which are left out, are -1
+    known = levels > 0  # levels of no whole hPa, which are left out, are -1
+    if not known.any():
+        return False
+    top = int(np.where(known, levels, np.inf).argmin())
     expected = GRAVITY * standard_height(float(levels[top]))
     return bool(abs(float(np.nanmean(values[top])) - expected) < 0.3 * expected + 500)
