@@ -281,6 +281,13 @@ def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):
     assert err.startswith("ensemble-ml: q 1=5.zarr: holds no archive file (.grib, "), err
 
 
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_inspect_takes_a_folder_without_a_name(capsys, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ensemble_ml.tasks._look_at", lambda paths: ({}, lambda _: f"seen {paths[0]}"))
+    assert run(capsys, "inspect", folder)[:2] == (0, f"seen {folder}\n")
+
+
 def test_inspect_takes_what_a_pattern_of_the_shell_gives(capsys, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setitem(TASKS, "inspect", Task(lambda config: seen.append(config), "", ""))

@@ -41,7 +41,8 @@ _open: set[int] = set()  # descriptors of the lock files that this process has o
 
 def building_folder(path: Path) -> Path:
     """Return the folder in which all processes build the store at `path` together."""
-    return path.with_name(f"{path.name}.building")
+    path = path.absolute()  # `.` has no name of its own
+    return path.parent / f"{path.name}.building"
 
 
 def private_folder(path: Path) -> Path:
