@@ -8,6 +8,7 @@ are Hydra's own, too.
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import os
 import re
@@ -377,12 +378,26 @@ def main(arguments: list[str] | None = None) -> int:
     # checkpoint (see `ensemble_ml.signals`).
     signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigusr1)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # Python's own flush at exit would report a full disk in many lines, with status 120
+        return status
     except UserError as error:
         print(f"ensemble-ml: {error}", file=sys.stderr)
         return STATUS_USER
     except KeyboardInterrupt as error:
         return _stopped(error)
     except BrokenPipeError:  # the reader of a pipe (head, less) has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        print(f"ensemble-ml: standard output: {error.strerror}; free space, or choose another file", file=sys.stderr)
+        _drop_output()
+        return STATUS_USER
+
+
+def _drop_output() -> None:
+    """Redirect standard output to the null device, so that what is left of it raises no error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,6 @@
 """The commands write to the terminal what they have to say, and no warnings of the libraries beneath them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -44,3 +45,21 @@ def test_no_command_shows_warnings_of_libraries(tmp_path):
 )
 def test_lines_of_libraries_are_known_as_such(line):
     assert FOREIGN.search(line)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_ends_in_one_line(unbuffered):
+    """A full disk is told, and a reader that has gone, such as head, needs nothing more."""
+    command, environment = (
+        [sys.executable, "-m", "ensemble_ml", "--help"],
+        os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as gone:
+        ran = [
+            subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+            for output in (full, gone)
+        ]
+    told = "ensemble-ml: standard output: No space left on device; free space, or choose another file\n"
+    assert [(one.returncode, one.stderr) for one in ran] == [(2, told), (0, "")]
