@@ -113,10 +113,13 @@ class TensorStore:
         place = dict(out or {})
         if Kind.SURFACE in place:
             place[Kind.SURFACE] = place[Kind.SURFACE][:, :, :, None]
-        return Fields(
+        found = Fields(
             self._read_kind(part, Kind.PRESSURE, date, selection, place.get(Kind.PRESSURE)),
             self._read_kind(part, Kind.SURFACE, date, selection, place.get(Kind.SURFACE))[:, :, :, 0],
         )
+        if not self._elsewhere:  # the store may have been replaced after the check above
+            self.check_same()
+        return found
 
     def climate(self, date: int, lead: int, name: str) -> np.ndarray:
         """Read the stored model climate of one init time, lead (hours) and variable: quantiles (Q, Z, Y, X) float32.

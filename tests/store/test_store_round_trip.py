@@ -17,7 +17,7 @@ from synthetic import make_layout, make_store
 
 from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import PackedBlock, Part, Selection, StoreWriter, decode, open_store, select_dates
+from ensemble_ml.store import PackedBlock, Part, Selection, StoreWriter, TensorStore, decode, open_store, select_dates
 from ensemble_ml.store.schema import Kind, array_specs, chunk_rows
 
 LAYOUT = dict(dates=2, members=3, leads=(0, 24), variables=("t", "z"), levels=(500, 700, 850), surface=("t2m", "tp"))
@@ -272,6 +272,23 @@ def test_a_store_that_was_replaced_is_not_read_with_old_factors(tmp_path):
     for read in (lambda: store.read(Part.FORECAST, 0), store.static, lambda: store.statistics(store.years)):
         with pytest.raises(UserError, match="has been replaced since it was opened"):
             read()
+
+
+def test_a_store_that_is_replaced_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    """Its new integers would be decoded with the old factors."""
+    store, read = make_store(tmp_path / "s.zarr"), TensorStore._read_kind
+    store.read(Part.FORECAST, 0)
+    make_store(tmp_path / "new.zarr", seed=1)
+
+    def read_kind(self, part, kind, *more):
+        if kind is Kind.SURFACE:
+            (tmp_path / "s.zarr").rename(tmp_path / "old.zarr")
+            (tmp_path / "new.zarr").rename(tmp_path / "s.zarr")
+        return read(self, part, kind, *more)
+
+    monkeypatch.setattr(TensorStore, "_read_kind", read_kind)
+    with pytest.raises(UserError, match="has been replaced since it was opened"):
+        store.read(Part.FORECAST, 0)
 
 
 @pytest.mark.slow
