@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import google_crc32c
 
@@ -291,7 +291,8 @@ class RemoteFile:
 def _client_and_key(url: str) -> tuple[Any, str]:
     """Return obstore's store for the host or bucket of a URL, and the object's key in it."""
     parts = urlsplit(url)
-    return _client(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
+    path = unquote(parts.path) if parts.scheme.startswith("http") else parts.path  # obstore encodes % again
+    return _client(f"{parts.scheme}://{parts.netloc}"), path.lstrip("/")
 
 
 def fetch_text(url: str) -> str | None:

@@ -322,6 +322,11 @@ def test_a_grib_file_with_zarr_in_its_name(tmp_path, served):
     assert_same(open_archive(f"{served}/zarr_a.grib2"), open_archive(path))
 
 
+def test_a_url_as_browsers_write_it(tmp_path, served):
+    ensemble(tmp_path / "a b+100%.grib2")
+    assert is_grib(f"{served}/a%20b%2B100%25.grib2") and is_grib(f"{served}/a b+100%.grib2")
+
+
 def test_signed_urls_are_refused(served):
     """Their signature would not be sent, and the server would refuse access."""
     with pytest.raises(UserError, match=rf"^{served}/a.grib2: a URL is read without the part behind its \?; download"):
