@@ -268,6 +268,7 @@ def error_bound(block: PackedBlock) -> np.ndarray:
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)
+    top = np.minimum(top, 2.0**127)  # 65535 steps may end beyond all float32 numbers, and the spacing is the same
     bound = step / 2 + np.spacing(top.astype(np.float32)) / 2
     return np.where(block.present & (step > 0) & block.packed, bound, 0.0)
 

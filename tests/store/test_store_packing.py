@@ -120,6 +120,12 @@ def test_quantising_uses_at_least_half_of_the_codes():
     assert (error_bound(block) < 80 / 65535).all()
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_bound_of_the_largest_values_is_a_number():
+    block = quantise(np.array([[-3.4e38, 0.0], [1.0, 3.4e38]], np.float32))
+    assert block.scale / 2 <= error_bound(block) < block.scale
+
+
 def test_a_constant_field_quantises_without_error():
     values = np.full((1, 4, 5), 0.1, np.float32)
     block = quantise(values)
