@@ -393,7 +393,8 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
-        print(f"ensemble-ml: standard output: {error.strerror}; free space, or choose another file", file=sys.stderr)
+        told = f"output cannot be written: {error.strerror}; free space, or choose another disk"
+        print(f"ensemble-ml: {told}", file=sys.stderr)
         _drop_output()
         return STATUS_USER
 

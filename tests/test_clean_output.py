@@ -61,5 +61,5 @@ def test_output_that_cannot_be_written_ends_in_one_line(unbuffered):
             subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environment, check=False)
             for output in (full, gone)
         ]
-    told = "ensemble-ml: standard output: No space left on device; free space, or choose another file\n"
+    told = "ensemble-ml: output cannot be written: No space left on device; free space, or choose another disk\n"
     assert [(one.returncode, one.stderr) for one in ran] == [(2, told), (0, "")]
