@@ -37,7 +37,6 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed.world import read_world
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading import Reader
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, build_model, choose
 from ensemble_ml.models.compact import POINTS, cut, described, groups, in_words
 from ensemble_ml.models.padding import Padder, geometries
@@ -101,7 +100,7 @@ def _begin(config: CompactConfig) -> tuple[TrainConfig, Checkpoint]:
     settings = fine_tuning(config, former, checkpoint)
     setup.open_run(settings)  # refuses a run that exists; measuring takes minutes
     setup.use_threads(settings)
-    reader = Reader(open_store(config.data.store), checkpoint.spec)
+    reader = setup.open_reader(former, open_store(config.data.store), checkpoint.spec)
     run = assemble(former, reader, checkpoint, torch.get_num_threads())
     with run.state.predicting() as model:
         assert isinstance(model, EnsembleModel)

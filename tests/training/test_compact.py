@@ -6,9 +6,10 @@ import logging
 
 import pytest
 import torch
+from stores import make_store
 from training.running import assert_equal_runs, stop_at, weights
 
-from ensemble_ml.config import CompactConfig, CompactData, ExportConfig
+from ensemble_ml.config import CompactConfig, CompactData, ExportConfig, Objective
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import export
 from ensemble_ml.models import Climate, build_model
@@ -32,10 +33,9 @@ def teacher(config_of):
 
 
 def settings(teacher, config_of, **changes):
-    given = {"run": "fast", "output": str(teacher.parent), "speedup": 3.0, "steps": 4, "threads": 1} | changes
-    return CompactConfig(
-        checkpoint=str(teacher / "checkpoints" / "last"), data=CompactData(config_of().data.store), **given
-    )
+    given = {"run": "fast", "output": str(teacher.parent), "speedup": 3.0, "steps": 4, "threads": 1}
+    given |= {"data": CompactData(config_of().data.store)} | changes
+    return CompactConfig(checkpoint=str(teacher / "checkpoints" / "last"), **given)
 
 
 def test_a_compacted_run_is_an_ordinary_smaller_one(teacher, config_of, counting, caplog, tmp_path):
@@ -86,6 +86,15 @@ def test_no_step_leaves_the_model_as_it_was_cut(teacher, config_of, counting, ca
     run = compact(settings(teacher, config_of, steps=0, distill=0.0))
     assert weights(run).meta["step"] == 0 and weights(run).meta["config"]["teacher"] is None
     assert "the model as it was cut without any step" in caplog.text
+
+
+def test_a_model_of_members_is_compacted_without_a_truth(config_of, counting, tmp_path):
+    store = make_store(tmp_path / "a.zarr", truth=False, dates=20, members=6, shape=(9, 16))
+    members = {"objective": Objective.members, "data__members": [1, 2, 4, 5], "data__store": store.path}
+    whole = train(config_of(steps=2, model__hidden=16, model__max_hidden=32, model__points=64, **members))
+    run = compact(settings(whole, config_of, steps=1, data=CompactData(str(store.path))))
+    facts = weights(run).meta["compacted"]
+    assert facts["crps_ratio"] == pytest.approx(weights(whole).meta["scores"]["crps_ratio"], abs=1e-6)
 
 
 def test_what_cannot_be_compacted(teacher, config_of, counting, monkeypatch):
