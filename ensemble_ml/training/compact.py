@@ -45,7 +45,7 @@ from ensemble_ml.models.unet3d import Convolution, ResidualBlock
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble
-from ensemble_ml.training.checkpoint import Checkpoint, copies, find_checkpoint, load_checkpoint, load_meta
+from ensemble_ml.training.checkpoint import Checkpoint, copies, find_checkpoint, load_checkpoint, load_meta, mend_links
 from ensemble_ml.training.importance import BATCHES, Importance, measure_importance, refitted
 from ensemble_ml.training.judge import Judge
 from ensemble_ml.training.state import learned
@@ -73,6 +73,8 @@ def compact(config: CompactConfig) -> Path:
     if read_world(dict(os.environ), Launcher.auto).size > 1:
         raise UserError("compact: runs in one process; start one, then go on with ensemble-ml train on several ranks")
     last = Path(config.output) / config.run / "checkpoints" / "last"
+    if config.resume:
+        mend_links(last.parent)  # a copy without links would be cut again, and refused as a run of other settings
     if config.resume and last.exists():
         meta = load_meta(last)
         require("resume", config.resume, "compacted" in meta, f"{last} is of a run of train; resume it with train")

@@ -88,6 +88,16 @@ def test_no_step_leaves_the_model_as_it_was_cut(teacher, config_of, counting, ca
     assert "the model as it was cut without any step" in caplog.text
 
 
+def test_a_copy_without_links_goes_on_with_its_own_cut(teacher, config_of, counting, monkeypatch):
+    run = compact(settings(teacher, config_of, steps=1))
+    meta = weights(run).meta
+    for link in ("last", "best"):
+        (run / "checkpoints" / link).unlink()
+    monkeypatch.setattr("ensemble_ml.training.compact.shrink", lambda *_: pytest.fail("cut again"))
+    compact(settings(teacher, config_of, steps=1, resume=True))
+    assert weights(run).meta == meta
+
+
 def test_a_model_of_members_is_compacted_without_a_truth(config_of, counting, tmp_path):
     store = make_store(tmp_path / "a.zarr", truth=False, dates=20, members=6, shape=(9, 16))
     members = {"objective": Objective.members, "data__members": [1, 2, 4, 5], "data__store": store.path}
