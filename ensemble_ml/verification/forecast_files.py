@@ -279,7 +279,8 @@ class ForecastFile:
             part: Suffix of the name in the file, such as "location" or "member".
             lead: Lead time in hours.
             levels: Levels in hPa; (None,) at the surface.
-            leading: Name of an axis to put before the others, if the variable has it, such as "realization".
+            leading: Name of an axis to put before the others, such as "realization"; of length one if the variable
+                lacks it.
 
         Returns:
             ([leading,] Z, Y, X) float64 on `grid` in the registry's units.
@@ -302,6 +303,8 @@ class ForecastFile:
             found = found.isel(level=[self.levels.index(level) for level in levels if level is not None])
         elif leading:
             found = found.set_dims(("level", *found.dims))
+        if leading and leading not in found.dims:  # a file of a single member may have dropped its axis
+            found = found.set_dims((leading, *found.dims))
         order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
         if more := [str(axis) for axis in found.dims if axis not in order]:
             raise self._error(f"{name}: has a dimension {more[0]}; take one value of it")

@@ -14,6 +14,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.families import moments
 from ensemble_ml.verification.forecast_files import ForecastFile, open_file
+from ensemble_ml.verification.forecasts import open_forecasts
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,20 @@ def test_levels_in_any_units_of_pressure(forecast, tmp_path, units, size):
     rewritten(forecast, tmp_path / "f", given_in)
     with open_file(next((tmp_path / "f").glob("*.nc"))) as file:
         assert sorted(file.levels) == [500, 850]
+
+
+def test_a_single_member_needs_no_axis(store, forecast, tmp_path):
+    """A file of one forecast may have dropped the axis of its only member."""
+
+    def change(data):
+        return data.assign(t_member=data.t_mean, tp_member=data.tp_mean)
+
+    [one] = open_forecasts([str(rewritten(forecast, tmp_path / "f", change))])
+    for name, levels in (("t", (500, 850)), ("tp", (None,))):
+        found = one.members(max(one.files), name, 48, levels)
+        assert found.shape == (1, len(levels), *store.layout.grid.shape)
+        np.testing.assert_array_equal(found[0], one.predicted(max(one.files), name, 48, levels).mean)
+    one.close()
 
 
 def test_files_whose_axis_is_the_valid_time_score_the_same(store, forecast, tmp_path, plain):
