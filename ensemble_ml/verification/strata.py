@@ -132,7 +132,7 @@ def region_masks(
     if land is not None:
         found |= {"land": np.asarray(land) >= 0.5, "sea": np.asarray(land) < 0.5}
     found = {name: mask for name, mask in found.items() if mask.any()}
-    for name, box in (boxes or {}).items():
+    for name, box in ((str(name), box) for name, box in (boxes or {}).items()):  # settings may name a box by a number
         if name in found or name in taken:
             raise UserError(f"regions.{name}={list(box)}: the name stands for something else in scores; give another")
         mask = np.zeros(grid.shape, bool)

@@ -244,6 +244,12 @@ def test_boxes_are_checked():
         EvaluateConfig("f", "e", output="o", regions={"alps": [44, 5, 48, 16]})
 
 
+def test_a_box_may_be_named_by_a_number():
+    """As in regions={1: [60, 0, 30, 90]}; the report writes names as text."""
+    boxes = EvaluateConfig("f", "e", output="o", regions={1: [60, 0, 30, 90]}).regions
+    assert list(region_masks(GRID, boxes=boxes))[-1] == "1"
+
+
 def test_the_edge_of_a_box_belongs_to_it_whatever_axes_were_kept_in():
     grid = Grid(np.linspace(60, 40, 21), np.arange(0, 100, dtype=np.float32).astype(np.float64) / 10)
     near = Grid(grid.latitude, (np.arange(0, 100) / np.float32(10)).astype(np.float32).astype(np.float64))
