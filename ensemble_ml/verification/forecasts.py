@@ -64,6 +64,7 @@ class ForecastSet:
         uneven_leads: Leads that only some files have, in hours.
         uneven_members: Variables whose members only some files have.
         variables: Levels in hPa by short name of the variable; (None,) at the surface.
+        spans: First and last hour of sums and maxima, by short name of the variable and lead in hours.
         grid: Grid of the forecasts, in canonical order.
     """
 
@@ -83,6 +84,7 @@ class ForecastSet:
     uneven_leads: tuple[int, ...]
     uneven_members: tuple[str, ...]
     variables: dict[str, tuple[int | None, ...]]
+    spans: dict[str, dict[int, tuple[int, int]]]
     grid: Grid
     _open: dict[Path, ForecastFile] = field(default_factory=dict)
 
@@ -156,9 +158,9 @@ class ForecastSet:
     def intervals(self, name: str) -> dict[int, tuple[int, int]]:
         """Return the first and the last hour of a sum or maximum, by lead in hours.
 
-        They are those that the file of the earliest date states; empty if that file states none.
+        They are empty if no file states them.
         """
-        return self._file(self.files[min(self.files)]).intervals(name)
+        return self.spans.get(name, {})
 
     def fields(self) -> list[tuple[str, int | None]]:
         """Return the short name and the level in hPa of every field; None is the surface."""
@@ -225,6 +227,7 @@ class _Headers:
     lead_hours: list[int]
     names: set[str]
     thresholds: dict[str, list[float]]
+    spans: dict[str, dict[int, tuple[int, int]]]
 
     @classmethod
     def read(cls, path: Path) -> _Headers:
@@ -241,6 +244,7 @@ class _Headers:
                 lead_hours=file.lead_hours,
                 names=file.names,
                 thresholds=file.thresholds,
+                spans={name: file.intervals(name) for name in file.fields},
             )
 
 
@@ -269,6 +273,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted({lead for one in every for lead in one.lead_hours} - set(leads))),
             variables=first.fields,
+            spans=_spans(every),
             grid=first.grid[0],
         )
 
@@ -315,6 +320,22 @@ def _shared_leads(folder: Path, headers: list[_Headers]) -> tuple[int, ...]:
             f"{folder}: no lead is in all of its {len(headers)} files; keep forecasts of one kind in a folder"
         )
     return leads
+
+
+def _spans(headers: list[_Headers]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return the hours of sums and maxima that any file states; raise a UserError if two files state other ones."""
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    stated_by: dict[tuple[str, int], Path] = {}
+    for one in headers:
+        for name, lead, pair in ((name, *item) for name, pairs in one.spans.items() for item in pairs.items()):
+            usual = found.setdefault(name, {}).setdefault(lead, pair)
+            other = stated_by.setdefault((name, lead), one.path)
+            if usual != pair:
+                raise UserError(
+                    f"{one.path}: {name} at {lead} h is over {pair[0]}-{pair[1]} h, in {other.name} over"
+                    f" {usual[0]}-{usual[1]} h; keep forecasts of one kind in a folder"
+                )
+    return found
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> bool:

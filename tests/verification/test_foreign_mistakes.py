@@ -7,12 +7,13 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
-from fakes import settings
+from fakes import FEW, TRAIN, corrected, settings, write_forecasts
 from foreign import in_other_units, rewritten
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.forecast_files import ForecastFile
+from ensemble_ml.verification.forecasts import open_forecasts
 
 
 @pytest.fixture
@@ -134,6 +135,18 @@ def test_what_is_wrong_with_all_files_is_seen_before_the_fits(store, forecast, t
     text = "tp_member: has a dimension other" if given is None else "tp_mean: units 'furlong': cannot be converted"
     with pytest.raises(UserError, match=text):
         evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+@pytest.mark.parametrize("others", [{}, {"q": [[0, 24], [0, 48]]}], ids=["bounds of time", "in words"])
+def test_files_of_sums_over_different_hours_are_refused(store, tmp_path, others):
+    """As a folder holds them whose model changed from daily sums to sums of six hours."""
+    for dates, first in ((FEW[:2], 24), (FEW[2:4], 42)):
+        bounds = {"tp": [[0, 24], [first, 48]]} | others
+        write_forecasts(tmp_path / "f", store, dates, corrected(), train=TRAIN, lead_bounds=bounds)
+    with pytest.raises(
+        UserError, match=r"tp at 48 h is over 42-48 h, in forecast_\S+nc over 24-48 h; keep forecasts of"
+    ):
+        open_forecasts([str(tmp_path / "f")])
 
 
 @pytest.mark.parametrize(("told", "word"), [("[1, 2]", r"\[1"), ("1 cf", "cf"), (np.array([1.5, 2.0]), "1.5")])
