@@ -116,10 +116,15 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
     uneven = [f"leads {shortened(forecast.uneven_leads)} h"] if forecast.uneven_leads else []
     uneven += [f"members of {shortened(forecast.uneven_members)}"] if forecast.uneven_members else []
     notes += [f"{forecast.label}: {what} are not in all of its files, and not scored." for what in uneven]
-    width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
-    if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
-        few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
-        notes.append(f"{forecast.label} gives {few}.")
+    # `ForecastSet.predicted` makes a distribution of these pairs alone.
+    pairs, read = (("location", "scale"), ("mean", "stddev")), forecast.names
+    without = [n for n in forecast.variables if not any({f"{n}_{one}" for one in pair} <= read for pair in pairs)]
+    if few := [name for name in without if f"{name}_mean" in read]:
+        what = f"no width (stddev, or location and scale) of {shortened(few)}: no CRPS, errors of the mean alone"
+        notes.append(f"{forecast.label} gives {what}.")
+    if few := [name for name in without if f"{name}_location" in read and f"{name}_mean" not in read]:
+        what = f"neither mean and stddev nor location and scale of {shortened(few)}: no CRPS, no errors"
+        notes.append(f"{forecast.label} gives {what}.")
     # Without training dates, nobody can tell whether the model has seen the test dates. A note warns the reader.
     if forecast.files_without_dates:
         some = len(forecast.training_dates) > 0

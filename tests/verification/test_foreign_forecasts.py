@@ -268,6 +268,21 @@ def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path
     assert told in content["notes"]
 
 
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        (("mean", "scale"), "no width (stddev, or location and scale) of t, tp: no CRPS, errors of the mean alone"),
+        (("location",), "neither mean and stddev nor location and scale of t, tp: no CRPS, no errors"),
+        (("location", "stddev"), "neither mean and stddev nor location and scale of t, tp: no CRPS, no errors"),
+    ],
+)
+def test_parts_that_make_no_distribution_are_told_of(store, forecast, tmp_path, plain, parts, told):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data, parts=parts)
+    content = content_of([str(forecast), str(other)], store, tmp_path / "r")
+    assert not any("crps" in row for row in content["scores"] if row["entrant"] == "f")
+    assert f"f gives {told}." in content["notes"]
+
+
 @pytest.mark.slow
 def test_a_start_without_a_training_step_is_told_of(store, forecast, tmp_path, plain):
     """And so is that no baseline with a slope on the mean, as EMOS has, stands beside it."""
