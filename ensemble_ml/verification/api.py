@@ -61,8 +61,11 @@ def area_weights(
         (latitude, longitude) weights, one on average; zero for a meridian that repeats another (360 and 0 degrees).
 
     Raises:
+        ValueError: The data has no such dimension.
         UserError: Latitudes lie beyond the poles, or the axes are not those of a regular grid.
     """
+    for name in (latitude, longitude):
+        check_dim(data, name, "the names of both axes")
     lat, lon = data[latitude], data[longitude]
     check_all(latitude, lat.values, np.abs(lat.values) > 90 + TOLERANCE, "latitudes lie between -90 and 90 degrees")
     # `canonical` sorts the axes, so the areas are written back to the order that the data has.
@@ -87,13 +90,14 @@ def at_places_of(
         longitude: Name of the longitude coordinate.
 
     Raises:
-        ValueError: The forecast is at points and not on a grid, or `data` lacks one of its grid points.
+        ValueError: The forecast is at points and not on a grid, or `data` lacks one of its dimensions or grid points.
     """
     if not {latitude, longitude} <= set(forecast.dims):
         held = ", ".join(map(str, forecast.dims))
         raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
     chosen, wanted = {}, {name: forecast[name] for name in (latitude, longitude)}
     for name, axis in wanted.items():
+        check_dim(data, name, "the names of both axes")
         # Points match within the rounding of coordinates. Differences of longitude are taken modulo 360 degrees.
         apart = axis.values[:, None] - data[name].values.astype(np.float64)
         apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)

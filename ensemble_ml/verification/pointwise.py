@@ -10,7 +10,7 @@ import xarray as xr
 from ensemble_ml.units import same_units
 
 
-def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> int:
+def check_dim(data: xr.DataArray | xr.Dataset, name: str, argument: str = "member_dim") -> int:
     """Return the length of a dimension. `argument` names the argument that gives it, for the message.
 
     Raises:

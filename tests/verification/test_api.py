@@ -68,6 +68,18 @@ def test_vectors_that_have_dimensions_of_their_own():
         assert score(x, y[0], variable_dim="variable", preserve_dims="all").sizes == {"lead_time": 2, "latitude": 4}
 
 
+def test_data_that_is_on_no_grid_says_what_it_has():
+    """One row that was selected, a mean over rows, and a curvilinear grid."""
+    _, y = ensemble(dates=2)
+    plane = np.zeros(GRID.shape)
+    curved = xr.DataArray(plane, dims=["y", "x"], coords=dict.fromkeys(("latitude", "longitude"), (("y", "x"), plane)))
+    for data, has in ((y.isel(latitude=0), "init_time, longitude"), (y.mean("latitude"), "init_time, longitude"),
+                      (curved, "y, x")):  # fmt: skip
+        for function in (api.area_weights, lambda data: api.at_places_of(data, y)):
+            with pytest.raises(ValueError, match=f"dimension latitude: not in the data, which has {has}"):
+                function(data)
+
+
 def test_efi_of_one_forecast_against_many_climates():
     levels, rng = np.linspace(0, 1, 11), np.random.default_rng(0)
     x = xr.DataArray(rng.normal(size=(5, 4)), dims=["x", "realization"])
