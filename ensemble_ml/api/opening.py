@@ -56,6 +56,7 @@ class _Origin:
     opening: _Opening
     source: Reopened
     names: frozenset[str]  # names of all variables that were opened together
+    place: tuple[Any, ...]  # the variable's own name and its dimensions
     array: str  # name of the Dask array, which changes with what it computes
     attributes: str
 
@@ -143,10 +144,10 @@ def _lazy(source: Reopened) -> xr.Dataset:
 def _remembered(data: xr.Dataset, opening: _Opening, source: Reopened) -> xr.Dataset:
     """Store the origin of each lazy variable in its encoding, and return the Dataset."""
     names = frozenset(map(str, data.data_vars))
-    for array in data.variables.values():
+    for name, array in data.variables.items():
         if array.chunks is not None:
-            about = repr(array.attrs)
-            array.encoding[_ORIGIN] = _Origin(opening, source, names, array.data.name, about)
+            about, place = repr(array.attrs), (name, *array.dims)
+            array.encoding[_ORIGIN] = _Origin(opening, source, names, place, array.data.name, about)
     return data
 
 
@@ -239,12 +240,14 @@ def _base(name: str, *parts: str) -> str:
 def _origin(array: xr.DataArray) -> _Origin | None:
     """Return the origin of a variable, or None if it was changed.
 
-    The name of a Dask array identifies its computation, so an equal name means equal values.
+    The name of a Dask array identifies its computation, so an equal name means equal values. A renaming of variables or
+    dimensions leaves that name as it is, so these are compared, too.
     """
     found: _Origin | None = array.variable.encoding.get(_ORIGIN)
     if found is None or array.chunks is None:
         return None
-    return found if (array.data.name, repr(array.attrs)) == (found.array, found.attributes) else None
+    now = (array.name, *array.dims), array.data.name, repr(array.attrs)
+    return found if now == (found.place, found.array, found.attributes) else None
 
 
 def _same_axes(data: xr.Dataset, source: Reopened) -> bool:

@@ -91,6 +91,15 @@ def test_whatever_the_ensemble_comes_from(here, model, files, way):
         np.testing.assert_array_equal(found[name].values, files[name].sel(found[name].indexes).values)
 
 
+def test_renamed_variables_and_renamed_times_that_were_shifted_count_as_changed(here, model):
+    ensemble = eml.open("archive/ensemble")
+    swapped = ensemble.rename({"u": "v", "v": "u"})
+    assert resolve(swapped)[0] is swapped
+    later = ensemble["init_time"].values + np.timedelta64(12, "h")
+    shifted = model.predict(ensemble.rename(init_time="time").assign_coords(time=later), members=2)
+    np.testing.assert_array_equal(shifted["forecast_reference_time"].values, later)
+
+
 def test_nothing_is_computed_before_it_is_asked_for(here, model):
     def fails(block):
         raise AssertionError("computed")
