@@ -192,7 +192,9 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
     `of_start` adds the attributes of the input. Of `source`, only static fields count here.
     """
     # The digest covers every setting that changes the content of a file, but for those of the input, which `of_start`
-    # covers. A resumed run keeps only files with the same attributes.
+    # covers. A resumed run keeps only files with the same attributes. What the user states of an archive's variables
+    # changes the values that are read from the same fields; without such statements, the digest stays as it was.
+    stated = {name: getattr(config, name) for name in ("names", "units", "intervals")}
     settings = {
         "quantiles": wanted.quantiles,
         "thresholds": dict(sorted(wanted.thresholds.items())),
@@ -204,6 +206,7 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         "regrid": config.regrid,
         # Files of earlier versions had other time axes, and do not open as one Dataset with these.
         "axes": TIME_AXES,
+        **{name: dict(sorted(given.items())) for name, given in stated.items() if given},
     }
     return {
         "checkpoint_sha256": meta["sha256"],
