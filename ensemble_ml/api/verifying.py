@@ -250,6 +250,10 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
         held = ", ".join(map(str, forecast.dims))
         given = "give what predict returns, or a folder"
         raise UserError(f"{folder.name}: has no dimension {_START} (it has {held}); {given}")
+    times = forecast.get_index(_START)
+    if times.has_duplicates:
+        twice = times[times.duplicated()][0]
+        raise UserError(f"{folder.name}: {_START} {twice} stands twice; give each init time once")
     folder.mkdir(parents=True)
     # `xr.open_zarr` gives valid times in one chunk and fields in several. Such a Dataset refuses to state chunk sizes.
     forecast = forecast.unify_chunks()

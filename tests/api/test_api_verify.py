@@ -83,3 +83,10 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path):
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()
+
+
+def test_an_init_time_that_stands_twice_is_refused_as_in_files(here):
+    forecast = xr.open_mfdataset("forecast/*.nc", decode_timedelta=True, combine_attrs="override")
+    twice = xr.concat([forecast, forecast.isel(forecast_reference_time=[1])], "forecast_reference_time")
+    with pytest.raises(UserError, match=r"forecast: forecast_reference_time 2001-01-09 .*stands twice"):
+        eml.verify(twice, "store.zarr")
