@@ -251,6 +251,8 @@ def _saved(forecast: xr.Dataset, folder: Path) -> str:
         given = "give what predict returns, or a folder"
         raise UserError(f"{folder.name}: has no dimension {_START} (it has {held}); {given}")
     times = forecast.get_index(_START)
+    if isinstance(times, xr.CFTimeIndex):
+        raise UserError(f"{folder.name}: {_START} holds cftime objects; open the file with use_cftime=False")
     if times.has_duplicates:
         twice = times[times.duplicated()][0]
         raise UserError(f"{folder.name}: {_START} {twice} stands twice; give each init time once")

@@ -90,3 +90,9 @@ def test_an_init_time_that_stands_twice_is_refused_as_in_files(here):
     twice = xr.concat([forecast, forecast.isel(forecast_reference_time=[1])], "forecast_reference_time")
     with pytest.raises(UserError, match=r"forecast: forecast_reference_time 2001-01-09 .*stands twice"):
         eml.verify(twice, "store.zarr")
+
+
+def test_init_times_as_objects_of_cftime_are_refused_in_one_line(here):
+    forecast = xr.open_mfdataset("forecast/*.nc", decode_times=xr.coders.CFDatetimeCoder(use_cftime=True))
+    with pytest.raises(UserError, match="forecast: forecast_reference_time holds cftime objects; open"):
+        eml.verify(forecast, "store.zarr")
