@@ -90,8 +90,8 @@ def fan(
 
     Raises:
         UserError: The forecast has no quantiles of the variable; forecast or truth lacks the level or lead times, or
-            has several initialisation times; the place is outside of the grid; the truth lacks a lead of the forecast;
-            leads are no timedeltas; or matplotlib is not installed.
+            has several initialisation times; the truth has another one than the forecast; the place is outside of the
+            grid; the truth lacks a lead of the forecast; leads are no timedeltas; or matplotlib is not installed.
 
     Example:
         >>> import ensemble_ml as eml
@@ -115,6 +115,12 @@ def fan(
         seen = _by_lead(_at(truth.rename(truth.name or "truth"), latitude, longitude, level))
         if lacking := sorted(set(hours) - set(seen["lead"].values)):
             raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
+        # A truth without a start may have valid times of any origin, so only a stated one can be wrong.
+        starts = [str(one[at].values.ravel()[0])[:16] for one in (forecast, truth) for at in _START if at in one.coords]
+        if len(set(starts)) > 1:
+            raise UserError(
+                f"truth: starts at {starts[1]}, the forecast at {starts[0]}; choose the truth of that start"
+            )
         axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
     units = forecast[name].attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")

@@ -131,6 +131,22 @@ def test_a_fan_shows_the_truth_at_its_own_leads():
         eml.plot.fan(forecast.assign_coords(forecast_period=[24, 48]), "t2m", 0, 0)
 
 
+def test_a_fan_does_not_show_the_truth_of_another_start():
+    hours = np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]")
+    starts = np.array(["2003-01-09", "2003-01-10"], "datetime64[ns]")
+    axes = {"quantile": [0.1, 0.5, 0.9], "forecast_period": hours}
+    quantiles = on_globe(19, 36, forecast_reference_time=starts, **axes)
+    forecast = xr.Dataset({"t2m_quantile": quantiles}).isel(forecast_reference_time=[1])
+    truth = xr.DataArray(
+        [[1.0, 2.0], [3.0, 4.0]], {"init_time": starts, "lead_time": hours}, ["init_time", "lead_time"]
+    )
+    for mine in ([1], 1):
+        eml.plot.fan(forecast, "t2m", 0, 0, truth=truth.isel(init_time=mine))
+    for other in ([0], 0):
+        with pytest.raises(UserError, match="truth: starts at 2003-01-09T00:00, the forecast at 2003-01-10T00:00"):
+            eml.plot.fan(forecast, "t2m", 0, 0, truth=truth.isel(init_time=other))
+
+
 def test_an_event_of_more_dates_is_not_compared_with_one_forecast():
     """Repeated over all dates, the forecast of one would make a diagram of no meaning."""
     probability = on_globe(19, 36, init_time=[0, 1]) / 180 + 0.5
