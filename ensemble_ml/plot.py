@@ -105,7 +105,10 @@ def fan(
     if name not in forecast:
         there = ", ".join(sorted(str(one).removesuffix("_quantile") for one in forecast if "_quantile" in str(one)))
         raise UserError(f"{variable}: the forecast has no quantiles of it; it has some of {there or 'nothing'}")
-    values = _by_lead(_at(forecast[name], latitude, longitude, level)).transpose("quantile", "lead").compute()
+    values = _by_lead(_at(forecast[name], latitude, longitude, level))
+    if "quantile" not in values.dims:  # one was selected
+        values = values.expand_dims("quantile")
+    values = values.transpose("quantile", "lead").compute()
     hours = values["lead"].values
     levels = values["quantile"].values
     figure, axes = new_figure(6.4, 3.4)

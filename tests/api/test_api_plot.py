@@ -119,6 +119,8 @@ def test_a_fan_shows_the_truth_at_its_own_leads():
     for one in (forecast, forecast.sel(latitude=0, longitude=0)):
         lines = eml.plot.fan(one, "t2m", 0, 0, truth=truth).axes[0].lines
         assert [line.get_ydata().tolist() for line in lines if line.get_label() == "truth"] == [[2.0, 1.0]]
+    (median,) = eml.plot.fan(forecast.sel(quantile=0.5), "t2m", 0, 0).axes[0].lines
+    assert median.get_label() == "50 %"
     assert eml.plot.fan(forecast.isel(forecast_period=0), "t2m", 0, 0).axes[0].lines[0].get_xdata().tolist() == [24.0]
     for seen, told in (
         (truth.assign_coords(lead_time=hours + hours), "truth: has no values at 24 h of the forecast"),
