@@ -15,7 +15,7 @@ from typing import Any
 
 from ensemble_ml.config import ExportConfig, require
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import draft_of
+from ensemble_ml.folders import check_writable, draft_of
 from ensemble_ml.inference.card import model_card
 from ensemble_ml.store.folder import exchange
 from ensemble_ml.training.checkpoint import META, MODEL, find_checkpoint, load_checkpoint, load_meta, load_spec, sync
@@ -37,8 +37,8 @@ def export(config: ExportConfig) -> Path:
 
     Raises:
         UserError: the checkpoint is absent or damaged; the output exists and `overwrite` is off, is a file or a link,
-            or holds files that no export writes; the scores cannot be read, or have no forecast of this checkpoint
-            other than baselines.
+            cannot be made in its folder, or holds files that no export writes; the scores cannot be read, or have no
+            forecast of this checkpoint other than baselines.
     """
     output = Path(config.output).absolute()
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")
@@ -50,6 +50,7 @@ def export(config: ExportConfig) -> Path:
         raise UserError(
             f"output={output}: holds {others[0]}, which no export writes, so it is not replaced; choose another output"
         )
+    check_writable(output.parent)
     checkpoint = load_checkpoint(find_checkpoint(config.checkpoint))
     scores = _scores(config.scores)
     if scores is not None:

@@ -199,6 +199,12 @@ def test_what_is_no_export_is_left_alone(trained, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_an_export_below_a_file_is_refused_in_one_line(trained, tmp_path):
+    (tmp_path / "notes").touch()
+    with pytest.raises(UserError, match="notes is a file; give a folder"):
+        export(ExportConfig(str(trained[0]), str(tmp_path / "notes" / "model")))
+
+
 def test_scores_that_are_none_of_ours(trained, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "five.json").write_text("5")
