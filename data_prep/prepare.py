@@ -63,7 +63,7 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
     static = _whole(config.static) if as_list(config.static) else None
     index = str(Path(config.index).absolute()) if config.index else config.index
-    regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
+    regrid = _whole(config.regrid) if isinstance(config.regrid, str) else config.regrid
     output = str(Path(config.output).absolute())
     return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)
 

@@ -209,9 +209,13 @@ def choice_of(choices: type[E], name: str, value: Any) -> E:
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy's numbers to Python's, and iterables other than texts and mappings to lists."""
+    """Convert NumPy's numbers to Python's, its dates to texts, and iterables but texts and mappings to lists."""
     if getattr(value, "ndim", None) == 0:
-        return str(value) if isinstance(value, np.datetime64) else value.item()
+        value = np.asarray(value)[()]  # a DataArray gives dates as nanoseconds
+        if not isinstance(value, np.datetime64):
+            return value.item()
+        coarse = np.datetime_data(value.dtype)[0] in ("Y", "M", "D", "h", "m")
+        return str(value if coarse else value.astype("datetime64[m]"))
     if isinstance(value, Iterable) and not isinstance(value, str | Mapping):
         return [_plain(one) for one in value]
     return value

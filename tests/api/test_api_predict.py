@@ -11,7 +11,9 @@ import pytest
 import xarray as xr
 
 import ensemble_ml as eml
+from ensemble_ml.api.inputs import settings_of
 from ensemble_ml.api.opening import resolve
+from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import lazy
 
@@ -176,3 +178,13 @@ def test_opened_values_are_those_of_the_store(here):
     again = eml.open(archive.isel(realization=[0, 2]).rename(t2m="2t"))
     assert again.sizes["realization"] == 2 and "t2m" in again
     np.testing.assert_array_equal(again["tp"][:, 1], archive["tp"][:, 2])  # sums keep their intervals
+
+
+def test_dates_of_numpy_and_xarray_are_those_of_the_command():
+    times = np.array(["2003-01-09T00", "2003-01-09T12"], "datetime64[ns]")
+    texts = ["2003-01-09T00:00", "2003-01-09T12:00"]  # the day alone would be both
+    for dates in (times, xr.DataArray(times, dims="init_time"), list(times)):
+        config = settings_of(PredictConfig, {"dates": dates}, {"checkpoint": "c", "input": "i", "output": "o"}, {})
+        assert config.dates == texts
+    days = settings_of(PredictConfig, {"dates": times.astype("datetime64[D]")[:1]}, {"checkpoint": "c"}, {})
+    assert days.dates == ["2003-01-09"]

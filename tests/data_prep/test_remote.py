@@ -15,6 +15,7 @@ from benchmarks.remote.server import CHANGED, RESET, TRUNCATED, Plan, serving
 from data_prep import build_job, grib_io, open_archive, prepare
 from data_prep.build_job import Job
 from data_prep.grib_io import Stamp
+from data_prep.prepare import _with_whole_paths
 from ensemble_ml import cli
 from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
@@ -331,3 +332,10 @@ def test_signed_urls_are_refused(served):
     """Their signature would not be sent, and the server would refuse access."""
     with pytest.raises(UserError, match=rf"^{served}/a.grib2: a URL is read without the part behind its \?; download"):
         open_archive(f"{served}/a.grib2?signature=abc")
+
+
+def test_a_url_whose_grid_is_wanted_stays_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = PrepareConfig(input="a.grib", output="s.zarr", regrid="https://host/grid.nc")
+    assert _with_whole_paths(config).regrid == "https://host/grid.nc"
+    assert _with_whole_paths(replace(config, regrid="grid.nc")).regrid == str(tmp_path / "grid.nc")
