@@ -94,6 +94,7 @@ from ensemble_ml.verification.samples import Group, Setting, check_members, chec
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import (
     EFI_WEIGHTED,
+    EVERYWHERE,
     EXTREME,
     OF_THE_LIMIT,
     Tables,
@@ -278,7 +279,7 @@ def _setting(
 
     The weights of the regions follow the two weightings of the globe.
     """
-    land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
+    land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED, EVERYWHERE)
     regions = region_masks(source.layout.grid, land, config.regions, taken)
     area = source.layout.grid.area_weights()
     weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])

@@ -13,7 +13,7 @@ from ensemble_ml.verification.aggregation import METRICS, Column, geometric_mean
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.page import FIELD, LEAD, REGION, SCORE, choice, note, number, table
 from ensemble_ml.verification.scores import Scores, gain
-from ensemble_ml.verification.scoring import EFI_WEIGHTED
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EVERYWHERE
 from ensemble_ml.verification.summary import describe, short_name
 from ensemble_ml.verification.values import CLIMATOLOGY
 
@@ -23,7 +23,7 @@ _NO_REGION = ("unweighted", EFI_WEIGHTED)  # weightings that do not stand for a 
 def regions(scores: Scores) -> dict[str, str]:
     """Return the weightings of regions, by the name of the region in the report."""
     found = [weighting for weighting in scores.state.weightings if weighting not in _NO_REGION]
-    return {"all points" if weighting == "area" else weighting: weighting for weighting in found}
+    return {EVERYWHERE if weighting == "area" else weighting: weighting for weighting in found}
 
 
 def scorecard(scores: Scores) -> str:

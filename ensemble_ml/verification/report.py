@@ -279,16 +279,13 @@ def extreme_section(case: Case | None, scores: Scores, atlas: Atlas) -> str:
 def _case_maps(case: Case, atlas: Atlas, units: str) -> list[str]:
     """Return maps of means and the truth, of standard deviations, of errors in standard deviations, and of the EFI."""
     here = replace(atlas, grid=case.grid, size=1)
-    fields = {short_name(name): mean for name, (mean, _) in case.distributions.items()}
+    fields = {f"mean, {short_name(name)}": mean for name, (mean, _) in case.distributions.items()}
     fields |= {} if case.truth is None else {"truth": case.truth}
     # All maps of a kind share one colour scale, so that they can be compared.
     low, high = np.nanpercentile(np.stack(list(fields.values())), [1, 99])
     top = float(np.nanpercentile(np.stack([deviation for _, deviation in case.distributions.values()]), 99)) or 1.0
     means = (float(low), float(high) if high > low else float(low) + 1.0)
-    parts = [
-        here.map(name if name == "truth" else f"mean, {name}", values, "viridis", means, units, case.place)
-        for name, values in fields.items()
-    ]
+    parts = [here.map(title, values, "viridis", means, units, case.place) for title, values in fields.items()]
     for name, (_, deviation) in case.distributions.items():
         title = f"standard deviation, {short_name(name)}"
         parts.append(here.map(title, deviation, "magma", (0.0, top), units, case.place))

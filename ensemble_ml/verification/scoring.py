@@ -34,6 +34,7 @@ from ensemble_ml.verification.vectors import Vectors
 from ensemble_ml.wording import shortened
 
 EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # names of the weightings of the extreme strata
+EVERYWHERE = "all points"  # name of the weighting by area in the report
 _EXTREME_ABOVE = 0.7
 OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)  # of exceeding the upper tenth
 _LACKING = {  # reasons why a regression of the spread has no value for a field that is scored

@@ -170,9 +170,9 @@ def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path):
 
 
 def test_an_error_has_no_size_in_deviations_that_are_none():
-    """As where all members are dry."""
+    """As where all members are dry. A forecast may be called like the truth, and has a map of its own."""
     grid, field = Grid(np.linspace(90, -90, 9), np.arange(16) * 22.5), np.zeros((9, 16))
-    laws = {"raw_10": (field, field), "forecast": (field, field + 0.5)}
+    laws = {"raw_10": (field, field), "truth": (field, field + 0.5)}
     place = {name: (float(mean[0, 0]), float(deviation[0, 0])) for name, (mean, deviation) in laws.items()}
     case = Case(
         Column(24, "tp", None), "2001-01-01T00", 0.9, (90.0, 0.0, 60.0, 60.0), grid, (90.0, 0.0), field - 1, field + 1,
@@ -180,6 +180,7 @@ def test_an_error_has_no_size_in_deviations_that_are_none():
     )  # fmt: skip
     page = extreme_section(case, SimpleNamespace(full=10), Atlas(grid, 1, None, {}))
     assert "+2.00" in page and "e+" not in page.partition("<table")[2]
+    assert "mean, truth" in page
     assert "total precipitation from 2001-01-01T00, 24 h ahead, 60 to 90°N and 0 to 60°E" in page
 
 

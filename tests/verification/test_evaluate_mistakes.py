@@ -90,9 +90,10 @@ def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_pat
         evaluate(settings(folder, store, tmp_path / "r"), store)
 
 
-def test_a_box_may_not_take_the_name_of_a_weighting(store, forecast, tmp_path):
-    with pytest.raises(UserError, match=r"area.*stands for something else"):
-        evaluate(settings(forecast, store, tmp_path, regions={"area": [48, 5, 44, 16]}), store)
+@pytest.mark.parametrize("name", ["area", "all points"])
+def test_a_box_may_not_take_the_name_of_a_weighting(store, forecast, tmp_path, name):
+    with pytest.raises(UserError, match=rf"{name}.*stands for something else"):
+        evaluate(settings(forecast, store, tmp_path, regions={name: [48, 5, 44, 16]}), store)
 
 
 @pytest.mark.parametrize("forecast", [[], None])
