@@ -112,13 +112,16 @@ class Scores:
         pages = {FILES[0]: self._found.json, FILES[1]: self._found.page}
         for name in pages:
             _check_free(Path(folder) / name, overwrite)
-        for name, text in pages.items():
-            _written(Path(folder) / name, text(), overwrite)
+        # Both are made before one is written, so that no old report stays beside new scores.
+        for name, text in {name: make() for name, make in pages.items()}.items():
+            _written(Path(folder) / name, text, overwrite)
         return Path(folder)
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
-    """Refuse a file that exists, unless it may be replaced."""
+    """Refuse a folder, and a file that exists, unless it may be replaced."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; choose another name")
     if path.exists() and not overwrite:
         raise UserError(f"{path}: exists; set overwrite=True, or choose another name")
 
@@ -182,7 +185,7 @@ def verify(
             "baselines": None if baselines is None else _folders(baselines, Path(folder), "baseline"),
             "ensemble": paths,
             "truth": of_truth,
-            "members_in": members,
+            "members_in": int(members) if isinstance(members, np.integer) else members,
             "output": folder,
         }
         opened = settings_of_both(of_ensemble, more)

@@ -90,6 +90,7 @@ class Tracker:
         # The steps since the last line were taken before the checkpoint, so their sums come from there.
         self._sums: dict[str, float] = dict(known.get("sums", {}))
         self._count, self._sent, self._skipped = (known.get(name, 0) for name in ("count", "sent", "skipped"))
+        self._latest: tuple[int, float] | None = None  # number and learning rate of the last step
         self.counters = Counters()  # those of the loader
         self.restart_clock()
 
@@ -136,8 +137,15 @@ class Tracker:
         self._sums = {name: self._sums.get(name, 0.0) + (0.0 if skipped else value) for name, value in loss.items()}
         self._bar.update()
         self._mllog.stepped(step, self._steps)
-        if step % self._every and step != self._steps:
+        self._latest = step, lr
+        if step % self._every == 0 or step == self._steps:
+            self.write_line()
+
+    def write_line(self) -> None:
+        """Log the steps since the last line; also where the run ends before its last planned step."""
+        if self._latest is None or not self._count:
             return
+        step, lr = self._latest
         took = max(time.perf_counter() - self._began, 1e-9)
         # Computed once, so that the file and the screen agree.
         values, loading = self._values(took, lr), self._loading(took)

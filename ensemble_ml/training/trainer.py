@@ -380,6 +380,7 @@ class Trainer:
 
     def _end_here(self, tracker: Tracker | Silent, why: str) -> None:
         """Make the current step the last one of the run, and log the reason. All ranks call this."""
+        tracker.write_line()
         tracker.say(why)
         self.state.steps = self.state.step
         # The loader planned its validations for other steps. Without it, the last one is read directly.

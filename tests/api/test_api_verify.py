@@ -45,7 +45,7 @@ def test_scores_equal_those_of_the_command(here, scores, tmp_path):
         found.report(tmp_path / "out" / "report.html")
 
 
-def test_several_forecasts_by_name_and_refusals(here, tmp_path):
+def test_several_forecasts_by_name_and_refusals(here, tmp_path, monkeypatch):
     ensemble = eml.open("store.zarr")
     forecast = xr.open_mfdataset("forecast/*.nc", decode_timedelta=True, combine_attrs="override")
     with pytest.raises(UserError, match="no dimension forecast_reference_time"):
@@ -57,7 +57,8 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path):
     small["t2m_mean"] = small["t2m_mean"].chunk(forecast_reference_time=-1)
     with pytest.raises(ValueError, match="inconsistent chunks"):
         small.chunks  # noqa: B018
-    scores = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, bootstrap=100, baselines={"lazy": small})
+    given = {"bootstrap": 100, "members": np.int64(2)}
+    scores = eml.verify({"ours": small, "theirs": "forecast"}, ensemble, baselines={"lazy": small}, **given)
     assert [(one["label"], one["baseline"]) for one in scores.content["forecasts"]] == [
         ("ours", False), ("theirs", False), ("lazy", True),
     ]  # fmt: skip
@@ -80,6 +81,13 @@ def test_several_forecasts_by_name_and_refusals(here, tmp_path):
     with pytest.raises(UserError, match=r"report\.html: exists"):
         scores.save(tmp_path / "half")
     assert not (tmp_path / "half" / "scores.json").exists()
+    with pytest.raises(UserError, match="half: is a folder; choose another name"):
+        scores.report(tmp_path / "half", overwrite=True)
+    with monkeypatch.context() as patch:  # a report that cannot be drawn leaves no new scores beside the old one
+        patch.setattr(type(scores._found), "page", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scores.save(tmp_path / "half", overwrite=True)
+    assert [file.name for file in (tmp_path / "half").iterdir()] == ["report.html"]
     crps = found["crps"].sel(field="t2m")
     np.testing.assert_array_equal(crps.sel(entrant="ours"), crps.sel(entrant="theirs"))
     assert np.isfinite(crps.sel(entrant="ours")).all()

@@ -217,6 +217,7 @@ def test_patience_ends_a_run_that_improves_no_more(config_of, monkeypatch, caplo
     assert meta["step"] == meta["steps"] == best["step"] + 6 < 40
     validated = [line["step"] for line in read_log(run / "log.jsonl") if "validation" in line]
     assert validated == list(range(0, meta["step"] + 1, 2))
+    assert [line["step"] for line in read_log(run / "log.jsonl") if "loss" in line][-1] == meta["step"]
     told = f"no validation was better than that of step {best['step']}, so step {meta['step']} of 40 is the last"
     assert told in caplog.text
     assert weights(train(config_of(**plan, resume=True))).meta == meta
