@@ -4,6 +4,8 @@
     OUTPUT/skill/forecasts/...-fromM        forecasts of the test dates
     OUTPUT/skill/{results.json, report.html}
 
+The section `contest` trains and scores the models. The section `reach` needs no training (`reach.py`).
+
 All models are trained and scored in the same way. Trials and checkpoints are chosen on validation dates, and everything
 is scored on test dates that had no part in a run. If the benchmark is run again, it continues where it stopped.
 """
@@ -12,10 +14,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.common.results import LOST, Figure, commit, summary, write_results
+from benchmarks.common.results import LOST, Claim, Figure, commit, summary, write_results
 from benchmarks.common.sections import chosen
 from benchmarks.skill.claims import Contest, report
 from benchmarks.skill.entrants import (
@@ -31,6 +34,7 @@ from benchmarks.skill.entrants import (
     steps_taken,
     train_entrant,
 )
+from benchmarks.skill.reach import measure
 from benchmarks.skill.realistic import realism_of
 from benchmarks.skill.scoring import Data, groups_of, score
 from benchmarks.skill.table import Board
@@ -52,7 +56,7 @@ _CONFIDENCE = 0.95
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Train all models, make their forecasts, and score them.
+    """Train all models, make their forecasts and score them, and measure how far around a point errors can be foretold.
 
     Args:
         config: the settings of the benchmark.
@@ -63,10 +67,36 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: there is no store, it holds no truth, or it has too few members.
     """
-    chosen(config.only, {})
+    wanted = chosen(config.only, {"contest": _race, "reach": _reach})
     skill, folder = config.skill, Path(config.output) / "skill"
     store = _store(skill)
     dates = split(skill, store.layout.init_time)
+    figures: dict[str, Figure] = {}
+    claims: list[Claim] = []
+    notes: list[str] = []
+    tables: dict[str, list[dict[str, Any]]] = {}
+    if "contest" in wanted:
+        figures, claims, notes, tables = _race(config, dates, store, folder)
+    if "reach" in wanted:
+        figures |= _reach(skill, dates, store)
+    print(summary(figures, claims, config.size))
+    return write_results(
+        folder,
+        title="Forecast skill on the embedded archive (simulated): ours and published methods",
+        runs=skill.seeds,
+        figures=figures,
+        claims=claims,
+        notes=[*notes, _split_in_words(dates, store)],
+        tables=tables,
+        size=config.size,
+    )
+
+
+def _race(
+    config: BenchmarkConfig, dates: Dates, store: TensorStore, folder: Path
+) -> tuple[dict[str, Figure], list[Claim], list[str], dict[str, list[dict[str, Any]]]]:
+    """Train all models, make their forecasts, and return figures, claims, notes and the table of trials."""
+    skill = config.skill
     start = start_of_ours(skill, dates, store, folder / "runs", config.size)  # its fits are also those of our trainings
     trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
     trained.append(start)
@@ -74,7 +104,6 @@ def run(config: BenchmarkConfig) -> Path:
     contest = _contest(forecasts, skill, dates, store)
     figures, claims, notes = report(contest)
     figures["ours: the fits before its first step, made once a seed"] = Figure.of(fit_seconds(start), "s")
-    print(summary(figures, claims, config.size))
     trials = [row for one in trained for row in one.trials]
     best = (f"{one.name} {', '.join(map(str, steps_taken(one)))}" for one in trained if one.trials)
     notes.append(f"Best on the validation dates at steps, by seed: {'; '.join(best)}.")
@@ -86,16 +115,13 @@ def run(config: BenchmarkConfig) -> Path:
     made += [path for sizes in forecasts.values() for labels in sizes.values() for path in labels.values()]
     if others := made_at(made) - {commit()}:
         notes.append(f"Trainings or forecasts of an earlier run were taken, made at {', '.join(sorted(others))}.")
-    return write_results(
-        folder,
-        title="Forecast skill on the embedded archive (simulated): ours and published methods",
-        runs=skill.seeds,
-        figures=figures,
-        claims=claims,
-        notes=[*notes, _split_in_words(dates, store)],
-        tables={"Trials, on the validation dates": trials},
-        size=config.size,
-    )
+    return figures, claims, notes, {"Trials, on the validation dates": trials}
+
+
+def _reach(skill: SkillConfig, dates: Dates, store: TensorStore) -> dict[str, Figure]:
+    """Return the figures on how far around a point errors can be foretold."""
+    train, validation = (select_dates(store.layout.init_time, part) for part in (dates.train, dates.validation))
+    return measure(store, train, validation, skill.members, skill.bootstrap, skill.block_days)
 
 
 def _store(skill: SkillConfig) -> TensorStore:
