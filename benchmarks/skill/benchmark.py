@@ -78,7 +78,8 @@ def run(config: BenchmarkConfig) -> Path:
     if "contest" in wanted:
         figures, claims, notes, tables = _race(config, dates, store, folder)
     if "reach" in wanted:
-        figures |= _reach(skill, dates, store)
+        found, sure = _reach(skill, dates, store)
+        figures, claims = figures | found, claims + sure
     print(summary(figures, claims, config.size))
     return write_results(
         folder,
@@ -118,8 +119,8 @@ def _race(
     return figures, claims, notes, {"Trials, on the validation dates": trials}
 
 
-def _reach(skill: SkillConfig, dates: Dates, store: TensorStore) -> dict[str, Figure]:
-    """Return the figures on how far around a point errors can be foretold."""
+def _reach(skill: SkillConfig, dates: Dates, store: TensorStore) -> tuple[dict[str, Figure], list[Claim]]:
+    """Return figures and claims on how far around a point errors can be foretold."""
     train, validation = (select_dates(store.layout.init_time, part) for part in (dates.train, dates.validation))
     return measure(store, train, validation, skill.members, skill.bootstrap, skill.block_days)
 

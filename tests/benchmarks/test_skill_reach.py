@@ -11,7 +11,8 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Fields, Part
 
 ROWS, COLUMNS, TRAIN = 17, 32, 40
-FOUR = "RMSE of the mean, linearly corrected by points up to 4 away, over that of the mean without its bias"
+WHERE = "17 x 32 points, 40 training dates: RMSE of"
+FOUR = f"{WHERE} the mean, linearly corrected by points up to 4 away, over that of the mean without its bias"
 
 
 class Store:
@@ -43,13 +44,14 @@ class Store:
 
 def test_errors_are_foretold_from_where_they_come_from():
     store = Store()
-    found = reach.measure(store, np.arange(TRAIN), np.arange(TRAIN, TRAIN + 20), 2, 100, 10)
+    found, claims = reach.measure(store, np.arange(TRAIN), np.arange(TRAIN, TRAIN + 20), 2, 100, 10)
     values = {name: figure.median for name, figure in found.items()}
     itself, one, two, four, *farther = list(values.values())[:6]
     assert itself > 0.97 and two < one < 0.7  # v is known with its neighbours; boxes around 2 and 4 overlap
     assert four < 0.7 * two and farther == pytest.approx([four, four], abs=0.06)  # t2m with points four away
     [(words, gain)] = list(values.items())[6:]
-    assert words.endswith("below that with 3 x 3 points") and gain > 30
+    assert words.endswith("below that with 3 x 3") and gain > 30
+    assert (claims[0].claim, claims[0].value) == (words, gain) and all(one.holds for one in claims)
     assert found[FOUR].min <= four <= found[FOUR].max
 
 
