@@ -64,7 +64,7 @@ class ModelConfig:
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
     points: int = opt(1024, "unet3d: hidden units of the point network, which corrects spread and errors beyond the linear correction, by the points around; 0: none")
-    departures: bool = opt(False, "also give the network what unet3d's statistical stages read: departures from the training mean at the point, in units of the typical spread, with their differences and means around (drn, ens10_unet, poet) or with what the linear correction makes of them (unet3d)")
+    departures: bool = opt(False, "drn, ens10_unet, poet: also give them the inputs of unet3d's statistical stages: departures from the training mean at the point, in units of the typical spread, with their differences and means around")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")

@@ -7,8 +7,6 @@ For each variable and input lead there are:
   (at leads that are not predicted, towards the typical spread), so that the logarithm is finite with one member;
 - for predicted leads, the logarithm of climatological spread / typical spread;
 - if `one_member` is on, one member's departure from the mean, divided by the typical spread;
-- for predicted leads, if our network has `departures` on: the anomalies d of mean and spread that the linear correction
-  reads (`models.linear`), and what that correction adds to both;
 - for a masked variable (one that has points without a value), the fraction of the members that have a value.
 
 In addition there are planes common to all fields: place, static fields, 1/M, log M and season (`models.inputs`).
@@ -31,7 +29,6 @@ from torch import Tensor, nn
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, common_planes, integers, position_planes, take
-from ensemble_ml.models.linear import KINDS
 
 _SMALLEST = 1e-2  # in typical spreads; the logarithm levels off below this, so that it is finite for a spread of zero
 _SHRINK_UNFITTED = 2.0  # k in members for input leads that are not predicted: k is fitted for predicted leads only
@@ -85,8 +82,7 @@ def unbiased_spread(
 class Features(nn.Module):
     """The layer that turns an `EnsembleInput` into the channels of the network.
 
-    Inputs are standardised by the statistics of the training dates in `climate`. `further` is how many channels each
-    field has for each predicted lead beyond those of the members, by turns of its mean and of its spread.
+    Inputs are standardised by the statistics of the training dates in `climate`.
     """
 
     mean: Tensor
@@ -94,9 +90,9 @@ class Features(nn.Module):
     level_spread: Tensor
     position: Tensor
 
-    def __init__(self, spec: ModelSpec, climate: Climate, further: int = 0):
+    def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__()
-        self.spec, self.further = spec, further
+        self.spec = spec
         for name in ("mean", "std", "level_spread"):
             self.register_buffer(name, torch.from_numpy(np.asarray(getattr(climate, name), np.float32).copy()))
         # Place and static fields are constant, so they are computed once and saved in the state_dict.
@@ -105,7 +101,7 @@ class Features(nn.Module):
     def channels(self, *, surface: bool) -> int:
         """Return the number of channels C of the surface variables, or of the variables on pressure levels."""
         names = self.spec.surface if surface else self.spec.variables
-        leads = 2 * len(self.spec.leads_in) + (1 + self.further) * len(self.spec.leads_out)
+        leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
         masks = len(self.spec.leads_in) * sum(name in self.spec.masked for name in names)
         return len(names) * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
 
@@ -114,8 +110,8 @@ class Features(nn.Module):
 
         A wind component w becomes -w in physical units. Its standardised value x = (w - mean) / std therefore becomes
         -x - 2 mean / std. If the mean is a map, the map is continued like the wind itself, so x becomes -x. One
-        member's departure from the mean changes its sign with the wind, as do anomalies of means. All other channels
-        stay as they are. At the surface, Z = 1.
+        member's departure from the mean changes its sign with the wind. All other channels stay as they are. At the
+        surface, Z = 1.
         """
         spec = self.spec
         names, levels = (spec.surface, 1) if surface else (spec.variables, len(spec.levels))
@@ -133,10 +129,6 @@ class Features(nn.Module):
         if spec.config.one_member:
             signs.append(sign_V.repeat(leads, 1))
             offsets.append(torch.zeros_like(sign_V).repeat(leads, 1))
-        # Anomalies depart from a map that is continued like the field itself, so they have no offset.
-        kinds = sign_V, torch.ones_like(sign_V)
-        signs += [kinds[number % KINDS].repeat(outs, 1) for number in range(self.further)]
-        offsets += [torch.zeros_like(sign) for sign in signs[len(offsets) :]]
         masks = sign_V.new_ones(leads * sum(name in spec.masked for name in names), levels)
         return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
 
@@ -155,16 +147,13 @@ class Features(nn.Module):
         member = None if x.member is None else torch.where(torch.isnan(x.member), mean, x.member)
         return replace(x, mean=mean, spread=torch.where(hidden, 0.0, x.spread), member=member, valid=valid)
 
-    def forward(
-        self, x: EnsembleInput, spread0: Tensor, climatology: Tensor, further: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: EnsembleInput, spread0: Tensor, climatology: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Build the channels.
 
         Args:
             x: a batch without NaN, such as `filled` returns.
             spread0: (B, T_out, F, Y, X) s0 of the predicted leads.
             climatology: (T_out, F, Y, X) s_clim of the predicted leads.
-            further: (B, `further` T_out, F, Y, X) further channels, or None if there are none.
 
         Returns:
             Channels of the variables on pressure levels (B, C, Y, X, Z), channels of the surface variables
@@ -186,8 +175,6 @@ class Features(nn.Module):
             if x.member is None:
                 raise UserError("model.one_member=true: the input holds no single member; give `member`")
             parts.append((x.member - x.mean) / level)
-        if further is not None:
-            parts.append(further)
         pressure, surface = self._planes(torch.cat(parts, 1), self.spec.upper)
         if masked := self.spec.masked_positions:
             assert x.valid is not None

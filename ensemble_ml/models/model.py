@@ -52,8 +52,7 @@ class Start(nn.Module):
     def __init__(self, spec: ModelSpec, climate: Climate, *, local_terms: bool = False):
         super().__init__()
         self.spec, self.speed = spec, Speed()
-        further = KINDS * (1 + spec.linear) if spec.config.departures else 0
-        self.features = Features(spec, climate, further)
+        self.features = Features(spec, climate)
         self.heads = Heads(spec, climate, local_terms=local_terms)
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.points = make_network(spec, vars(climate))
@@ -145,12 +144,11 @@ class EnsembleModel(Start):
         self._check(x)
         # The corrections come before missing values are filled: a missing value is an anomaly of zero there.
         linear, points = self.corrections(*self._predicted(x), x.count, x.day_of_year)
-        further = self._further(x, linear)
         if self.spec.masked:
             x = self.features.filled(x)
         heads, (mean, spread) = self.heads, self._predicted(x)
         spread0, spread1 = heads.base_spread(spread, x.count), heads.full_spread(spread, x.count)
-        network = self._network(*self.features(x, spread0, heads.climatology, further))
+        network = self._network(*self.features(x, spread0, heads.climatology))
         if linear is not None:
             mean, spread1 = heads.corrected(mean, spread1, linear)
             # The corrected spread depends on all fields around a point, and not only on the members' spread there. It
@@ -210,16 +208,6 @@ class EnsembleModel(Start):
         """Return mean and spread of the members at the predicted leads, (B, T, F, Y, X) each."""
         leads = self.spec.lead_positions
         return take(x.mean, 1, leads), take(x.spread, 1, leads)
-
-    def _further(self, x: EnsembleInput, linear: Tensor | None) -> Tensor | None:
-        """Return what the U-Net also reads if `model.departures` is on: anomalies d, and their linear correction.
-
-        It is (B, 2 or 4 T, F, Y, X), or None. `linear` is the result of `linear_part`, or None.
-        """
-        if not self.features.further:
-            return None
-        parts = [self.heads.departures(*self._predicted(x), x.count), *([] if linear is None else [linear])]
-        return torch.cat(parts, 1).flatten(1, 2)
 
     def _network(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """Run the U-Net: (B, outputs, T, F, Y, X)."""

@@ -125,8 +125,6 @@ FORMS = {
     "four leads": {"leads_in": (0, 24, 48, 72), "leads_out": (24, 72)},
     "static": {"static": ("orog", "lsm")},
     "one member": {"one_member": True},
-    "departures": {"departures": True},
-    "departures, no linear correction": {"departures": True, "linear": False},
     "no local terms": {"local_terms": False},
     "spread alone": {"postprocess": False},
     "distribution alone": {"spread": False},
@@ -148,32 +146,6 @@ def test_every_form_of_input(form):
     assert set(tensors(found)) == expected | ({"spread"} if spec.config.spread else set())
     for value in tensors(found).values():
         assert tuple(value.shape) == shape and torch.isfinite(value).all()
-
-
-@pytest.mark.parametrize("linear", [True, False])
-def test_the_network_reads_departures_and_their_correction(monkeypatch, linear):
-    """They come last, by kind, lead and field, and a point without a value departs from nothing."""
-    spec = make_spec(9, 16, departures=True, linear=linear)
-    model, x = make_model(spec), make_input(spec)
-    x.mean[:, :, 0, 2, 3] = torch.nan
-    seen = []
-    monkeypatch.setattr(
-        model, "_network", lambda *channels: seen.append(channels) or EnsembleModel._network(model, *channels)
-    )
-    model(x)
-    upper, flat, _ = seen[0]
-    leads, variables = len(spec.leads_out), len(spec.variables)
-    last = 2 * (1 + linear) * leads
-    found = torch.cat([
-        upper[:, -last * variables :].unflatten(1, (last, variables)).permute(0, 1, 2, 5, 3, 4).flatten(2, 3),
-        flat[:, -last * len(spec.surface) :].unflatten(1, (last, -1)),
-    ], 2)  # fmt: skip
-    given = *model._predicted(x), x.count
-    expected = [model.heads.departures(*given)]
-    if linear:
-        expected.append(model.linear_part(model.anomalies(*given), x.count))
-    torch.testing.assert_close(found, torch.cat(expected, 1).flatten(1, 2), rtol=0, atol=0)
-    assert (found[:, :, 0, 2, 3][:, :leads] == 0).all()
 
 
 def test_361_rows():

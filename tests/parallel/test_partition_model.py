@@ -149,7 +149,6 @@ CASES = {
     "zero, separable, overlap": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
     "surface alone": ((17, 16), {"variables": (), "levels": ()}),
     "a bank of kernels": ((17, 16), {"bank": 0.2}),
-    "departures": ((17, 16), {"departures": True}),
 }
 
 
