@@ -138,6 +138,11 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
     return found
 
 
+def is_of_no_member(array: xr.DataArray) -> bool:
+    """Return whether a variable has no axis of members, and is no control forecast of GRIB."""
+    return find_axis(array, "member") is None and grib_type(array) != "cf"
+
+
 def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
     """Return variables that repeat a quantity as sums over other hours or as a mean rate, with the one that is read.
 
@@ -150,8 +155,7 @@ def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[st
     for name in sorted(map(str, data.data_vars)):
         with understood(name):
             field = identify(data, data[name], overrides).field
-            alone = find_axis(data[name], "member") is None and grib_type(data[name]) != "cf"
-            if field is not None and field.name in with_members and alone:
+            if field is not None and field.name in with_members and is_of_no_member(data[name]):
                 continue  # a mean over the members must not be read in their place
             if field is not None and field.accumulated and _convertible(data[name], field):
                 if is_mean_rate(data[name], field):

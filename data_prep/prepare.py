@@ -104,9 +104,9 @@ def _check_settings(config: PrepareConfig) -> None:
         remedy = "an open Dataset is computed by Dask: choose its scheduler, and leave executor=threads"
         raise UserError(f"executor={config.executor.value}: {remedy}")
     output = Path(config.output).absolute()
-    for key in ("input", "truth", "static"):
+    for key in ("input", "truth", "static") if config.overwrite else ():
         for path in (one for one in as_list(getattr(config, key)) if not is_dataset(one) and not is_remote(one)):
-            if config.overwrite and output.resolve() in Path(path).resolve().parents:
+            if output.resolve() in Path(path).resolve().parents:
                 raise UserError(f"{key}={path}: lies in the output, which overwrite=true removes; move it elsewhere")
     known = Build.unfinished(output) or (_may_be_done(config) and is_store(output))
     # The build checks this again, but only after all files have been indexed, which may take hours.

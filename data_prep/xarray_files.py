@@ -42,6 +42,7 @@ from data_prep.identity import (
     conversion,
     grib_type,
     identify,
+    is_of_no_member,
     numbered,
     origin_of,
     other_sums,
@@ -219,7 +220,7 @@ class XarrayFile:
             if identity.elsewhere:
                 self.elsewhere.add(f"{array.name}{identity.reason}")
             return []
-        if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
+        if field.name in with_members and is_of_no_member(array):
             self._skip(f"{array.name} (without members; {with_members[field.name]} has them)")
             return []
         if array.dtype.kind in "iu" and {"scale_factor", "add_offset"} & array.attrs.keys():

@@ -118,12 +118,7 @@ def fan(
         seen = _by_lead(_at(truth.rename(truth.name or "truth"), latitude, longitude, level))
         if lacking := sorted(set(hours) - set(seen["lead"].values)):
             raise UserError(f"truth: has no values at {', '.join(f'{one:g}' for one in lacking)} h of the forecast")
-        # A truth without a start may have valid times of any origin, so only a stated one can be wrong.
-        starts = [str(one[at].values.ravel()[0])[:16] for one in (forecast, truth) for at in _START if at in one.coords]
-        if len(set(starts)) > 1:
-            raise UserError(
-                f"truth: starts at {starts[1]}, the forecast at {starts[0]}; choose the truth of that start"
-            )
+        _check_start(forecast, truth)
         axis.plot(hours, seen.sel(lead=hours).values, "x", color="black", ms=7, mew=1.6, label="truth")
     units = forecast[name].attrs.get("units", registered(variable).units)
     axis.set_xlabel("lead time, h")
@@ -302,6 +297,14 @@ def _by_lead(values: xr.DataArray) -> xr.DataArray:
         raise UserError(f"{values.name}: has several values along {', '.join(several)}; choose one, as with isel")
     hours = values[name].values / np.timedelta64(1, "h")
     return values.squeeze(more).rename({name: "lead"}).assign_coords(lead=hours)
+
+
+def _check_start(forecast: xr.Dataset, truth: xr.DataArray) -> None:
+    """Refuse a truth that states another initialisation time than the forecast."""
+    # A truth without a start may have valid times of any origin, so only a stated one can be wrong.
+    starts = [str(one[at].values.ravel()[0])[:16] for one in (forecast, truth) for at in _START if at in one.coords]
+    if len(set(starts)) > 1:
+        raise UserError(f"truth: starts at {starts[1]}, the forecast at {starts[0]}; choose the truth of that start")
 
 
 def _at(values: xr.DataArray, latitude: float, longitude: float, level: int | None) -> xr.DataArray:

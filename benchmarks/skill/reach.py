@@ -111,7 +111,7 @@ def measure(
     for number, date in enumerate(validation.tolist()):
         inputs, errors = shape.samples(*anomalies.at(date), number % _APART)
         raw.append((area * errors.square()).sum((0, 1)))
-        squares.append(torch.stack([_left(inputs, errors, of, bands, area) for of in maps.values()]))
+        squares.append(torch.stack([_squares_left(inputs, errors, of, bands, area) for of in maps.values()]))
     blocks = blocks_of(store.layout.init_time[validation], block_days)
     rows, columns = store.layout.grid.shape
     where = f"{rows} x {columns} points, {len(train)} training dates"
@@ -153,7 +153,7 @@ def _fitted(left_BKK: Tensor, right_BKC: Tensor) -> Tensor:
     return torch.stack([torch.linalg.solve(left_BKK + p * size, right_BKC) for p in _PENALTIES]).float()
 
 
-def _left(inputs_YXK: Tensor, errors_YXC: Tensor, maps_PBKC: Tensor, bands_BY: Tensor, area: Tensor) -> Tensor:
+def _squares_left(inputs_YXK: Tensor, errors_YXC: Tensor, maps_PBKC: Tensor, bands_BY: Tensor, area: Tensor) -> Tensor:
     """Return the squares of what the maps of each penalty leave of the errors, summed over points, (P, C)."""
     given = inputs_YXK[..., : maps_PBKC.shape[2]]
     found = []

@@ -113,7 +113,8 @@ class Scores:
         for name in pages:
             _check_free(Path(folder) / name, overwrite)
         # Both are made before one is written, so that no old report stays beside new scores.
-        for name, text in {name: make() for name, make in pages.items()}.items():
+        texts = {name: make() for name, make in pages.items()}
+        for name, text in texts.items():
             _written(Path(folder) / name, text, overwrite)
         return Path(folder)
 

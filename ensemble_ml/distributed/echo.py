@@ -182,6 +182,14 @@ def echoes(traffic: Traffic) -> Connect:
     return connect
 
 
+def without_quorum(config: OptimConfig) -> OptimConfig:
+    """Return the settings with votes of all ranks in the place of those that a quorum ends.
+
+    They cost a rank as much, and need no hub, which would wait for ranks that are only planned.
+    """
+    return replace(config, quorum="all", bound=10, replay=None)
+
+
 def check_exchange(config: OptimConfig, topology: Topology, local_size: int) -> None:
     """Raise a UserError if the settings do not fit the ranks."""
     exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(Traffic()))
@@ -209,9 +217,7 @@ def exchange_traffic(
         UserError: the settings do not fit the ranks.
     """
     traffic = Traffic(phase=Phase.update)
-    # A vote of all ranks costs each rank as much as one that a quorum ends, and has no hub that waits for other ranks.
-    config = replace(config, quorum="all", bound=10, replay=None)
-    exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(traffic))
+    exchange = make_exchange(without_quorum(config), topology, local_size=local_size, connect=echoes(traffic))
     if not isinstance(exchange, BucketExchange):
         return [], False
     params: list[Tensor] = [torch.zeros(shape, requires_grad=True) for shape in shapes]

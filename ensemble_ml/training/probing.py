@@ -29,7 +29,7 @@ from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.costs import Known, Links, Piece, measured_links
-from ensemble_ml.distributed.echo import Traffic, echo_mesh, echoes
+from ensemble_ml.distributed.echo import Traffic, echo_mesh, echoes, without_quorum
 from ensemble_ml.distributed.exchange import Arrivals, BucketExchange
 from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
 from ensemble_ml.distributed.world import free_port
@@ -158,8 +158,7 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
         whole = replace(job.config, parallel=replace(job.config.parallel, shard=1))
         speed = _fastest(rehearse(whole, speed=speed), session)
     rehearsal = rehearse(job.config, speed=speed)
-    # Nothing here knows which ranks would share a node, and the hub of a quorum would wait for the other ranks.
-    optim = replace(job.config.optim, hierarchical=False, quorum="all", bound=10, replay=None)
+    optim = replace(without_quorum(job.config.optim), hierarchical=False)  # nobody knows which ranks share a node
     exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
     step = stepper(optim, rehearsal, exchange)
     found: list[list[float]] = []
