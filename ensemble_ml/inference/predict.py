@@ -92,7 +92,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     paths = targets(config, starts)
     made = _made(job, starts, paths) if config.resume else set()
     # No rank may write before all ranks have checked which files exist.
-    session.mesh.world.barrier()
+    session.meet()
     if config.static is not None:
         replace_static(model, source)
     # Ranks that share cores divide them; otherwise each rank would start as many threads as there are cores.
@@ -173,8 +173,9 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
                 if path is not None
             ]
         done(writing)
-    # The first rank that raises ends all others, so it waits until they have written their forecasts.
-    job.session.mesh.world.barrier()
+    # The first rank that raises ends all others, so it waits until they have written their forecasts, however long that
+    # takes.
+    job.session.meet()
     if unread:
         dates, (why, *_) = list(unread), unread.values()
         # If all dates failed, the cause is hardly a single date, so no dates are listed.

@@ -136,6 +136,27 @@ def test_a_group_leaves_out_what_its_first_rank_finds(trained, serial, tmp_path)
     assert [rows for rows, _ in run_ranks(with_an_old_listing, 2, config, lat=2, timeout=20)] == [set(), set()]
 
 
+def with_a_slow_rank(session, config):
+    """Predict; the second rank reads for longer than ranks wait for each other in an exchange."""
+    read = TensorStore.read
+
+    def slow(self, part, date, selection=None):
+        time.sleep(0.4 * (not session.first))
+        return read(self, part, date, selection)
+
+    TensorStore.read = slow
+    return forecast(session, config)
+
+
+def test_ranks_that_are_done_wait_for_the_others_as_long_as_these_take(trained, serial, tmp_path):
+    names = sorted(p.name for p in serial.iterdir())
+    for name in names[::2]:  # made already: a run was stopped, and the first rank has nothing left to do
+        shutil.copy(serial / name, tmp_path / name)
+    config = replace(config_of(trained, tmp_path, data=2), resume=True)
+    assert [made for _, made in run_ranks(with_a_slow_rank, 2, config, data=2, timeout=1)] == [names, names]
+    assert same_files(serial, tmp_path) == names
+
+
 def same_files(serial, output):
     """Compare the forecasts of two folders; return their names."""
     names = sorted(p.name for p in serial.iterdir())
