@@ -137,6 +137,8 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
     local_size = _tasks_here(env) if launcher is Launcher.slurm else None
     counted = local_size is not None or names.local_size in env
     local_size = local_size or _number(env, names.local_size, size)
+    if local_size < 1:
+        raise UserError(f"{names.local_size}={local_size}: must be 1 or more")
     host, port = _meeting(env, launcher)
     job = "/".join(env.get(name, "") for name in _JOB[launcher])
     return World(rank, size, local_rank, local_size, launcher, host, port, job, counted)

@@ -140,6 +140,7 @@ def test_torchrun_under_srun_counts_alone():
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: RANK is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2: must lie from 0 to WORLD_SIZE-1=1"),
         ({"PMI_RANK": "x", "PMI_SIZE": "2"}, "PMI_RANK=x: must be a whole number"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: must be 1 or more"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999: must lie from 1 to 65535; set it to a free port"),
         ({**SLURM, "MASTER_PORT": "0"}, "MASTER_PORT=0: must lie from 1 to 65535"),
     ],
