@@ -129,7 +129,7 @@ def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
     meta = load_meta(path, folder)
     state_dict = _read_tensors(path, folder / MODEL, meta)
     extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
-    return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
+    return Checkpoint(folder, _spec_of(path, meta), state_dict, extra, meta)
 
 
 @_readable
@@ -167,7 +167,22 @@ def load_spec(path: str | Path) -> ModelSpec:
     Raises:
         UserError: the checkpoint is absent or damaged, or has another format.
     """
-    return ModelSpec.from_json(load_meta(path)["spec"])
+    return _spec_of(path, load_meta(path))
+
+
+def _spec_of(path: str | Path, meta: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec in the JSON of a checkpoint; refuse one with settings that this version does not have, or lacks.
+
+    Another version may have written such a checkpoint in the same format.
+    """
+    try:
+        return ModelSpec.from_json(meta["spec"])
+    except (KeyError, TypeError, ValueError) as error:  # a UserError is a ValueError
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"checkpoint {path}: this version cannot build its model ({why}); use the version that wrote it, or train"
+            " it again"
+        ) from error
 
 
 @_readable

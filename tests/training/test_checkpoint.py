@@ -169,6 +169,26 @@ def test_another_format_is_refused(folder):
         load_checkpoint(folder / "last")
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"waves": 3}, "unexpected keyword argument 'waves'"),
+        ({"pole": None}, "'pole' is missing"),
+        ({"pole": "spiral"}, "'spiral' is not a valid Pole"),
+        ({"name": "gnn"}, "model.name=gnn: unet3d"),
+    ],
+)
+def test_settings_of_another_version_are_refused_in_one_line(folder, changes, why):
+    file = folder / "last" / module.META
+    meta = json.loads(file.read_text())
+    settings = meta["spec"]["config"] | changes
+    meta["spec"]["config"] = {name: value for name, value in settings.items() if name not in changes or value}
+    file.write_text(json.dumps(meta | {"sha256": module.digest(meta)}))
+    for read in (load_spec, load_checkpoint, load_model):
+        with pytest.raises(UserError, match=rf"^checkpoint {folder}/last: this version cannot .*{why}.*; use the"):
+            read(folder / "last")
+
+
 def test_what_is_no_checkpoint_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match="no such folder"):
         load_checkpoint(tmp_path / "nothing")
